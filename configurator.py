@@ -1,0 +1,210 @@
+"""Settings of a script: module-level assignments, overridden by presets and by the command line.
+
+A script starts with its settings, one line each, and then calls configure:
+
+    depth = 12                        # >= 1: layers; the one dial of model size
+    dtype = "auto"                    # auto|bfloat16|float16|float32: of the forward pass
+    label_drop = 0.1                  # [0, 1): fraction of images that train without their label
+    save_every = 1000                 # >= 1 or -1: steps between checkpoints; -1 disables
+    max_images: int | None = None     # > 0: None has no type of its own, so the annotation gives it
+    config = configure(globals())
+
+Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help lists everything.
+The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or with the comment:
+alternatives with "|" or " or " between them, each a comparison (`>= 1`), an interval (`[0, 1)`: a square bracket
+includes its end, a round one does not) or a plain value (`auto`, `-1`, `""`). Other comments are left alone.
+
+A preset is a file of literal assignments (`depth = 12`), parsed and never executed. In it a tuple or a list stands for
+a comma string: (0.99, 0.999) is "0.99,0.999". A mistake prints one line, "error: ...", and exits with code 2.
+"""
+
+import ast
+import difflib
+import io
+import operator
+import os
+import re
+import sys
+import tokenize
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+KINDS = {"bool": "True or False", "int": "an integer", "float": "a finite number", "str": "a string"}
+WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None}
+
+COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.lt}
+NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
+PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
+RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "seed: of ..."
+
+
+class Setting(NamedTuple):
+    default: bool | int | float | str | None
+    kind: str  # a key of KINDS
+    optional: bool  # None is accepted
+    rule: str  # "" if the comment starts with none
+    comment: str
+    heading: list[str]  # comment lines of their own above the setting
+
+    @property
+    def accepted(self) -> str:
+        return ", ".join(filter(None, (KINDS[self.kind], self.rule, self.optional and "or None")))
+
+
+def find_rule(comment: str) -> str:
+    """The rule that a comment begins with, or ""."""
+    match = RULE.match(comment)
+    assert match or not comment.startswith((">", "<", "[")), f"cannot read the rule of the comment {comment!r}"
+    return match[1] if match else ""
+
+
+def satisfies(value, rule: str) -> bool:
+    """Whether a value of the right type meets any part of a rule."""
+    text, number = isinstance(value, str), literal(str(value))
+    for part in re.split(r"\|| or ", rule):
+        signs, bounds = re.findall(r"[<>]=?|[\[\]()]", part), map(float, re.findall(NUMBER, part))
+        if signs and type(number) in (int, float) and all(COMPARE[s](number, b) for s, b in zip(signs, bounds)):
+            return True
+        if not signs and value == (part.strip('"') if text else literal(part)):
+            return True
+    return False
+
+
+def literal(text: str):
+    """Text of the command line, for a setting that is not a string -> bool, None, int, float, or as it is."""
+    if text in WORDS:
+        return WORDS[text]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def cast(kind: str, value):
+    """The value in the setting's type; None where that would lose something or be a guess."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool" and (isinstance(value, bool) or (number and value in (0, 1))):
+        return bool(value)
+    if kind == "int" and number and value % 1 == 0 and abs(value) < 2**63:  # 1e6 is an integer, 1.5 and inf are not
+        return int(value)
+    if kind == "float" and number and abs(value) <= sys.float_info.max:  # false for inf, nan and 10**400
+        return float(value)
+    if kind == "str" and isinstance(value, list | tuple) and all(cast("str", item) is not None for item in value):
+        return ",".join(cast("str", item) for item in value)
+    return str(value) if kind == "str" and (number or isinstance(value, str)) else None
+
+
+def check(name: str, setting: Setting, value, where: str = ""):
+    """The value that the setting gets. Raises ValueError with the line for the user."""
+    if value is None and setting.optional:
+        return None
+    result = cast(setting.kind, value)
+    if result is None or (setting.rule and not satisfies(result, setting.rule)):
+        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {setting.accepted}")
+    return result
+
+
+def read_settings(globals_: dict) -> dict[str, Setting]:
+    """The settings of the calling script in file order: its plain assignments up to the call of configure."""
+    source = Path(globals_["__file__"]).read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.strip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    settings, last_row = {}, 0
+    for node in ast.parse(source).body:
+        if any(isinstance(n, ast.Name) and n.id == "configure" for n in ast.walk(node)):
+            break
+        above, last_row = range(last_row + 1, node.lineno), node.end_lineno
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        default = globals_.get(name, ...)  # tuples, attributes and items are no keys of it
+        if name.startswith("_") or not isinstance(default, bool | int | float | str | None):
+            continue
+        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
+        kinds = re.findall(rf"\b({'|'.join(KINDS)})\b", annotation)
+        assert len(kinds) == 1, f"{name}: give its type in an annotation, such as `{name}: int | None = None`"
+        comment = comments.get(last_row, "")
+        heading = [line for row in above if (line := comments.get(row, "").strip("-= "))]
+        setting = Setting(default, kinds[0], default is None, find_rule(comment), comment, heading)
+        settings[name] = setting._replace(default=check(name, setting, default, "default: "))
+    return settings
+
+
+def lookup(settings: dict[str, Setting], name: str, where: str = "") -> Setting:
+    """The setting of that name. Raises ValueError with the nearest names."""
+    if name not in settings:
+        near = difflib.get_close_matches(name.replace("-", "_"), settings, n=3, cutoff=0.5) or ["none (see --help)"]
+        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}")
+    return settings[name]
+
+
+def read_preset(settings: dict[str, Setting], path: str) -> dict:
+    """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
+    found = [p for p in (Path(path), Path(__file__).parent / path) if p.is_file()]
+    if not found:
+        raise ValueError(f"preset {path!r} not found, neither here nor in the repository")
+    values = {}
+    try:
+        nodes = ast.parse(found[0].read_bytes()).body
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
+        line = f" line {error.lineno}" if getattr(error, "lineno", None) else ""
+        raise ValueError(f"preset {path!r}{line}: {getattr(error, 'msg', None) or error}") from None
+    for node in nodes:
+        where = f"preset {path!r} line {node.lineno}: "
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue  # a docstring
+        try:
+            (target,) = node.targets
+            name, value = target.id, ast.literal_eval(node.value)
+        except (AttributeError, ValueError, TypeError, RecursionError, MemoryError):
+            raise ValueError(f"{where}only assignments of literals are accepted, such as depth = 12") from None
+        values[name] = check(name, lookup(settings, name, where), value, where)
+    return values
+
+
+def read_argument(settings: dict[str, Setting], arg: str) -> dict:
+    """{name: value} of one argument of the command line."""
+    if not arg.startswith("-") and arg.endswith(".py"):
+        return read_preset(settings, arg)
+    if not arg.startswith("--"):
+        raise ValueError(f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py")
+    name, equals, text = arg[2:].partition("=")
+    setting = lookup(settings, name)
+    if not equals and setting.kind != "bool":
+        raise ValueError(f"--{name} needs a value, --{name}=...; accepted: {setting.accepted}")
+    verbatim = setting.kind == "str" and not (setting.optional and text == "None")
+    return {name: check(name, setting, text if verbatim else literal(text) if equals else True)}
+
+
+def help_text(settings: dict[str, Setting], globals_: dict) -> str:
+    script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
+    lines = [globals_.get("__doc__") or "", f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)"]
+    for name, s in settings.items():
+        lines += ["", *s.heading] if s.heading else []
+        lines.append(f"  {f'--{name}={s.default}':<38} {s.kind:<5}  {s.comment}".rstrip())
+    return "\n".join(lines).strip()
+
+
+def configure(globals_: dict, argv: list[str] | None = None) -> dict:
+    """Override the settings of the calling script, whose globals() are given, in place; return {name: value} of all.
+
+    `argv` is sys.argv[1:] by default. --help prints and exits with 0; a mistake prints one line, exits with 2 and
+    changes nothing. Under torchrun only rank 0 prints.
+    """
+    settings = read_settings(globals_)
+    argv = sys.argv[1:] if argv is None else argv
+    show = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
+    if "--help" in argv or "-h" in argv:
+        show(help_text(settings, globals_))
+        sys.exit(0)
+    config = {name: setting.default for name, setting in settings.items()}
+    try:
+        for arg in argv:
+            config.update(read_argument(settings, arg))
+    except ValueError as error:
+        show(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    globals_.update(config)
+    return config
