@@ -1,0 +1,293 @@
+"""The ground floor: user errors, ranks and devices, dtypes, seeds, files, progress, signals."""
+
+import base64
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes of the user's
+
+
+class UserError(ValueError):
+    """A mistake of the user's: what was given, what is accepted. Ends a program with this one line and exit code 2."""
+
+
+def _excepthook(kind, error, traceback):
+    if issubclass(kind, UserError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)  # honoured by the interpreter: the exit code of an uncaught exception would be 1
+    sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = _excepthook
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks, devices, dtypes
+
+
+def get_dist():
+    """(rank, local_rank, world_size) as torchrun tells it; (0, 0, 1) without torchrun."""
+    return tuple(int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+
+
+def print0(*args, **kwargs):
+    """print on rank 0 only, flushed, so that a log file is never behind."""
+    if get_dist()[0] == 0:
+        print(*args, **kwargs, flush=True)
+
+
+def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device:
+    """Choose the device ("" = the best present), join the process group where torchrun started us; return the device.
+
+    NCCL on CUDA, gloo elsewhere. Raises UserError when the device asked for is absent.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device_type = device_type or next(kind for kind, present in available.items() if present)
+    if not available.get(device_type, False):
+        present = ", ".join(kind for kind, there in available.items() if there)
+        raise UserError(f"device_type={device_type!r} is not available on this machine; available: {present}")
+    _, local_rank, world = get_dist()
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    else:
+        device = torch.device(device_type)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device_type == "cuda" else None,
+        )
+    return device
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The autocast dtype for "auto" | "bfloat16" | "float16" | "float32"; auto is bf16 wherever it is native."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    # Without AVX512-BF16 (or AMX) a CPU emulates bf16 and is slower than in fp32.
+    native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def can_compile(device: torch.device) -> str:
+    """Why torch.compile cannot be used here, or "" if it can."""
+    if device.type == "mps":
+        return "torch.compile supports little of MPS"
+    if device.type == "cpu":
+        from torch._inductor import config, cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return f"no C++ compiler found (looked for {', '.join(str(c) for c in config.cpp.cxx if c)})"
+    return ""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; clocks are read after this."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory used so far, in GiB: of the GPU, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First match in the device's name wins.
+PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
+    "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
+    "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Dense bf16 peak of one device in FLOP/s; 0 where it is unknown (CPU, MPS, a GPU that the table lacks)."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), 0.0)
+
+
+def device_name(device: torch.device) -> str:
+    """What the machine calls itself, for config.json and the report."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+def environment(device: torch.device) -> dict:
+    """Versions, commit and hardware, for config.json and the report."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = ""
+    return {
+        "command": sys.argv,
+        "commit": commit,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "world_size": get_dist()[2],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
+
+
+def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """A generator that is a function of the integers in `key` alone, e.g. (seed, step)."""
+    words = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(2, np.uint32)
+    return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+class StackedGenerator:
+    """One generator per image, so that an image depends on its own seed and not on its neighbours in the batch.
+
+    Draws on the CPU, where every machine draws the same numbers, then moves them to the device of `x`.
+    """
+
+    def __init__(self, seeds):
+        self.generators = [make_generator(int(seed)) for seed in seeds]
+
+    def randn(self, shape, device="cpu") -> torch.Tensor:
+        """(N, ...) standard normal in fp32, N = number of seeds."""
+        assert shape[0] == len(self.generators), (shape, len(self.generators))
+        return torch.stack([torch.randn(shape[1:], generator=g) for g in self.generators]).to(device)
+
+    def randn_like(self, x: torch.Tensor) -> torch.Tensor:
+        return self.randn(x.shape, x.device).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and progress
+
+
+def base_dir() -> Path:
+    """Where data sets and runs live: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
+    return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing: temporary file beside it, fsync, rename."""
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except BaseException:
+        os.unlink(tmp)
+        raise
+
+
+class Progress:
+    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; silent if not a terminal."""
+
+    def __init__(self, total: int, unit: str, label: str = ""):
+        self.total, self.unit, self.label, self.done = total, unit, label, 0
+        self.start = self.last = time.perf_counter()
+        self.shown = get_dist()[0] == 0 and sys.stderr.isatty()
+
+    def __enter__(self):
+        return self
+
+    def update(self, n: int = 1) -> None:
+        self.done += n
+        now = time.perf_counter()
+        if self.shown and (now - self.last > 0.2 or self.done >= self.total):
+            self.last = now
+            rate = self.done / max(now - self.start, 1e-9)
+            eta = f"eta {max(self.total - self.done, 0) / max(rate, 1e-9):.0f} s" if self.total else ""
+            of = f"/{self.total:,}" if self.total else ""
+            sys.stderr.write(f"\r\033[K{self.label} {self.done:,}{of} {self.unit} | {rate:,.0f}/s | {eta}")
+            sys.stderr.flush()
+
+    def __exit__(self, *exc):
+        if self.shown:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+class DummyWandb:
+    """Stands in for a wandb run when run="dummy" and on ranks > 0: same calls, no effect."""
+
+    id = None
+
+    def log(self, *args, **kwargs):
+        pass
+
+    def log_png(self, *args, **kwargs):
+        pass
+
+    def finish(self, *args, **kwargs):
+        pass
+
+
+def start_wandb(run: str, config: dict, run_dir: Path, run_id: str | None):
+    """A wandb run on rank 0, going on with `run_id` where there is one; DummyWandb elsewhere and for run="dummy"."""
+    if run == "dummy" or get_dist()[0] > 0:
+        return DummyWandb()
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb, or run=dummy") from None
+    wandb_run = wandb.init(project="nanodiff", name=run, id=run_id, resume="allow", dir=run_dir, config=config)
+
+    def log_png(name, png, step):  # wandb.Image would need Pillow
+        picture = base64.b64encode(png).decode()
+        wandb_run.log({name: wandb.Html(f'<img src="data:image/png;base64,{picture}">')}, step=step)
+
+    wandb_run.log_png = log_png
+    return wandb_run
+
+
+class StopSignal:
+    """The first SIGINT or SIGTERM asks for an orderly end, the second ends the process at once."""
+
+    def __init__(self):
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number, frame):
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+    def agreed(self, device) -> int:
+        """The number of a signal that any rank has received, the same on every rank; 0 for none. A collective."""
+        if not dist.is_initialized():
+            return self.received
+        number = torch.tensor(self.received, device=device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)

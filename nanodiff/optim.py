@@ -1,0 +1,325 @@
+"""Muon for the matrices of a model's blocks, AdamW for the rest; gradients averaged and state sharded over ranks.
+
+The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. A step, for each buffer: gather
+the gradients into the same layout, reduce-scatter them, update the share that this rank owns (it alone holds the
+moments of that share), all-gather the parameters. This is ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054). One
+rank is the case where the share is everything and nothing is sent.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.optim.adamw import adamw
+
+from nanodiff.common import UserError, choose_dtype
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two updates
+
+# Polar Express, degree 5, the first 5 of 8 rows (Amsel et al. 2025, arXiv:2505.16932, listing 1). Each odd polynomial
+# a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1].
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+SAFETY = 1.01  # the listing's own: room for singular values that rounding pushes above 1
+
+
+def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """G (K, m, n) -> (K, m, n) in `dtype`: nearly U V^T of each matrix G = U S V^T; a zero matrix stays zero.
+
+    Singular values above 1e-3 of the Frobenius norm come out within [0.84, 1.13], smaller ones times at most 966.
+    Oblong matrices take two steps at a time on their small Gram matrix A, at a quarter less work
+    (github.com/Dao-AILab/gram-newton-schulz).
+    """
+    tall = G.size(-2) > G.size(-1)
+    X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
+    X = X.mT if tall else X  # (K, m, n), m <= n
+    # A recomputed: rounding in bf16 gives A negative eigenvalues, which three steps on end blow up without bound.
+    restarts = (0, 1, 3, 5) if X.size(-1) > 1.5 * X.size(-2) else range(6)
+    for i, (a, b, c) in enumerate(POLAR_EXPRESS):
+        if i in restarts:
+            A, Q = X @ X.mT, None  # (K, m, m)
+        P = torch.baddbmm(A, A, A, beta=b / SAFETY**3, alpha=c / SAFETY**5)
+        P.diagonal(dim1=-2, dim2=-1).add_(a / SAFETY)  # P = a + b A + c A^2, X <- P X
+        Q = P if Q is None else P @ Q  # of all the steps since the restart
+        if i + 1 in restarts:
+            X = Q @ X
+        else:
+            A = P @ A @ P
+    return X.mT if tall else X
+
+
+def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float, warmup: int) -> None:
+    """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    lr is times sqrt(max(1, rows / columns)), Jordan's scale; momentum warms up from 0.85, as in modded-nanogpt.
+    """
+    p, g, m, lr = bucket.own, bucket.grad, bucket.state["momentum"], bucket.group["lr"]
+    mu = momentum if step > warmup else min(momentum, 0.85 + (momentum - 0.85) * (step - 1) / warmup)
+    m.lerp_(g, 1 - mu)
+    g.lerp_(m, mu)
+    p.mul_(1 - lr * bucket.group["weight_decay"])
+    for start, count, rows, cols in bucket.runs:
+        G, P = (x[start : start + count * rows * cols].view(count, rows, cols) for x in (g, p))
+        P.add_(polar_express(G, dtype), alpha=-lr * max(1.0, rows / cols) ** 0.5)
+
+
+def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float], eps: float) -> None:
+    """torch's own fused AdamW, on the whole share at once."""
+    before = torch.full((), step - 1.0, device=bucket.own.device)  # fp32; the kernel adds 1
+    adamw(
+        [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
+        fused=True, amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], eps=eps,
+        lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"],
+    )  # fmt: skip
+
+
+STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # what is kept of each parameter
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buckets: a group's parameters in one buffer, cut into shares
+
+
+def _align(n: int) -> int:
+    return -(-n // 16) * 16  # 64 bytes: cuBLAS and Inductor want aligned operands
+
+
+def _layout(params, splits, world):
+    """(offsets, length of a share, runs of each share): whole parameters, the largest first to the emptiest share.
+
+    Within a share, matrices of one shape lie side by side: a run (start, count, rows, cols) is one batch for Muon.
+    """
+    rows = [p.shape[0] if p.ndim else 1 for p in params]
+    shapes = [(r // split, p.numel() // r) for p, r, split in zip(params, rows, splits)]
+    load, owner, offsets = [0] * world, {}, [0] * len(params)
+    for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += params[i].numel()
+    runs, ends = [[] for _ in range(world)], [0] * world
+    for i in sorted(owner, key=lambda i: (shapes[i], i)):
+        r = owner[i]
+        if not runs[r] or runs[r][-1][2:] != shapes[i]:
+            ends[r] = _align(ends[r])
+            runs[r].append((ends[r], 0, *shapes[i]))
+        start, count, *shape = runs[r][-1]
+        runs[r][-1] = (start, count + splits[i], *shape)
+        offsets[i] = ends[r]
+        ends[r] += params[i].numel()
+    share = _align(max(ends))
+    return [owner[i] * share + offset for i, offset in enumerate(offsets)], share, runs
+
+
+class Bucket:
+    """One group's parameters, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
+
+    def __init__(self, group: dict, rank: int, world: int):
+        self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
+        self.offsets, share, runs = _layout(self.params, group["splits"], world)
+        self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
+        # A convolution in channels_last keeps its memory order: Muon sees its columns permuted, which is the same.
+        self.strides = [
+            p.stride() if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last)
+            else torch.empty(p.shape, device="meta").stride() for p in self.params
+        ]  # fmt: skip
+        self.flat = torch.zeros(world * share, device=self.params[0].device)
+        self.own, self.grad = self.flat[self.mine], None
+        self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
+        for p, view in zip(self.params, self.views(self.flat)):
+            view.copy_(p)
+            p.data = view
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a buffer laid out as `flat` is, with the parameters' shapes."""
+        layout = zip(self.params, self.strides, self.offsets)
+        return [flat.as_strided(p.shape, strides, offset) for p, strides, offset in layout]
+
+    def reduce_grads(self):
+        """This rank's share of the sum of all ranks' gradients (None is zero) into `grad`. Returns the work or None."""
+        start, full = self.flat.data_ptr(), torch.zeros_like(self.flat)
+        for name, p, offset in zip(self.names, self.params, self.offsets):
+            if p.data_ptr() != start + 4 * offset:
+                raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
+        pairs = [(view, p.grad) for view, p in zip(self.views(full), self.params) if p.grad is not None]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+        if self.world == 1:
+            self.grad = full
+            return None
+        self.grad = torch.empty_like(self.own)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
+        return reduce_scatter(self.grad, full, async_op=True)
+
+    def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
+        """Every rank's share into `flat`; where there is one rank they are the same. Returns the work or None."""
+        if self.world == 1:
+            return None
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+        return all_gather(flat, share, async_op=True)
+
+
+def _wait(works) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """`norm = sync_grads(); step(grad_scale); zero_grad()`. Built by `make_optimizer`.
+
+    `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
+    """
+
+    @torch.no_grad()
+    def __init__(self, groups, muon_options, adamw_options):
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.muon_options, self.adamw_options, self.steps = muon_options, adamw_options, 0
+        self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
+        self.param_groups = [bucket.group for bucket in self.buckets]
+        if self.world > 1:
+            for bucket in self.buckets:
+                dist.broadcast(bucket.flat, 0)  # the same start on every rank
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
+        return sum(2 * (self.world - 1) * 4 * bucket.own.numel() for bucket in self.buckets)
+
+    @torch.no_grad()
+    def sync_grads(self) -> torch.Tensor:
+        """Average the gradients over ranks, once per step; a collective. `p.grad` itself is left as it is.
+
+        Returns their global L2 norm, 0-dim, the same on every rank: not finite if any gradient on any rank is not.
+        """
+        _wait([bucket.reduce_grads() for bucket in self.buckets])
+        norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
+        if self.world > 1:
+            dist.all_reduce(norm_sq)
+        return norm_sq.sqrt() / self.world  # `grad` holds sums over ranks; step() turns them into means
+
+    @torch.no_grad()
+    def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
+        """One update with the gradients of sync_grads times `grad_scale` (clipping, 1 / loss scale); a collective."""
+        self.steps += 1
+        works, scale = [], grad_scale / self.world
+        for bucket in self.buckets:
+            assert bucket.grad is not None, "step() without sync_grads()"
+            if torch.is_tensor(scale) or scale != 1:
+                bucket.grad.mul_(scale)
+            if bucket.group["kind"] == "muon":
+                update_muon(bucket, self.steps, **self.muon_options)
+            else:
+                update_adamw(bucket, self.steps, **self.adamw_options)
+            bucket.grad = None
+            works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
+        _wait(works)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for p in (p for bucket in self.buckets for p in bucket.params):
+            p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Raise RuntimeError, on every rank, naming the first parameter that is not rank 0's to the bit; collective."""
+        for bucket in self.buckets if self.world > 1 else []:
+            reference = bucket.flat.clone()
+            dist.broadcast(reference, 0)
+            same = (reference.view(torch.int32) == bucket.flat.view(torch.int32)).float()  # as bits: NaN equals itself
+            dist.all_reduce(same, dist.ReduceOp.MIN)
+            for name, view in zip(bucket.names, bucket.views(same)):
+                if not view.all():
+                    raise RuntimeError(f"{name} differs between ranks")
+
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
+
+        Complete on rank 0, and the same for any number of ranks; empty on the others.
+        """
+        state = {"step": self.steps}
+        for bucket in self.buckets:
+            for key, share in bucket.state.items():
+                full = share if self.world == 1 else torch.empty_like(bucket.flat)
+                _wait([bucket.all_gather(full, share)])
+                if self.rank == 0:
+                    copies = [torch.empty(view.shape).copy_(view) for view in bucket.views(full)]
+                    state |= {f"{key}/{name}": copy for name, copy in zip(bucket.names, copies)}
+        return state if self.rank == 0 else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Take this rank's share of a state_dict written by any number of ranks; every rank is given all of it.
+
+        Raises UserError for a missing, an unknown or a misshapen tensor, before anything is changed.
+        """
+        mine = {f"{key}/{name}": p for b in self.buckets for key in b.state for name, p in zip(b.names, b.params)}
+        for name in sorted({"step", *mine} ^ state.keys()):
+            raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
+        for name, p in mine.items():
+            if state[name].shape != p.shape:
+                raise UserError(f"optimizer state: {name!r} has shape {tuple(state[name].shape)}, not {tuple(p.shape)}")
+        self.steps = int(state["step"])
+        for bucket in self.buckets:
+            for key, share in bucket.state.items():
+                full = torch.zeros_like(bucket.flat)
+                for name, view in zip(bucket.names, bucket.views(full)):
+                    view.copy_(state[f"{key}/{name}"])
+                share.copy_(full[bucket.mine])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which parameter goes where
+
+BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
+FIRST = "input_blocks.0."  # the UNet's first convolution
+
+
+def make_optimizer(
+    model: torch.nn.Module, optimizer: str = "muon", lr: float = 1e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, momentum: float = 0.95, momentum_warmup: int = 300,
+    ns_dtype: torch.dtype | None = None,
+) -> Optimizer:  # fmt: skip
+    """The optimizer of a model that is already on its device, in fp32; a collective where torch.distributed is up.
+
+    "muon": the repeated blocks' matrices and convolutions, the latter as (out, rest), at `muon_lr`, and AdamW at `lr`
+    for all else; "adamw": AdamW for everything. Decoupled weight decay, of parameters of 2 and more dimensions only.
+    `muon_split = k`, an attribute of a module, says that its weight is k matrices on top of each other, which Muon
+    takes one by one; 0 leaves it to AdamW. `momentum_warmup` is in steps. `ns_dtype` is that of Muon's matrix products,
+    None = bf16 where that is native, else fp32. Raises UserError for a value that is not accepted.
+    """
+    if optimizer not in ("muon", "adamw"):
+        raise UserError(f"optimizer={optimizer!r} is not known; accepted: muon, adamw")
+    below_1 = {"beta1": betas[0], "beta2": betas[1], "momentum": momentum}
+    for name, value in {"lr": lr, "muon_lr": muon_lr, "weight_decay": weight_decay, "eps": eps, **below_1}.items():
+        if not 0 <= value < (1 if name in below_1 else math.inf):
+            raise UserError(f"{name}={value} is out of range; accepted: {'[0, 1)' if name in below_1 else '0 or more'}")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    rows = (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay))
+    groups = [
+        {"kind": kind, "lr": rate, "initial_lr": rate, "weight_decay": wd, "names": [], "params": [], "splits": []}
+        for kind, rate, wd in rows  # AdamW first: its all-gathers run while Muon computes
+    ]
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        assert p.dtype == torch.float32, f"{name} is {p.dtype}: the weights are kept in fp32, autocast does the rest"
+        split = getattr(model.get_submodule(name.rpartition(".")[0]), "muon_split", 1)
+        matrix = p.ndim >= 2 and name.startswith(BLOCKS) and not name.startswith(FIRST)
+        muon = optimizer == "muon" and matrix and split > 0
+        assert not muon or len(p) % split == 0, f"{name}: {len(p)} rows are not {split} matrices"
+        group = groups[2 if muon else 0 if p.ndim >= 2 else 1]
+        group["names"].append(name)
+        group["params"].append(p)
+        group["splits"].append(split if muon else 1)
+    native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
+    ns_dtype = ns_dtype or (torch.bfloat16 if native else torch.float32)
+    muon_options = {"dtype": ns_dtype, "momentum": momentum, "warmup": momentum_warmup}
+    return Optimizer([group for group in groups if group["names"]], muon_options, {"betas": betas, "eps": eps})

@@ -1,0 +1,54 @@
+"""The perfect model for Gaussian data: everything about diffusing N(mean, cov) is known in closed form."""
+
+import math
+
+import torch
+
+
+class GaussianOracle:
+    """Data x0 ~ N(mean, cov) of C numbers, held as images (N, C, 1, 1), under x_t = alpha x0 + sigma eps."""
+
+    def __init__(self, mean, cov):
+        self.mean, self.cov = torch.tensor(mean, dtype=torch.float64), torch.tensor(cov, dtype=torch.float64)
+
+    def x0(self, x_t, alpha, sigma):
+        """E[x0 | x_t] = mean + alpha cov (alpha^2 cov + sigma^2 I)^-1 (x_t - alpha mean), float64."""
+        marginal_cov = alpha**2 * self.cov + sigma**2 * torch.eye(len(self.cov))
+        gain = alpha * self.cov @ torch.linalg.inv(marginal_cov)
+        return (self.mean + (x_t.flatten(1).double() - alpha * self.mean) @ gain.T)[:, :, None, None]
+
+    def ode(self, x, start, end):
+        """The probability-flow ODE's exact solution from (alpha, sigma) = start to end: quantiles are carried along."""
+        values, vectors = torch.linalg.eigh(self.cov)
+        scale = [torch.sqrt(alpha**2 * values + sigma**2) for alpha, sigma in (start, end)]
+        x = (x.flatten(1).double() - start[0] * self.mean) @ vectors
+        return (end[0] * self.mean + (x * scale[1] / scale[0]) @ vectors.T)[:, :, None, None]
+
+    def denoiser(self, process):
+        """denoiser(x_t, model_t) for an unrespaced Gaussian process, in whatever that process predicts."""
+
+        def predict(x_t, model_t):
+            t = int(model_t[0])
+            alpha_bar, beta = float(process.alpha_bar[t]), float(process.betas[t])
+            alpha, sigma = math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar)
+            x0 = self.x0(x_t, alpha, sigma)
+            eps = (x_t - alpha * x0) / sigma
+            x_prev = (x_t - beta / sigma * eps) / math.sqrt(1 - beta)  # Ho et al. eq. 11
+            return {"x0": x0, "eps": eps, "v": alpha * eps - sigma * x0, "x_prev": x_prev}[process.prediction].float()
+
+        return predict
+
+
+def exact_reverse(process, variance):
+    """Model with "learned" log-variance that is the exact p(x_{t-1} | x_t) of data N(0, variance I)."""
+
+    def model(x_t, t):
+        t = int(t[0])
+        alpha_bar = process.alpha_bar[t]
+        marginal = alpha_bar * variance + 1 - alpha_bar
+        x0 = math.sqrt(alpha_bar) * variance / marginal * x_t
+        x0_variance = variance * (1 - alpha_bar) / marginal  # of x0 given x_t
+        reverse_variance = process.posterior_variance[t] + process.posterior_mean_coef1[t] ** 2 * x0_variance
+        return torch.cat([x0, torch.full_like(x0, math.log(max(reverse_variance, 1e-20)))], dim=1)
+
+    return model

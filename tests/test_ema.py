@@ -1,0 +1,149 @@
+"""Laws of the weight averages: closed forms, the ramp, and that borrowing a model changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanodiff.common import UserError
+from nanodiff.ema import EMA, parse_rates
+from nanodiff.optim import make_optimizer
+
+
+class Vector(nn.Module):
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3,), value))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def set(self, value):
+        self.w.data.fill_(value)
+
+
+def average(ema, rate):
+    return ema.state_dict()[str(rate)]["w"][0].item()
+
+
+def test_constant_weights_are_their_own_average():
+    ema = EMA(Vector(0.3), "0.9,0.999")
+    for step in range(1, 50):
+        ema.update(step)
+    assert average(ema, 0.9) == average(ema, 0.999) == pytest.approx(0.3, abs=1e-7)
+
+
+def test_a_jump_decays_as_a_power_of_the_rate():
+    """Weights 0, then 1: the average after n updates is 1 - rate^n, for each rate by itself."""
+    model = Vector(0.0)
+    ema = EMA(model, (0.9, 0.99, 0.5), ramp=False)
+    model.set(1.0)
+    for n in range(1, 101):
+        ema.update(n)
+        for rate in (0.9, 0.99, 0.5):
+            assert average(ema, rate) == pytest.approx(1 - rate**n, abs=1e-5)
+
+
+@given(rate=st.floats(0.01, 0.999), n=st.integers(1, 200))
+@settings(max_examples=25, deadline=None)
+def test_a_line_is_followed_with_the_known_lag(rate, n):
+    """Weights w_i = i: average = n - (rate / (1 - rate)) (1 - rate^n)."""
+    model = Vector(0.0)
+    ema = EMA(model, rate, ramp=False)
+    for i in range(1, n + 1):
+        model.set(float(i))
+        ema.update(i)
+    assert average(ema, rate) == pytest.approx(n - rate / (1 - rate) * (1 - rate**n), rel=1e-4, abs=1e-3)
+
+
+def test_ramp():
+    """The rate of step s is min(rate, (1 + s) / (10 + s)): weights 0, then 1, leave prod(rates) of the start."""
+    model = Vector(0.0)
+    ema, constant = EMA(model, "0.95,0.9999"), EMA(model, "0.9999", ramp=False)
+    model.set(1.0)
+    left = {0.95: 1.0, 0.9999: 1.0}
+    for s in range(1, 301):
+        ema.update(s)
+        constant.update(s)
+        for rate in left:
+            left[rate] *= min(rate, (s + 1) / (s + 10))
+            assert average(ema, rate) == pytest.approx(1 - left[rate], abs=1e-5)
+    assert average(ema, 0.9999) > 0.999 and average(constant, 0.9999) < 0.04
+
+
+def random_model():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.GroupNorm(2, 4))
+
+
+def randomize(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_applied_gives_the_average_and_takes_it_back_bit_for_bit(views):
+    model = random_model().to(memory_format=torch.channels_last)
+    if views:
+        make_optimizer(model)
+    ema = EMA(model, "0.9,0.99", ramp=False)
+    randomize(model, 1)
+    ema.update(1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    pointers = [p.data_ptr() for p in model.parameters()]
+    for rate in (0.99, "0.9"):
+        with pytest.raises(KeyboardInterrupt), ema.applied(rate):
+            for name, p in model.named_parameters():
+                assert torch.equal(p, ema.state_dict()[str(rate)][name]) and not torch.equal(p, before[name])
+            raise KeyboardInterrupt
+        assert all(
+            torch.equal(p.view(torch.int32), before[name].view(torch.int32)) for name, p in model.named_parameters()
+        )
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+
+
+def test_state_round_trip_continues_the_same(tmp_path):
+    model = random_model()
+    ema = EMA(model, "0.9,0.999")
+    for step in (1, 2):
+        randomize(model, step)
+        ema.update(step)
+    torch.save(ema.state_dict(), tmp_path / "ema.pt")
+    other = EMA(model, "0.9,0.999")
+    other.load_state_dict(torch.load(tmp_path / "ema.pt", weights_only=True))
+    randomize(model, 3)
+    for e in (ema, other):
+        e.update(3)
+    for rate, averages in ema.state_dict().items():
+        assert set(averages) == {name for name, _ in model.named_parameters()}
+        assert all(torch.equal(average, other.state_dict()[rate][name]) for name, average in averages.items())
+
+
+def test_states_of_other_rates_and_models_are_refused():
+    ema = EMA(Vector(), "0.9")
+    assert list(ema.state_dict()["0.9"]) == ["w"], "frozen parameters have no average"
+    for state, message in (
+        ({"0.99": {"w": torch.zeros(3)}}, "0.9.*0.99"),
+        ({"0.9": {}}, "'w' is missing"),
+        ({"0.9": {"w": torch.zeros(3), "v": torch.zeros(3)}}, "'v' is unknown"),
+        ({"0.9": {"w": torch.zeros(4)}}, r"\(4,\), not \(3,\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ema.load_state_dict(state)
+    with pytest.raises(UserError, match=r"0\.5.*0\.9"), ema.applied(0.5):
+        pass
+
+
+def test_rates():
+    assert parse_rates("0.999, 0.9999") == parse_rates((0.999, "0.9999")) == (0.999, 0.9999)
+    assert parse_rates(0.5) == (0.5,) and parse_rates("") == parse_rates(()) == ()
+    EMA(Vector(), "").update(1)
+    for bad in ("1", "0", "1.5", "-0.1", "nan", "x", "0.9,", (0.9, None)):
+        with pytest.raises(UserError, match="ema_rates"):
+            parse_rates(bad)
+
+
+def test_averages_are_fp32_whatever_the_weights():
+    model = Vector().bfloat16()
+    assert EMA(model, 0.9).state_dict()["0.9"]["w"].dtype == torch.float32
+    np.testing.assert_equal(EMA(model, 0.9).names, ["w"])

@@ -1,0 +1,271 @@
+"""Gaussian diffusion: closed forms of the tables, the losses and the likelihood."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gaussian_oracle import exact_reverse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanodiff.common import StackedGenerator, UserError
+from nanodiff.gaussian import (
+    LOSSES,
+    PREDICTIONS,
+    SAMPLERS,
+    GaussianDiffusion,
+    discretized_gaussian_log_likelihood,
+    normal_kl,
+    space_timesteps,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_marginal_is_the_iterated_kernel(schedule):
+    """q(x_t | x_0) has the mean and variance of t + 1 steps x <- sqrt(1 - beta) x + sqrt(beta) noise."""
+    process = GaussianDiffusion(schedule, 300)
+    mean, variance = 1.0, 0.0
+    one, t = torch.ones(300, 1, 1, 1), torch.arange(300)
+    means = process.q_sample(one, t, 0 * one).flatten()
+    stds = process.q_sample(0 * one, t, one).flatten()
+    for i, beta in enumerate(process.betas):
+        mean, variance = math.sqrt(1 - beta) * mean, (1 - beta) * variance + beta
+        assert means[i] == pytest.approx(mean, rel=1e-5) and stds[i] == pytest.approx(math.sqrt(variance), rel=1e-5)
+
+
+def test_posterior_is_bayes_rule():
+    """q(x_{t-1} | x_t, x_0) is proportional to q(x_t | x_{t-1}) q(x_{t-1} | x_0), both Gaussian."""
+    process = GaussianDiffusion("cosine", 50)
+    t = torch.arange(1, 50)
+    x0, x_t = 0.3 * torch.ones(49, 1, 1, 1), -1.2 * torch.ones(49, 1, 1, 1)
+    beta, alpha_bar_prev = process.betas[1:], process.alpha_bar[:-1]
+    precision = (1 - beta) / beta + 1 / (1 - alpha_bar_prev)
+    mean = (np.sqrt(1 - beta) / beta * -1.2 + np.sqrt(alpha_bar_prev) / (1 - alpha_bar_prev) * 0.3) / precision
+    got_mean, got_log_variance = process.q_posterior(x0, x_t, t)
+    np.testing.assert_allclose(got_mean.flatten(), mean, rtol=1e-5)
+    np.testing.assert_allclose(got_log_variance.flatten(), -np.log(precision), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["7", "ddim10", "3,5,4", "1"])
+def test_respacing_keeps_marginals_and_timesteps(spec):
+    process = GaussianDiffusion("cosine", 100, rescale_timesteps=True)
+    kept, respaced = space_timesteps(100, spec), process.respace(spec)
+    np.testing.assert_allclose(respaced.alpha_bar, process.alpha_bar[kept], rtol=1e-10)
+    seen = []
+    x = torch.zeros(len(kept), 1, 2, 2)
+    respaced.losses(lambda x_t, t: seen.append(t) or x_t, x, torch.arange(len(kept)), x)
+    assert seen[0].dtype == torch.float32 and seen[0].tolist() == pytest.approx([10 * t for t in kept])
+    assert process.num_timesteps == 100 and len(process.betas) == 100  # the original is untouched
+
+
+def test_respacing_twice_composes():
+    process = GaussianDiffusion("linear", 1000, respacing="100")
+    twice = process.respace("ddim10")
+    assert twice.timestep_map.tolist() == [space_timesteps(1000, "100")[i] for i in range(0, 100, 10)]
+
+
+@given(T=st.integers(1, 400), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_even_spacing_spans_the_process(T, data):
+    count = data.draw(st.integers(1, T))
+    kept = space_timesteps(T, str(count))
+    assert len(set(kept)) == count and kept[0] == 0 and (count == 1 or kept[-1] == T - 1)
+    gaps = np.diff(kept)
+    assert count < 3 or gaps.max() - gaps.min() <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parametrisations and likelihood
+
+
+def test_predictions_are_reparametrisations():
+    """The true eps, x0, v or x_{t-1} mean, fed as the output, gives back the same x0 and the same reverse mean."""
+    g = torch.Generator().manual_seed(0)
+    x0, noise = torch.rand(40, 3, 2, 2, generator=g) * 2 - 1, torch.randn(40, 3, 2, 2, generator=g)
+    t = torch.arange(0, 40)
+    for prediction in PREDICTIONS:
+        process = GaussianDiffusion("cosine", 50, prediction)
+        x_t = process.q_sample(x0, t, noise)
+        out = process.target(x0, x_t, t, noise)
+        torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
+        p = process.p_mean_variance(out, x_t, t)
+        torch.testing.assert_close(p["mean"], process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)
+        assert process.losses(lambda *_: out, x0, t, noise)["loss"].max() < 1e-10  # noqa: B023
+
+
+def test_v_by_its_definition():
+    """v is d x / d phi on the circle x = cos(phi) x0 + sin(phi) eps, phi = atan(sigma / alpha)."""
+    process = GaussianDiffusion("linear", 100, "v")
+    t = torch.tensor([60])
+    x0, noise = torch.full((1, 1, 1, 1), 0.7), torch.full((1, 1, 1, 1), -1.3)
+    phi = math.acos(math.sqrt(process.alpha_bar[60]))
+    x = lambda phi: 0.7 * math.cos(phi) - 1.3 * math.sin(phi)
+    v = process.target(x0, process.q_sample(x0, t, noise), t, noise)
+    assert v.item() == pytest.approx((x(phi + 1e-5) - x(phi - 1e-5)) / 2e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_perfect_prediction_has_no_kl(prediction):
+    """Knowing x0, the bound's KL terms vanish for the posterior's own variance; at t = 0 the decoder's term stays."""
+    process = GaussianDiffusion("linear", 100, prediction, "fixed_small", "kl")
+    g = torch.Generator().manual_seed(0)
+    x0, noise = torch.rand(100, 3, 2, 2, generator=g) * 2 - 1, torch.randn(100, 3, 2, 2, generator=g)
+    t = torch.arange(100)
+    out = process.target(x0, process.q_sample(x0, t, noise), t, noise)
+    loss = process.losses(lambda *_: out, x0, t, noise)["loss"]
+    assert loss[1:].abs().max() < 1e-5 and loss[0] > 0.1
+
+
+def test_fixed_large_costs_the_kl_of_two_variances():
+    process = GaussianDiffusion("linear", 100, "x0", "fixed_large", "rescaled_kl")
+    x0, t = torch.zeros(99, 1, 2, 2), torch.arange(1, 100)
+    loss = process.losses(lambda x, t: x0, x0, t, torch.randn(99, 1, 2, 2))["loss"]
+    ratio = process.posterior_variance[1:] / process.betas[1:]
+    np.testing.assert_allclose(loss, 100 * 0.5 * (ratio - 1 - np.log(ratio)) / np.log(2), rtol=1e-4, atol=5e-5)
+
+
+def test_normal_kl_against_torch():
+    mean1, log_variance1, mean2, log_variance2 = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).double()
+    p, q = (torch.distributions.Normal(m, (v / 2).exp()) for m, v in ((mean1, log_variance1), (mean2, log_variance2)))
+    expected = torch.distributions.kl_divergence(p, q)
+    torch.testing.assert_close(normal_kl(mean1, log_variance1, mean2, log_variance2), expected)
+
+
+@given(mean=st.floats(-2, 2), log_variance=st.floats(-10, 3))
+@settings(max_examples=50, deadline=None)
+def test_pixel_probabilities_sum_to_one(mean, log_variance):
+    x = torch.arange(256) / 127.5 - 1
+    p = discretized_gaussian_log_likelihood(x, torch.tensor(mean), torch.tensor(log_variance)).exp()
+    assert p.sum().item() == pytest.approx(1, abs=2e-5)
+
+
+def test_pixel_probability_is_the_normal_integral():
+    mean, std = 0.1, 0.2
+    normal = torch.distributions.Normal(mean, std)
+    x = torch.tensor([-0.3, 0.0, 0.1, 0.5, 1.0])
+    expected = normal.cdf(x + 1 / 255) - normal.cdf(x - 1 / 255)
+    expected[-1] = 1 - normal.cdf(x[-1] - 1 / 255)
+    p = discretized_gaussian_log_likelihood(x, torch.tensor(mean), torch.tensor(2 * math.log(std))).exp()
+    torch.testing.assert_close(p, expected, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_the_hybrid(loss):
+    """With a learned variance, MSE alone teaches the mean and the bound alone the variance; KL teaches both."""
+    process = GaussianDiffusion("cosine", 100, variance="learned_range", loss=loss)
+    out = torch.zeros(4, 6, 2, 2, requires_grad=True)
+    x0, noise = torch.full((4, 3, 2, 2), 0.5), torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    t = torch.tensor([0, 1, 50, 99])
+    losses = process.losses(lambda *_: out, x0, t, noise)
+    if "vb" in losses:
+        (grad,) = torch.autograd.grad(losses["vb"].sum(), out, retain_graph=True)
+        assert (grad[:, :3] == 0).all() and (grad[:, 3:] != 0).any()
+        (grad,) = torch.autograd.grad(losses["mse"].sum(), out, retain_graph=True)
+        assert (grad[:, :3] != 0).any() and (grad[:, 3:] == 0).all()
+        scale = 0.1 if loss == "rescaled_mse" else 1.0
+        kl = GaussianDiffusion("cosine", 100, variance="learned_range", loss="kl").losses(lambda *_: out, x0, t, noise)
+        torch.testing.assert_close(losses["vb"], scale * kl["loss"])
+    (grad,) = torch.autograd.grad(losses["loss"].sum(), out)
+    assert grad.isfinite().all() and (grad[:, :3] != 0).any() and (grad[:, 3:] != 0).any()
+
+
+def test_bits_per_dim_of_the_exact_model_is_the_entropy():
+    """Gaussian data have Gaussian reverse steps of any length, so the bound is tight: bits/dim = entropy in bins."""
+    process = GaussianDiffusion("linear", 40, "x0", "learned", clip_denoised=False)
+    g = torch.Generator().manual_seed(0)
+    x0 = 0.2 * torch.randn(500, 24, 1, 1, generator=g)
+    std = 0.2
+    bpd = process.bits_per_dim(exact_reverse(process, std**2), x0, StackedGenerator(range(500)))
+    entropy = 0.5 * math.log2(2 * math.pi * math.e * std**2) + math.log2(255 / 2)
+    assert bpd["total_bpd"].mean().item() == pytest.approx(entropy, abs=0.03)
+    prior = (
+        process.alpha_bar[-1] * (x0**2).mean((1, 2, 3)) - process.alpha_bar[-1] - math.log(1 - process.alpha_bar[-1])
+    )
+    torch.testing.assert_close(bpd["prior_bpd"], (prior / 2 / math.log(2)).float(), rtol=1e-3, atol=1e-9)
+
+
+def test_bits_per_dim_is_made_of_the_kl_losses():
+    process = GaussianDiffusion("cosine", 6, variance="learned_range", loss="kl", clip_denoised=False)
+    model = lambda x, t, y: torch.cat([0.5 * x, torch.tanh(x)], 1) + y[:, None, None, None]
+    g = torch.Generator().manual_seed(0)
+    x0, y = torch.rand(3, 2, 4, 4, generator=g) - 0.5, torch.tensor([0.0, 0.1, 0.2])
+    bpd, noises = process.bits_per_dim(model, x0, StackedGenerator([1, 2, 3]), y=y), StackedGenerator([1, 2, 3])
+    total = bpd["prior_bpd"].clone()
+    for column, t in enumerate(reversed(range(6))):  # column 0 is t = T-1
+        term = process.losses(model, x0, torch.full((3,), t), noises.randn_like(x0), y=y)["loss"]
+        torch.testing.assert_close(bpd["vb"][:, column], term)
+        total += term
+    torch.testing.assert_close(bpd["total_bpd"], total)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types, conditions, mistakes
+
+
+class NoFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        assert not any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in tree_leaves(out)), func
+        return out
+
+
+def test_no_float64_reaches_the_device():
+    process = GaussianDiffusion("cosine", 4, variance="learned_range", loss="rescaled_mse")
+    model = lambda x, t: torch.cat([x, torch.tanh(x)], dim=1)
+    x = torch.randn(4, 3, 2, 2)
+    with NoFloat64():
+        process.losses(model, x, torch.arange(4), x)
+        process.bits_per_dim(model, x)
+        process.ddim_reverse(model, x)
+        for sampler in SAMPLERS:
+            process.sample(model, x, 3, sampler, eta=0.5)
+
+
+def test_losses_are_fp32_and_conditions_reach_the_model():
+    process = GaussianDiffusion(variance="learned_range")
+    assert process.out_channels(3) == 6 and GaussianDiffusion().out_channels(3) == 3
+    seen = {}
+
+    def model(x_t, t, y, low_res):
+        seen.update(t=t, y=y, low_res=low_res)
+        return torch.cat([x_t, x_t], dim=1).bfloat16()
+
+    y, low_res = torch.tensor([1, 2]), torch.zeros(2, 3, 2, 2)
+    losses = process.losses(
+        model, torch.zeros(2, 3, 4, 4), torch.tensor([5, 999]), torch.randn(2, 3, 4, 4), y=y, low_res=low_res
+    )
+    assert all(value.dtype == torch.float32 and value.shape == (2,) for value in losses.values())
+    assert seen["y"] is y and seen["low_res"] is low_res and seen["t"].tolist() == [5.0, 999.0]
+
+
+@pytest.mark.parametrize(
+    "mistake,names",
+    [
+        (lambda: GaussianDiffusion("sigmoid"), ["schedule", "sigmoid", "cosine"]),
+        (lambda: GaussianDiffusion(num_timesteps=0), ["num_timesteps", "0"]),
+        (lambda: GaussianDiffusion(num_timesteps=10), ["num_timesteps=10", "(0, 1)"]),  # linear betas pass 1 there
+        (lambda: GaussianDiffusion(prediction="noise"), ["prediction", "noise", "eps"]),
+        (lambda: GaussianDiffusion(variance="big"), ["variance", "big", "fixed_large"]),
+        (lambda: GaussianDiffusion(loss="l1"), ["loss", "l1", "rescaled_kl"]),
+        (lambda: GaussianDiffusion(betas=[0.1, 1.5]), ["betas"]),
+        (lambda: GaussianDiffusion(respacing="2000"), ["2000", "1000"]),
+        (lambda: GaussianDiffusion(respacing="ddim999"), ["ddim999", "stride"]),
+        (lambda: GaussianDiffusion(respacing="fast"), ["fast", "ddim50"]),
+        (lambda: GaussianDiffusion(respacing="5,0"), ["5,0"]),
+        (lambda: GaussianDiffusion(prediction="x_prev").respace("10"), ["x_prev", "respaced"]),
+        (lambda: GaussianDiffusion().sample(None, torch.zeros(1, 1, 1, 1), 2000), ["steps=2000", "1000"]),
+        (lambda: GaussianDiffusion().sample(None, torch.zeros(1, 1, 1, 1), 5, "euler"), ["sampler", "euler", "dpm++"]),
+        (lambda: GaussianDiffusion().sample(None, torch.zeros(1, 1, 1, 1), 5, "ddim", eta=2), ["eta=2"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(mistake, names):
+    with pytest.raises(UserError) as error:
+        mistake()
+    message = str(error.value)
+    assert "\n" not in message and all(name in message for name in names), message

@@ -1,0 +1,144 @@
+"""Gaussian diffusion against the figures of OpenAI's improved-diffusion."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff.gaussian import GaussianDiffusion, space_timesteps
+from nanodiff.gaussian_samplers import ddim_reverse_step, ddim_step, ddpm_step
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
+needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="published figures ../shared/golden/gaussian.json absent")
+golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+SHAPE = (4, 3, 4, 4)
+
+
+def wave(shape, i, scale):
+    x = scale * np.sin(0.37 * np.arange(math.prod(shape)) + 1.7 * i + golden["salt"])
+    return torch.from_numpy(x.reshape(shape).astype(np.float32))
+
+
+def toy_model(learned):
+    def model(x, t):
+        out = 0.6 * x + 0.2 * torch.sin(3 * x) + 0.0003 * t[:, None, None, None]
+        return torch.cat([out, torch.tanh(0.7 * x)], dim=1) if learned else out
+
+    return model
+
+
+class WaveNoise:
+    """Stands in for a generator: the k-th draw is wave(shape, k, 1), from k = 101 or 102 on."""
+
+    def __init__(self, k=101):
+        self.k = k
+
+    def randn_like(self, x):
+        self.k += 1
+        return wave(tuple(x.shape), self.k - 1, 1)
+
+
+def assert_figure(x, figure):
+    """Against shape, first and last values, mean and rms as the file keeps them."""
+    x = x.double()
+    assert list(x.shape) == figure["shape"]
+    flat = x.flatten().numpy()
+    np.testing.assert_allclose(flat[: len(figure["first"])], figure["first"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(flat[-len(figure["last"]) :], figure["last"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose([flat.mean(), np.sqrt((flat**2).mean())], [figure["mean"], figure["rms"]], rtol=1e-5)
+
+
+@needs_golden
+@pytest.mark.parametrize("name", ["linear-1000", "linear-4000", "cosine-1000", "cosine-4000"])
+def test_published_schedules(name):
+    schedule, T = name.split("-")[0], int(name.split("-")[1])
+    process = GaussianDiffusion(schedule, T)
+    rows = [0, 1, 2, 9, T // 4, T // 2, 3 * T // 4, T - 2, T - 1]
+    figures = dict(golden["schedules"][name])
+    np.testing.assert_allclose(process.alpha_bar[rows], figures.pop("alphas_cumprod"), rtol=1e-9)
+    for table, values in figures.items():
+        np.testing.assert_allclose(getattr(process, table)[rows], values, rtol=1e-9, err_msg=table)
+
+
+@needs_golden
+def test_published_respacing():
+    for key, figure in golden["respacing"].items():
+        T, spec = key.split(":")
+        kept = space_timesteps(int(T), spec)
+        assert kept == sorted(set(kept))
+        assert (len(kept), kept[:12], kept[-12:], sum(kept)) == (
+            figure["count"], figure["first"], figure["last"], figure["sum"],
+        ), key  # fmt: skip
+
+
+@needs_golden
+@pytest.mark.parametrize(
+    "row",
+    golden["losses"]["rows"] if golden else [],
+    ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}",
+)
+def test_published_losses(row):
+    prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]
+    process = GaussianDiffusion(
+        row["schedule"], row["T"], prediction, row["var"].lower(), row["loss"].lower(),
+        rescale_timesteps=row["rescale_timesteps"], respacing=row["respacing"],
+    )  # fmt: skip
+    model = toy_model(process.learned_variance)
+    losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0))
+    assert losses.keys() == row["losses"].keys()
+    for name, values in row["losses"].items():
+        np.testing.assert_allclose(losses[name], values, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.fixture
+def published():
+    """The process of the published single steps and loops, and its model."""
+    process = GaussianDiffusion("linear", 1000, "eps", "learned_range", "rescaled_mse", True, respacing="20")
+    return process, toy_model(learned=True)
+
+
+@needs_golden
+def test_published_steps(published):
+    process, model = published
+    figures = golden["steps"]
+    x_t, t = wave(SHAPE, 2, 1), torch.tensor(figures["t"])
+    p = process.p_mean_variance(process.predict(model, x_t, t), x_t, t, clip=True)
+    p["pred_xstart"] = p.pop("x0")
+    for name, figure in figures["p_mean_variance"].items():
+        assert_figure(p[name], figure)
+    assert_figure(ddpm_step(process, model, x_t, t, WaveNoise())[0], figures["p_sample"])
+    for eta in (0, 0.5):
+        assert_figure(ddim_step(process, model, x_t, t, eta, WaveNoise())[0], figures[f"ddim eta={eta}"])
+    assert_figure(ddim_reverse_step(process, model, x_t, t)[0], figures["ddim_reverse"])
+
+
+@needs_golden
+def test_published_loops(published):
+    process, model = published
+    noise = wave(SHAPE, 2, 1)
+    x0 = process.sample(model, noise, sampler="ddpm", generator=WaveNoise())
+    assert_figure(x0, golden["steps"]["p_sample_loop"])
+    assert_figure(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
+
+
+@needs_golden
+def test_sampling_respaces_to_the_published_process(published):
+    model = published[1]
+    full = GaussianDiffusion("linear", 1000, "eps", "learned_range", rescale_timesteps=True)
+    noise = wave(SHAPE, 2, 1)
+    for steps in (20, "20"):
+        assert_figure(full.sample(model, noise, steps, "ddim"), golden["steps"]["ddim_sample_loop"])
+
+
+@needs_golden
+def test_published_bits_per_dim(published):
+    process, model = published
+    bpd, figures = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), WaveNoise()), golden["steps"]["bits_per_dim"]
+    np.testing.assert_allclose(bpd["total_bpd"], figures["total_bpd"], rtol=1e-5)
+    # The published prior is a difference of numbers near 1 in fp32, good to about 1e-7.
+    np.testing.assert_allclose(bpd["prior_bpd"], figures["prior_bpd"], atol=3e-7)
+    for name in ("vb", "xstart_mse", "mse"):
+        assert_figure(bpd[name], figures[name])

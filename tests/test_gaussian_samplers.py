@@ -1,0 +1,171 @@
+"""The samplers of Gaussian diffusion, on Gaussian data, whose perfect model is known; the contract of sample()."""
+
+import numpy as np
+import pytest
+import torch
+from gaussian_oracle import GaussianOracle, exact_reverse
+
+from nanodiff.common import StackedGenerator
+from nanodiff.gaussian import PREDICTIONS, SAMPLERS, GaussianDiffusion, make_betas, space_timesteps
+
+MEAN = [0.3, -0.5, 0.1]
+COV = [[0.5, 0.3, 0.0], [0.3, 0.4, -0.1], [0.0, -0.1, 0.2]]
+oracle = GaussianOracle(MEAN, COV)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors here are tiny: on a busy machine a second thread makes them a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def affine(sample):
+    """(mean, cov) of what a deterministic sampler, affine on Gaussian data, makes of standard normal noise: exact."""
+    x0 = sample(torch.cat([torch.zeros(1, 3), torch.eye(3)])[:, :, None, None]).flatten(1).double().numpy()
+    A = x0[1:] - x0[0]
+    return x0[0], A.T @ A
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_deterministic_samplers_reach_the_data(sampler, prediction):
+    process = GaussianDiffusion("cosine", 500, prediction, clip_denoised=False)
+    steps = 0 if prediction == "x_prev" else 250
+    mean, cov = affine(lambda noise: process.sample(oracle.denoiser(process), noise, steps, sampler))
+    tolerance = 0.02 if sampler == "ddim" else 2e-3
+    np.testing.assert_allclose(mean, MEAN, atol=tolerance)
+    np.testing.assert_allclose(cov, COV, atol=tolerance)
+
+
+def test_ddim_at_eta_1_is_ddpm():
+    """DDIM at eta = 1 is ancestral sampling with the posterior variance, draw for draw (Song et al. 2020, 4.1)."""
+    process = GaussianDiffusion("linear", 200, clip_denoised=False)
+    noise = torch.randn(8, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    a, b = (
+        process.sample(oracle.denoiser(process), noise, 50, sampler, StackedGenerator(range(8)), eta=1.0)
+        for sampler in ("ddpm", "ddim")
+    )
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler,eta", [("ddpm", 0.0), ("ddim", 0.5)])
+def test_stochastic_samplers_reach_the_data(sampler, eta):
+    process = GaussianDiffusion("cosine", 500, "v", clip_denoised=False)
+    torch.manual_seed(0)
+    x0 = process.sample(oracle.denoiser(process), torch.randn(10_000, 3, 1, 1), 250, sampler, eta=eta)
+    x0 = x0.flatten(1).double().numpy()
+    np.testing.assert_allclose(x0.mean(0), MEAN, atol=0.03)
+    np.testing.assert_allclose(np.cov(x0.T), COV, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "variance,data", [("fixed_small", 0.0), ("fixed_large", 1.0), ("learned", 0.3), ("learned_range", 1.0)]
+)
+def test_exact_reverse_variances(variance, data):
+    """In 8 steps on data N(0, data): the posterior's variance is exact for a single image, beta for white noise (IDDPM
+    section 3.1), a learned one for any Gaussian; +1 in learned_range means beta."""
+    process = GaussianDiffusion(prediction="x0", variance=variance, clip_denoised=False, betas=make_betas("cosine", 8))
+    exact = exact_reverse(process, data)
+
+    def denoiser(x_t, t):
+        x0, log_variance = exact(x_t, t).chunk(2, dim=1)
+        if variance == "learned_range":
+            log_variance = torch.ones_like(x0)
+        return torch.cat([x0, log_variance], dim=1) if process.learned_variance else x0
+
+    torch.manual_seed(0)
+    x0 = process.sample(denoiser, torch.randn(100_000, 1, 1, 1))
+    alpha_bar = process.alpha_bar[0]
+    expected = (
+        alpha_bar * data**2 / (alpha_bar * data + 1 - alpha_bar)
+    )  # the last step is the mean, E[x0 | x_t] at t = 0
+    assert x0.var().item() == pytest.approx(expected, rel=0.02, abs=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 3)], ids=["even", "alternating"])
+@pytest.mark.parametrize("sampler,order", [("ddim", 1), ("dpm++", 2)])
+def test_orders_of_convergence(sampler, order, lengths):
+    """Towards the ODE's exact solution DDIM is of first order in the step of lambda = log(alpha/sigma), DPM++(2M) of
+    second, also where the steps are uneven. The timesteps are laid out in lambda from 2 to -3."""
+    noise = torch.randn(20, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for n in (40, 80, 160):
+        lam = np.append(0, np.cumsum(np.resize(lengths, n)))
+        alpha_bar = 1 / (1 + np.exp(-2 * (2 - 5 * lam / lam[-1])))
+        betas = 1 - alpha_bar / np.append(1, alpha_bar[:-1])
+        process = GaussianDiffusion(betas=betas, prediction="x0", clip_denoised=False)
+        start, end = (np.sqrt([alpha_bar[t], 1 - alpha_bar[t]]) for t in (-1, 0))
+        exact = oracle.x0(oracle.ode(noise, start, end), *end)  # the last step takes x_t at t = 0 to its E[x0 | x_t]
+        x0 = process.sample(oracle.denoiser(process), noise, sampler=sampler)
+        errors.append((x0 - exact).square().mean().sqrt().item())
+    np.testing.assert_allclose(-np.diff(np.log2(errors)), order, atol=0.15)
+
+
+def test_first_dpm_solver_step_is_ddim():
+    process = GaussianDiffusion("cosine", 100, clip_denoised=False)
+    noise = torch.randn(5, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    two_steps = [process.sample(oracle.denoiser(process), noise, 2, sampler) for sampler in ("ddim", "dpm++")]
+    torch.testing.assert_close(*two_steps, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("T,tolerance", [(100, 0.1), (1000, 0.02)])
+def test_ddim_round_trip(T, tolerance):
+    """Noise to image and back to noise, and image to noise and back, with an error that falls with the steps."""
+    process = GaussianDiffusion("linear", T, "eps", clip_denoised=False)
+    denoiser = oracle.denoiser(process)
+    noise = torch.randn(50, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    x0 = process.sample(denoiser, noise, sampler="ddim")
+    back = process.ddim_reverse(denoiser, x0)
+    assert (back - noise).abs().max() < 5 * tolerance
+    assert (process.sample(denoiser, back, sampler="ddim") - x0).abs().max() < tolerance
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contract of sample()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_progress_and_steps(sampler):
+    process = GaussianDiffusion("linear", 100, rescale_timesteps=True)
+    x_T, ts, calls = torch.randn(2, 3, 4, 4), [], []
+    denoiser = lambda x, t: ts.append(t[0].item()) or 0.1 * x
+    out = process.sample(denoiser, x_T, 5, sampler, progress=lambda i, steps, x0: calls.append((i, steps, x0)))
+    assert [(i, steps) for i, steps, _ in calls] == [(i, 5) for i in range(1, 6)]
+    assert ts == pytest.approx([10 * t for t in reversed(space_timesteps(100, "5"))])
+    torch.testing.assert_close(out, calls[-1][2])
+    for steps in (None, 0, 100):
+        ts.clear()
+        process.sample(denoiser, x_T, steps, sampler)
+        assert len(ts) == 100
+    ts.clear()
+    process.sample(denoiser, x_T, 1, sampler)
+    assert ts == pytest.approx([990])  # one step starts from noise
+
+    def stop(i, steps, x0):
+        raise KeyboardInterrupt
+
+    ts.clear()
+    with pytest.raises(KeyboardInterrupt):
+        process.sample(denoiser, x_T, 5, sampler, progress=stop)
+    assert len(ts) == 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_an_image_depends_on_its_own_seed_alone(sampler):
+    process = GaussianDiffusion("cosine", 10)
+    denoiser = lambda x, t: torch.tanh(x)
+    sample = lambda seeds: process.sample(
+        denoiser, (g := StackedGenerator(seeds)).randn((len(seeds), 3, 4, 4)), 5, sampler, generator=g, eta=0.5
+    )
+    torch.testing.assert_close(sample([7, 8, 9])[1:2], sample([8]))
+
+
+def test_clipping():
+    for sampler in SAMPLERS:
+        for clip in (True, False):
+            process = GaussianDiffusion("linear", 20, "x0", betas=make_betas("cosine", 20), clip_denoised=clip)
+            x0 = process.sample(lambda x, t: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
+            torch.testing.assert_close(x0, torch.full_like(x0, 1.0 if clip else 3.0))

@@ -1,0 +1,494 @@
+"""Laws of the optimizer: torch's AdamW, the polar factor by SVD, and that ranks and resuming change nothing."""
+
+import copy
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+
+from nanodiff.common import UserError
+from nanodiff.dit import DiT, DiTConfig
+from nanodiff.optim import POLAR_EXPRESS, make_optimizer, polar_express
+from nanodiff.unet import UNet, UNetConfig
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.qkv.muon_split = 3
+        self.fc1 = nn.Linear(16, 40, bias=False)
+        self.fc2 = nn.Linear(40, 16)
+        self.ada = nn.Linear(16, 16)
+        self.ada.muon_split = 0
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return x + self.fc2(torch.tanh(self.fc1(q + torch.tanh(k) * v))) + self.ada(x)
+
+
+class Toy(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        self.patch, self.table = nn.Linear(6, 16), nn.Embedding(5, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.gain, self.final = nn.Parameter(torch.ones(())), nn.Linear(16, 5)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3, generator=generator)
+
+    def loss(self, x, y):
+        h = self.patch(x) + self.table(y)
+        for block in self.blocks:
+            h = block(h)
+        return (self.final(self.gain * h) ** 2).mean()
+
+
+def batch(step, n=64):
+    """More rows than columns, else Muon enlarges the rounding errors in gradients' null spaces up to 966-fold."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(n, 6, generator=generator), torch.randint(5, (n,), generator=generator)
+
+
+def train(model, optimizer, steps, rows=slice(None), clip=0.0):
+    """A few steps as the trainer makes them; the gradient norms."""
+    norms = []
+    for step in steps:
+        x, y = batch(step)
+        model.loss(x[rows], y[rows]).backward()
+        norms.append(optimizer.sync_grads())
+        optimizer.step((clip / norms[-1]).clamp(max=1.0) if clip else 1.0)
+        optimizer.zero_grad()
+    return torch.stack(norms)
+
+
+def params(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def randomize_grads(*models, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p, *others in zip(*(model.parameters() for model in models)):
+        p.grad = torch.randn(p.shape, generator=generator)
+        for other in others:
+            other.grad = p.grad.clone()
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def test_adamw_is_torchs_adamw():
+    model = Toy()
+    theirs = copy.deepcopy(model)
+    ours = make_optimizer(model, "adamw", lr=3e-3, weight_decay=0.1, betas=(0.8, 0.95))
+    trainable = [p for p in theirs.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95))
+    for step in range(20):
+        randomize_grads(model, theirs, seed=step)
+        for group in (*ours.param_groups, *reference.param_groups):
+            group["lr"] = 3e-3 * (1 - step / 30)
+        norm = ours.sync_grads()
+        want = torch.nn.utils.clip_grad_norm_(trainable, 2.0)
+        torch.testing.assert_close(norm, want)
+        ours.step((2.0 / norm).clamp(max=1.0))
+        reference.step()
+    assert largest_difference(params(model), params(theirs)) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon
+
+
+def with_spectrum(rows, cols, values, seed=0):
+    rng = np.random.default_rng(seed)
+    U = np.linalg.qr(rng.standard_normal((rows, len(values))))[0]
+    V = np.linalg.qr(rng.standard_normal((cols, len(values))))[0]
+    return U, V, torch.tensor(U * values @ V.T, dtype=torch.float32)
+
+
+def polynomial(s):
+    """Scalar Polar Express in float64."""
+    x = s / np.linalg.norm(s) / 1.01
+    for a, b, c in POLAR_EXPRESS:
+        x = (a * x + b * x**3 / 1.01**2 + c * x**5 / 1.01**4) / 1.01
+    return x
+
+
+SHAPES = [(48, 48), (48, 64), (64, 48), (32, 100), (100, 32), (1, 7), (7, 1)]
+
+
+@pytest.mark.parametrize("rows,cols", SHAPES)
+def test_polar_express_maps_singular_values_by_the_polynomial(rows, cols):
+    s = np.logspace(0, -2, min(rows, cols))
+    U, V, G = with_spectrum(rows, cols, s)
+    f = polynomial(s)
+    assert f.min() > 0.84 and f.max() < 1.13, "near-orthogonal: two decades of singular values within 16% of 1"
+    got = polar_express(torch.stack([G, 1e-6 * G, 0 * G, -G]))
+    want = torch.tensor(U * f @ V.T, dtype=torch.float32)
+    torch.testing.assert_close(got, torch.stack([want, want, 0 * want, -want]), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rows,cols", [(48, 48), (32, 100), (200, 64)])
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_polar_express_in_bf16_is_stable_for_a_power_law_spectrum(rows, cols, power):
+    """What gradients look like. Rounding may blur small singular values, it must not blow anything up."""
+    s = np.arange(1.0, min(rows, cols) + 1) ** -power
+    U, V, G = with_spectrum(rows, cols, s)
+    got = polar_express(G[None], torch.bfloat16)[0].double().numpy()
+    assert np.linalg.norm(got, 2) < 1.2
+    assert np.linalg.norm(got - U * polynomial(s) @ V.T) < 0.25 * np.linalg.norm(got)
+
+
+def polar_factor(G):
+    U, _, Vh = np.linalg.svd(G, full_matrices=False)
+    return U @ Vh
+
+
+class Matrices(nn.Module):
+    """Blocks with a weight of each kind that Muon meets, all oblong: Gaussian gradients are then well-conditioned."""
+
+    def __init__(self):
+        super().__init__()
+        wide, tall, fused = nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(48, 72)
+        fused.muon_split = 3
+        self.blocks = nn.ModuleList([wide, tall, fused, nn.Conv2d(8, 16, 3), nn.Conv1d(40, 20, 1), nn.Linear(64, 24)])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
+    model = Matrices()
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    lr, wd, mu = 0.1, 0.2, 0.9
+    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd, momentum=mu, momentum_warmup=0, ns_dtype=torch.float32)
+    assert model.blocks[3].weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+    weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    momentum = dict.fromkeys(weights, 0.0)
+    for step in range(3):
+        before = params(model)
+        randomize_grads(model, seed=step)
+        opt.sync_grads()
+        opt.step()
+        for name, p in weights.items():
+            split = 3 if name.startswith("blocks.2.") else 1
+            g = p.grad.double().numpy().reshape(split, p.shape[0] // split, -1)
+            momentum[name] = mu * momentum[name] + (1 - mu) * g
+            polar = np.stack([polar_factor(x) for x in mu * momentum[name] + (1 - mu) * g])
+            scale = lr * max(1, g.shape[1] / g.shape[2]) ** 0.5
+            update = ((1 - lr * wd) * before[name] - p.detach()).double().numpy().reshape(g.shape) / scale
+            error = np.linalg.norm(update - polar, ord=2, axis=(1, 2))  # spectral: how far singular values are from 1
+            assert error.max() < 0.16, (name, error)
+
+
+def test_momentum_warms_up_linearly_from_085():
+    """With a zero gradient after the first, Nesterov's momentum is mu^2 m_1, and `momentum` itself shrinks by mu."""
+    model = nn.ModuleDict({"blocks": nn.Linear(4, 4, bias=False)})
+    opt = make_optimizer(model, momentum=0.95, momentum_warmup=10)
+    mus = []
+    model["blocks"].weight.grad = torch.eye(4)
+    for _ in range(12):
+        before = opt.state_dict()["momentum/blocks.weight"][0, 0].item()
+        opt.sync_grads()
+        opt.step()
+        after = opt.state_dict()["momentum/blocks.weight"][0, 0].item()
+        mus.append((1 - after) / (1 - before))  # m <- mu m + (1 - mu) * 1
+    np.testing.assert_allclose(mus, np.minimum(0.95, 0.85 + 0.01 * np.arange(12)), atol=1e-4)
+
+
+def test_bf16_products_stay_close_to_fp32():
+    models = Toy(), Toy()
+    for model, dtype in zip(models, (torch.float32, torch.bfloat16)):
+        train(model, make_optimizer(model, ns_dtype=dtype), range(3))
+    moved = params(models[0])["blocks.0.fc1.weight"] - params(Toy())["blocks.0.fc1.weight"]
+    error = params(models[0])["blocks.0.fc1.weight"] - params(models[1])["blocks.0.fc1.weight"]
+    assert error.norm() < 0.3 * moved.norm()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups
+
+
+def dit():
+    return DiT(DiTConfig.from_depth(1, image_size=4, in_channels=3, out_channels=3, num_classes=4))
+
+
+def unet():
+    shape = {"channel_mult": (1, 2), "num_res_blocks": 1, "attention_resolutions": (4,)}
+    return UNet(UNetConfig(image_size=8, model_channels=32, num_classes=4, **shape))
+
+
+@pytest.mark.parametrize("build", [Toy, dit, unet])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_every_trainable_parameter_is_in_exactly_one_group(build, optimizer):
+    model = build()
+    before = params(model)
+    opt = make_optimizer(model, optimizer, lr=1e-3, muon_lr=0.02, weight_decay=0.1)
+    names = [name for group in opt.param_groups for name in group["names"]]
+    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    for name, value in before.items():
+        assert torch.equal(value, model.get_parameter(name)), "values survive the move into the buffers"
+    for group in opt.param_groups:
+        assert group["lr"] == group["initial_lr"] == {"muon": 0.02, "adamw": 1e-3}[group["kind"]]
+        assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])
+    muon = [name for group in opt.param_groups if group["kind"] == "muon" for name in group["names"]]
+    blocks = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")
+    for name, p in model.named_parameters():
+        block_matrix = p.ndim >= 2 and name.startswith(blocks) and not name.startswith("input_blocks.0.")
+        opted_out = build is Toy and ".ada." in name
+        assert (name in muon) == (optimizer == "muon" and block_matrix and not opted_out), name
+
+
+def test_compiled_model_has_the_same_groups():
+    names = [[g["names"] for g in make_optimizer(m).param_groups] for m in (Toy(), torch.compile(Toy()))]
+    assert names[0] == names[1]
+
+
+def test_missing_gradients_are_zero():
+    model, reference = Toy(), Toy()
+    opts = make_optimizer(model), make_optimizer(reference)
+    for step in range(2):
+        randomize_grads(model, reference, seed=step)
+        for name, p in model.named_parameters():
+            if name in ("blocks.1.qkv.weight", "patch.bias", "table.weight"):
+                p.grad = None
+                reference.get_parameter(name).grad.zero_()
+        norms = [opt.sync_grads() for opt in opts]
+        assert norms[0] == norms[1]
+        for opt in opts:
+            opt.step()
+    assert largest_difference(params(model), params(reference)) == 0
+    assert torch.equal(model.blocks[1].qkv.weight, Toy().blocks[1].qkv.weight)
+
+
+def test_no_gradient_at_all_and_zero_grad():
+    model = Toy()
+    opt = make_optimizer(model)
+    assert opt.sync_grads() == 0
+    randomize_grads(model)
+    opt.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in model.parameters() if p.requires_grad)
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters() if p.requires_grad)
+
+
+def test_one_rank_sends_nothing():
+    assert make_optimizer(Toy()).bytes_per_step == 0
+
+
+def test_a_model_that_left_the_buffer_is_noticed():
+    model = Toy()
+    opt = make_optimizer(model)
+    model.final.weight.data = model.final.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"final\.weight"):
+        opt.sync_grads()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"optimizer": "sgd"}, "'sgd'.*muon, adamw"),
+        ({"lr": -1.0}, r"lr=-1\.0"),
+        ({"muon_lr": float("nan")}, "muon_lr=nan"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf"),
+        ({"betas": (0.9, 1.0)}, r"beta2=1\.0"),
+        ({"momentum": 1.5}, r"momentum=1\.5"),
+    ],
+)
+def test_user_errors(options, message):
+    with pytest.raises(UserError, match=message):
+        make_optimizer(Toy(), **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_resuming_is_bit_identical(optimizer, tmp_path):
+    model = Toy()
+    opt = make_optimizer(model, optimizer, weight_decay=0.1)
+    train(model, opt, range(4))
+    torch.save({"optim": opt.state_dict(), "model": model.state_dict()}, tmp_path / "x.pt")
+    train(model, opt, range(4, 8))
+
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    resumed = Toy(seed=1)
+    opt2 = make_optimizer(resumed, optimizer, weight_decay=0.1)
+    resumed.load_state_dict(saved["model"])
+    opt2.load_state_dict(saved["optim"])
+    train(resumed, opt2, range(4, 8))
+    assert largest_difference(params(model), params(resumed)) == 0
+    assert largest_difference(*({k: torch.as_tensor(v) for k, v in o.state_dict().items()} for o in (opt, opt2))) == 0
+
+
+def test_state_is_a_copy_on_the_cpu_with_the_parameters_shapes():
+    model = Matrices().to(memory_format=torch.channels_last)
+    opt = make_optimizer(model)
+    state = opt.state_dict()
+    randomize_grads(model)
+    opt.sync_grads()
+    opt.step()
+    shapes = dict(model.named_parameters())
+    for key, value in state.items():
+        if key == "step":
+            assert value == 0
+        else:
+            assert (value == 0).all() and value.is_contiguous() and value.shape == shapes[key.split("/")[1]].shape
+
+
+def test_state_of_another_model_is_refused_by_name():
+    opt = make_optimizer(Toy())
+    state = opt.state_dict()
+    lacking = {k: v for k, v in state.items() if k != "momentum/blocks.2.fc1.weight"}
+    more = {**state, "exp_avg/other": torch.zeros(3)}
+    misshapen = {**state, "exp_avg_sq/table.weight": torch.zeros(6, 16)}
+    for bad, message in (
+        (lacking, r"blocks\.2\.fc1\.weight.*missing"),
+        (more, "other.*unknown"),
+        (misshapen, r"table\.weight.*\(6, 16\), not \(5, 16\)"),
+        ({k: v for k, v in state.items() if k != "step"}, "'step'.*missing"),
+        (make_optimizer(Toy(), "adamw").state_dict(), "exp_avg/blocks"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opt.load_state_dict(bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+CASES = [("muon", 0.0), ("muon", 0.05), ("adamw", 0.0), ("adamw", 0.05)]
+OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1, "ns_dtype": torch.float32}
+
+
+def two_ranks(rank, folder):
+    """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    rows, found = slice(32 * rank, 32 * rank + 32), {}
+    for case in CASES:
+        model = Toy(seed=rank)
+        opt = make_optimizer(model, case[0], **OPTIONS)
+        found[case] = {"norms": train(model, opt, range(4), rows, case[1]), "params": params(model)}
+        opt.check_replicas()
+        found[case]["state"] = opt.state_dict()
+        train(model, opt, range(4, 7), rows, case[1])
+        found[case]["later"] = params(model)
+
+        shared = [found[case]["state"]]
+        dist.broadcast_object_list(shared)
+        resumed = Toy(seed=5)
+        opt = make_optimizer(resumed, case[0], **OPTIONS)
+        resumed.load_state_dict(found[case]["params"], strict=False)
+        opt.load_state_dict(shared[0])
+        train(resumed, opt, range(4, 7), rows, case[1])
+        found[case]["resumed"] = params(resumed)
+
+    model = Toy()
+    opt = make_optimizer(model, **OPTIONS)
+    found["bytes"] = opt.bytes_per_step
+    for kind in ("none", "inf", "nan"):
+        randomize_grads(model)
+        if rank == 1:
+            model.blocks[1].fc1.weight.grad = model.patch.bias.grad = None
+            if kind != "none":
+                model.final.bias.grad[2] = float(kind)
+        found[kind] = opt.sync_grads()
+        if kind == "none":
+            opt.step()
+            found["after none"] = params(model)
+    if rank == 1:
+        model.blocks[2].fc2.weight.data[0, 0] += 1e-6
+    try:
+        opt.check_replicas()
+    except RuntimeError as error:
+        found["replicas"] = str(error)
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(two_ranks, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(ranks, case):
+    model = Toy(seed=0)
+    opt = make_optimizer(model, case[0], **OPTIONS)
+    norms = train(model, opt, range(4), clip=case[1])
+    for found in ranks:
+        torch.testing.assert_close(found[case]["norms"], norms, rtol=1e-5, atol=0)
+        assert largest_difference(found[case]["params"], params(model)) < 1e-5
+    assert largest_difference(ranks[0][case]["params"], ranks[1][case]["params"]) == 0
+
+    state = opt.state_dict()
+    theirs = ranks[0][case]["state"]
+    assert ranks[1][case]["state"] == {}
+    assert theirs.pop("step") == state.pop("step") == 4
+    assert largest_difference(theirs, state) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_state_of_two_ranks_continues_on_one_and_on_two(ranks, case):
+    model = Toy(seed=7)
+    opt = make_optimizer(model, case[0], **OPTIONS)
+    model.load_state_dict(ranks[0][case]["params"], strict=False)
+    opt.load_state_dict({"step": 4, **ranks[0][case]["state"]})
+    train(model, opt, range(4, 7), clip=case[1])
+    assert largest_difference(params(model), ranks[0][case]["later"]) < 1e-5
+    for found in ranks:
+        assert largest_difference(found[case]["resumed"], found[case]["later"]) == 0
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_is_seen_by_all(ranks):
+    for found in ranks:
+        assert torch.isfinite(found["none"])
+        assert not torch.isfinite(found["inf"]) and not torch.isfinite(found["nan"])
+
+
+@pytest.mark.slow
+def test_a_gradient_missing_on_one_rank_is_zero_there(ranks):
+    model = Toy()
+    opt = make_optimizer(model, **OPTIONS)
+    randomize_grads(model)
+    for p in (model.blocks[1].fc1.weight, model.patch.bias):
+        p.grad /= 2
+    norm = opt.sync_grads()
+    opt.step()
+    for found in ranks:
+        torch.testing.assert_close(found["none"], norm)
+        assert largest_difference(found["after none"], params(model)) < 1e-5
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_named_on_all_ranks(ranks):
+    assert [found["replicas"] for found in ranks] == ["blocks.2.fc2.weight differs between ranks"] * 2
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_a_ring(ranks):
+    """(world - 1) / world of the fp32 parameters, out and back; shares are padded to the largest."""
+    numel = sum(p.numel() for p in Toy().parameters() if p.requires_grad)
+    assert [found["bytes"] for found in ranks] == [ranks[0]["bytes"]] * 2
+    assert 4 * numel <= ranks[0]["bytes"] < 1.2 * 4 * numel

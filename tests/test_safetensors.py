@@ -1,0 +1,252 @@
+"""The .safetensors format: the official library reads what is written and writes what is read; hostile files."""
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanodiff.common import UserError
+from nanodiff.safetensors import DTYPES, MAX_HEADER_BYTES, load_safetensors, parse_header, save_safetensors
+
+
+def one_of_each() -> dict[str, torch.Tensor]:
+    """A tensor of every dtype of the format, odd shapes, awkward strides, 0-dim and empty ones."""
+    g = torch.Generator().manual_seed(0)
+    tensors = {}
+    for code, dtype in DTYPES.items():
+        values = (
+            torch.randint(0, 2, (3, 5), generator=g) if code == "BOOL" else torch.randn(3, 5, generator=g).abs() * 9
+        )
+        tensors[f"layer.{code}"] = values.to(dtype)
+    tensors["0-dim"] = torch.tensor(math.pi)
+    tensors["empty"] = torch.empty(4, 0, 2, dtype=torch.int16)
+    tensors["transposed"] = torch.randn(4, 6, generator=g).t()
+    tensors["strided"] = torch.randn(8, generator=g)[::2]
+    tensors["ünïcode \n"] = torch.arange(3)
+    return tensors
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def assert_same(a: dict, b: dict):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert torch.equal(bits(a[name]), bits(b[name])), name
+
+
+def write(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_round_trip(tmp_path):
+    tensors, metadata = one_of_each(), {"step": "500", "a b": 'quote " and \\ and é'}
+    save_safetensors(tensors, tmp_path / "x.safetensors", metadata)
+    loaded, loaded_metadata = load_safetensors(tmp_path / "x.safetensors")
+    assert_same(loaded, tensors)
+    assert loaded_metadata == metadata
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]  # no temporary file left behind
+
+
+def test_no_tensors(tmp_path):
+    save_safetensors({}, tmp_path / "x.safetensors")
+    assert load_safetensors(tmp_path / "x.safetensors") == ({}, {})
+
+
+def test_official_library_reads_ours(tmp_path):
+    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    tensors = one_of_each()
+    save_safetensors(tensors, tmp_path / "x.safetensors", {"step": "500"})
+    assert_same(official.load_file(tmp_path / "x.safetensors"), tensors)
+    with official.safe_open(tmp_path / "x.safetensors", "pt") as f:
+        assert f.metadata() == {"step": "500"}
+
+
+def test_we_read_the_official_library(tmp_path):
+    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    tensors = {name: tensor.contiguous() for name, tensor in one_of_each().items()}
+    official.save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
+    loaded, metadata = load_safetensors(tmp_path / "x.safetensors")
+    assert_same(loaded, tensors)
+    assert metadata == {"format": "pt"}
+
+
+def test_bytes_are_the_official_library_s(tmp_path):
+    """Same header, same padding, same order: for one dtype per item size the two files are equal bit for bit."""
+    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, 2), "c": torch.ones(5, dtype=torch.bfloat16)}
+    tensors |= {"z": torch.arange(7), "é": torch.ones(3, dtype=torch.bool)}
+    save_safetensors(tensors, tmp_path / "ours", {"format": "pt"})
+    official.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_tensors_are_writable_and_the_file_stays(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_safetensors({"w": torch.zeros(4)}, path)
+    before = path.read_bytes()
+    load_safetensors(path)[0]["w"].add_(1)
+    assert path.read_bytes() == before
+    assert load_safetensors(path)[0]["w"].sum() == 0
+
+
+def test_loaded_tensors_outlive_an_overwrite(tmp_path):
+    """A new file is renamed over the old one, so tensors mapped from the old one keep their values."""
+    path = tmp_path / "x.safetensors"
+    save_safetensors({"w": torch.zeros(4)}, path)
+    old = load_safetensors(path)[0]["w"]
+    save_safetensors({"w": torch.ones(4)}, path)
+    assert old.sum() == 0 and load_safetensors(path)[0]["w"].sum() == 4
+
+
+def test_unaligned_tensors(tmp_path):
+    data = b"\x01" + torch.tensor([1.5, -2.5]).numpy().tobytes()
+    header = json.dumps({"a": entry([1], 0, 1, "U8"), "b": entry([2], 1, 9)}).encode()
+    for spaces in range(4):
+        tensors, _ = load_safetensors(write(tmp_path / "x", header + b" " * spaces, data))
+        assert tensors["a"].tolist() == [1] and tensors["b"].tolist() == [1.5, -2.5]
+
+
+def test_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_safetensors({"w": torch.zeros(4)}, path)
+    with pytest.raises(UserError, match=r"'c' is torch\.complex64"):
+        save_safetensors({"w": torch.ones(4), "c": torch.zeros(2, dtype=torch.complex64)}, path)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # no data to write: fails half-way through the file
+        save_safetensors({"a": torch.ones(4), "m": torch.ones(4, device="meta")}, path)
+    assert load_safetensors(path)[0]["w"].sum() == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+F32 = entry([2], 0, 8)
+HOSTILE = {
+    "hole at the start": ({"a": entry([2], 4, 12)}, 12, "leaves a hole"),
+    "hole between": ({"a": F32, "b": entry([2], 12, 20)}, 20, "leaves a hole"),
+    "overlap": ({"a": F32, "b": entry([2], 4, 12)}, 12, "overlaps"),
+    "same bytes twice": ({"a": F32, "b": F32}, 8, "overlaps"),
+    "data left over": ({"a": F32}, 9, "describes 8"),
+    "truncated data": ({"a": F32}, 7, "describes 8"),
+    "size is not the shape's": ({"a": entry([3], 0, 8)}, 8, "takes 12"),
+    "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, 8, "has dtype 'F31'"),
+    "dtype is a list": ({"a": entry([2], 0, 8, [])}, 8, "has dtype"),
+    "negative shape": ({"a": entry([-2, -1], 0, 8)}, 8, "sizes >= 0"),
+    "float shape": ({"a": entry([2.0], 0, 8)}, 8, "sizes >= 0"),
+    "boolean shape": ({"a": entry([True, 2], 0, 8)}, 8, "sizes >= 0"),
+    "shape is a string": ({"a": entry("2", 0, 8)}, 8, "sizes >= 0"),
+    "too many dimensions": ({"a": entry([1] * 65 + [2], 0, 8)}, 8, "sizes >= 0"),
+    "overflowing shape": ({"a": entry([2**62, 2**62, 0], 0, 0)}, 0, "2^60"),
+    "negative offsets": ({"a": entry([2], -8, 0)}, 8, "two sizes"),
+    "reversed offsets": ({"a": entry([2], 8, 0)}, 8, "spans -8"),
+    "three offsets": ({"a": {**F32, "data_offsets": [0, 8, 8]}}, 8, "two sizes"),
+    "offsets past the end": ({"a": entry([2**50], 0, 2**52)}, 8, "8 bytes of data follow"),
+    "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8, "needs dtype"),
+    "entry is no object": ({"a": 3}, 8, "needs dtype"),
+    "metadata is no object": ({"__metadata__": [], "a": F32}, 8, "__metadata__"),
+    "metadata is not strings": ({"__metadata__": {"step": 3}, "a": F32}, 8, "__metadata__"),
+    "not JSON": (b"{hello", 0, "not a JSON object"),
+    "a JSON list": (b"[]", 0, "not a JSON object"),
+    "not UTF-8": (b'{"\xff": 1}', 0, "not a JSON object"),
+    "leading space": (b" {}", 0, "not a JSON object"),
+    "bottomless nesting": (b'{"a":' + b"[" * 200_000, 0, "not a JSON object"),
+    "an endless number": (b'{"a":' + b"9" * 10_000 + b"}", 0, "not a JSON object"),
+    "duplicate tensors": (b'{"a":%s,"a":%s}' % ((json.dumps(F32).encode(),) * 2), 8, "duplicate name 'a'"),
+    "duplicate keys": (b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8, "'dtype'"),
+    "unprintable name": (b'{"\\ud800\\n":3}', 0, r"ud800"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_hostile_files(tmp_path, fault):
+    header, data_bytes, message = HOSTILE[fault]
+    path = write(tmp_path / "bad.safetensors", header, b"\0" * data_bytes)
+    with pytest.raises(UserError) as error:
+        load_safetensors(path)
+    line = str(error.value)
+    assert line.startswith(str(path)) and message in line and "\n" not in line
+    line.encode()  # printable
+
+
+def test_faults_of_the_file_itself(tmp_path):
+    path = tmp_path / "bad.safetensors"
+    lying = [b"", b"\x02", b"\xff" * 8, (3).to_bytes(8, "little") + b"{}", (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]
+    for content in lying:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="does not fit"):
+            load_safetensors(path)
+    path.write_bytes(b"\0" * 8)
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_safetensors(path)
+    for missing in (tmp_path / "absent", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            load_safetensors(missing)
+
+
+def test_huge_header_is_refused_unread(tmp_path):
+    with open(tmp_path / "x", "wb") as f:  # sparse: takes no room on disk
+        f.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        f.truncate(2 * MAX_HEADER_BYTES)
+    with pytest.raises(UserError, match="does not fit"):
+        load_safetensors(tmp_path / "x")
+
+
+sizes = st.integers(-2, 9) | st.integers() | st.none() | st.booleans()
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*DTYPES, "F31", None]),
+        "shape": st.lists(sizes, max_size=3),
+        "data_offsets": st.lists(sizes, min_size=1, max_size=3),
+    }
+)
+anything = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+)
+
+
+@given(
+    header=st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), entries | anything, max_size=4),
+    buffer_bytes=st.integers(0, 40),
+)
+@settings(max_examples=150, deadline=None)
+def test_fuzzed_headers(header, buffer_bytes):
+    """Either the header is refused as a UserError, or its tensors can be made and tile the buffer."""
+    try:
+        parsed, _ = parse_header(json.dumps(header).encode(), buffer_bytes, "x")
+    except UserError:
+        return
+    made = [torch.empty(shape, dtype=dtype) for dtype, shape, _, _ in parsed.values()]
+    assert sum(t.numel() * t.itemsize for t in made) == buffer_bytes
+
+
+@given(text=st.binary(max_size=60), buffer_bytes=st.integers(0, 40))
+@settings(max_examples=200, deadline=None)
+def test_fuzzed_bytes(text, buffer_bytes):
+    with contextlib.suppress(UserError):
+        parse_header(text, buffer_bytes, "x")
+
+
+def test_every_flipped_bit_is_refused_or_harmless(tmp_path):
+    """One bit of a good header flipped: a UserError, or a file that still loads and has as many bytes of tensors."""
+    path = tmp_path / "x"
+    save_safetensors({"a": torch.arange(4.0), "b": torch.zeros(2, dtype=torch.int16)}, path, {"k": "v"})
+    good = path.read_bytes()
+    for i in range(8 * (len(good) - 20)):
+        bad = bytearray(good)
+        bad[i // 8] ^= 1 << i % 8
+        path.write_bytes(bad)
+        try:
+            tensors, _ = load_safetensors(path)
+        except UserError:
+            continue
+        assert sum(t.numel() * t.itemsize for t in tensors.values()) == 20

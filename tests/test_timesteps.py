@@ -1,0 +1,193 @@
+"""Timestep samplers: distributions, unbiasedness, the published figures, the same history on every rank."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanodiff.common import UserError
+from nanodiff.timesteps import make_timesteps
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
+FLOW = SimpleNamespace(num_timesteps=0)  # all that a sampler asks of a process
+
+
+def gaussian(T):
+    return SimpleNamespace(num_timesteps=T)
+
+
+def grid(n):
+    return (torch.arange(n) + 0.5) / n
+
+
+def warmed_up(T=6, history=3, **options):
+    sampler = make_timesteps("loss-second-moment", gaussian(T), history=history, **options)
+    t = torch.arange(T).repeat(history)
+    sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
+    return sampler
+
+
+@given(T=st.integers(1, 5000))
+@settings(max_examples=50, deadline=None)
+def test_uniform_covers_each_timestep_equally(T):
+    sampler = make_timesteps("uniform", gaussian(T))
+    t, weight = sampler.sample(grid(3 * T))
+    assert t.dtype == torch.int64 and (torch.bincount(t) == 3).all() and (weight == 1).all()
+    ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2**-24]))  # the least and the largest that torch.rand gives
+    assert ends.tolist() == [0, T - 1]
+
+
+def test_uniform_of_flow_is_u():
+    u = grid(7)
+    t, weight = make_timesteps("uniform", FLOW).sample(u)
+    assert torch.equal(t, u) and torch.equal(weight, torch.ones(7))
+
+
+@pytest.mark.parametrize("mean,std", [(0.0, 1.0), (-0.5, 0.8)])
+def test_logit_normal_quantiles(mean, std):
+    t, weight = make_timesteps("logit-normal", FLOW, mean=mean, std=std).sample(grid(1000))
+    z = torch.logit(t.double())
+    expected = torch.distributions.Normal(mean, std).icdf(grid(1000).double())
+    torch.testing.assert_close(z, expected, rtol=0, atol=1e-4)
+    assert (weight == 1).all()
+    ends, _ = make_timesteps("logit-normal", FLOW).sample(torch.tensor([0.0, 1 - 2**-24]))
+    assert (ends >= 0).all() and (ends <= 1).all()
+
+
+def test_second_moment_equals_the_published():
+    if not GOLDEN.exists():
+        pytest.skip("published figures ../shared/golden/gaussian.json absent")
+    golden = json.loads(GOLDEN.read_text())
+    figure, salt = golden["loss_second_moment"], golden["salt"]
+    feed_t = torch.arange(25) % 6
+    feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
+    for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches
+        sampler = make_timesteps(
+            "loss-second-moment",
+            gaussian(figure["num_timesteps"]),
+            history=figure["history_per_term"],
+            uniform_prob=figure["uniform_prob"],
+        )
+        before = torch.tensor(figure["weights_before"], dtype=torch.float64)
+        torch.testing.assert_close(sampler.probabilities(), before / before.sum())
+        for t, losses in zip(feed_t.split(batches), feed.split(batches)):
+            sampler.update(t, losses)
+        after = torch.tensor(figure["weights_after"], dtype=torch.float64)
+        torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
+
+
+def test_second_moment_keeps_the_latest():
+    """However the losses are cut into batches, those kept are each t's last ones, as a plain loop keeps them."""
+    g = torch.Generator().manual_seed(0)
+    t, losses = torch.randint(5, (400,), generator=g), torch.rand(400, generator=g)
+    sampler = make_timesteps("loss-second-moment", gaussian(5), history=4)
+    for rows in torch.arange(400).split([3, 60, 1, 200, 100, 36]):
+        sampler.update(t[rows], losses[rows])
+    for i in range(5):
+        expected = losses[t == i][-4:].double()
+        torch.testing.assert_close(sampler.history[i].sort().values, expected.sort().values)
+
+
+def test_second_moment_is_uniform_until_full():
+    sampler = make_timesteps("loss-second-moment", gaussian(4))
+    assert sampler.history.shape == (4, 10) and sampler.uniform_prob == 0.001  # as published
+    sampler.update(torch.arange(4).repeat(10)[:-1], torch.rand(39))
+    t, weight = sampler.sample(grid(8))
+    assert t.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and (weight == 1).all()
+
+
+def test_second_moment_follows_the_losses():
+    """Constant losses c_t: p_t is c_t over the sum, but for the uniform share."""
+    c = torch.tensor([1.0, 2.0, 5.0])
+    sampler = make_timesteps("loss-second-moment", gaussian(3), history=2, uniform_prob=0.1)
+    sampler.update(torch.tensor([0, 1, 2, 2, 1, 0]), c[[0, 1, 2, 2, 1, 0]])
+    torch.testing.assert_close(sampler.probabilities(), (0.9 * c / 8 + 0.1 / 3).double())
+
+
+def test_importance_weights_are_unbiased():
+    """sum_t p_t w_t f_t is the mean of f, for any f; and the draws follow p."""
+    sampler, f = warmed_up(), torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
+    u = grid(60_000)
+    t, weight = sampler.sample(u)
+    assert t.dtype == torch.int64 and weight.dtype == torch.float32
+    p = sampler.probabilities()
+    torch.testing.assert_close(torch.bincount(t) / len(t), p.float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close((weight * f[t]).mean(), f.mean(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(weight, (1 / (6 * p[t])).float())
+    ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2**-24]))
+    assert ends.tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("name,process", [("uniform", gaussian(6)), ("uniform", FLOW), ("logit-normal", FLOW)])
+def test_stateless_samplers_accept_updates(name, process):
+    sampler = make_timesteps(name, process)
+    sampler.update(torch.zeros(2), torch.zeros(2))
+    sampler.load_state_dict(sampler.state_dict())
+    assert sampler.state_dict() == {}
+
+
+def test_state_round_trip(tmp_path):
+    """A sampler resumed from a file goes on exactly like the one that was saved, which the file does not alias."""
+    sampler = warmed_up()
+    torch.save(sampler.state_dict(), tmp_path / "state.pt")
+    resumed = make_timesteps("loss-second-moment", gaussian(6), history=3)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    state = sampler.state_dict()
+    for each in (sampler, resumed):
+        each.update(torch.tensor([3, 3, 0, 5]), torch.tensor([9.0, 8.0, 7.0, 6.0]))
+    assert torch.equal(sampler.history, resumed.history) and torch.equal(sampler.seen, resumed.seen)
+    assert not torch.equal(state["history"], sampler.history)
+    with pytest.raises(UserError, match=r"\(6, 3\).*\(7, 3\)"):
+        make_timesteps("loss-second-moment", gaussian(7), history=3).load_state_dict(state)
+
+
+def test_losses_may_carry_gradients_and_low_precision():
+    sampler = make_timesteps("loss-second-moment", gaussian(2), history=1)
+    sampler.update(torch.tensor([0, 1]), torch.ones(2, dtype=torch.bfloat16, requires_grad=True) * 0.5)
+    assert sampler.history.flatten().tolist() == [0.5, 0.5] and not sampler.history.requires_grad
+
+
+def _worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    sampler = make_timesteps("loss-second-moment", gaussian(5), history=3)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        t, losses = torch.randint(5, (8,), generator=g), torch.rand(8, generator=g)  # the global batch
+        sampler.update(t[rank * 4 : rank * 4 + 4], losses[rank * 4 : rank * 4 + 4])
+    torch.save(sampler.state_dict(), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_hold_the_history_of_one(tmp_path):
+    """Two ranks with half the batch each end with the very history of one process with all of it."""
+    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    alone = make_timesteps("loss-second-moment", gaussian(5), history=3)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        alone.update(torch.randint(5, (8,), generator=g), torch.rand(8, generator=g))
+    for rank in range(2):
+        state = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        assert torch.equal(state["history"], alone.history) and torch.equal(state["seen"], alone.seen)
+
+
+@pytest.mark.parametrize(
+    "name,process,said",
+    [
+        ("gaussian", FLOW, "loss-second-moment"),
+        ("logit-normal", gaussian(10), "flow"),
+        ("loss-second-moment", FLOW, "Gaussian"),
+    ],
+)
+def test_mistakes_are_named(name, process, said):
+    with pytest.raises(UserError) as error:
+        make_timesteps(name, process)
+    assert name in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
