@@ -20,7 +20,7 @@ class LossScaler:
 
     def __init__(self, enabled: bool, lg_scale: float = 20.0, growth: float = 1e-3):
         self.enabled, self.growth = enabled, growth
-        self.lg_loss_scale = lg_scale if enabled else 0.0
+        self.lg_loss_scale = lg_scale
         self.steps = self.skipped = self.skipped_in_a_row = 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class LossScaler:
     @property
     def inv_scale(self) -> float:
         """What the gradients are to be multiplied with: 2^-lg_loss_scale; 1 when disabled."""
-        return 2.0**-self.lg_loss_scale
+        return 2.0**-self.lg_loss_scale if self.enabled else 1.0
 
     def update(self, found_inf: bool) -> None:
         """lg_loss_scale += growth after a good step, -= 1 after a skipped one.
@@ -59,6 +59,5 @@ class LossScaler:
         return {key: getattr(self, key) for key in keys}
 
     def load_state_dict(self, state: dict) -> None:
-        """A disabled scaler takes nothing: a run may go on in another dtype."""
-        if self.enabled:
-            self.__dict__.update({key: state[key] for key in self.state_dict()})
+        """Also into a disabled scaler and from one: a run may go on in another dtype."""
+        self.__dict__.update({key: state[key] for key in self.state_dict()})

@@ -3,6 +3,7 @@
 import base64
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -26,7 +27,7 @@ class UserError(ValueError):
 
 def _excepthook(kind, error, traceback):
     if issubclass(kind, UserError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)  # honoured by the interpreter: the exit code of an uncaught exception would be 1
     sys.__excepthook__(kind, error, traceback)
 
@@ -115,7 +116,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First match in the device's name wins.
+# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First that is in the device's name wins.
 PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
     "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
@@ -129,7 +130,10 @@ def peak_flops(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), 0.0)
+    if "Laptop" in name:  # less power and fewer units under the same number
+        return 0.0
+    # Whole words, as an RTX A4000 is no A40
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), 0.0)
 
 
 def device_name(device: torch.device) -> str:
@@ -163,8 +167,8 @@ def environment(device: torch.device) -> dict:
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator that is a function of the integers in `key` alone, e.g. (seed, step)."""
-    words = np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(2, np.uint32)
+    """A generator that is a function of the integers >= 0 in `key` alone, e.g. (seed, step)."""
+    words = np.random.SeedSequence([int(k) for k in key]).generate_state(2, np.uint32)
     return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
 
 

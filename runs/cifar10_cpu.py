@@ -1,0 +1,16 @@
+"""CIFAR-10 on two CPU cores: ten minutes give colours and layouts, not yet objects. Prepare the set first:
+
+python -m scripts.prepare_data --source=folder --path=FOLDER_OF_JPEGS --name=cifar10      (or --source=cifar10)
+"""
+
+model_tag = "cifar10_cpu"
+data = "cifar10"
+depth = 4
+patch_size = 4  # 64 tokens
+flip = True
+num_iterations = 2000
+total_batch_size = 64
+eval_every = 500
+sample_every = 500
+sample_steps = 10
+save_every = 500

@@ -1,0 +1,17 @@
+"""Super-resolution on two CPU cores: CIFAR-10 from 8 to 32 pixels, by a small UNet. Grids show low, sample, truth."""
+
+model_tag = "superres_cpu"
+data = "cifar10"
+low_res_size = 8
+flip = True
+class_cond = False
+arch = "unet"
+depth = 1
+num_res_blocks = 1
+optimizer = "adamw"
+total_batch_size = 32
+num_iterations = 1000
+sample_steps = 10
+eval_every = 500
+sample_every = 500
+save_every = 500

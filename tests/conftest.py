@@ -1,0 +1,53 @@
+"""Shared by the tests: a base folder of their own, and scripts run within this process or as a user would run them."""
+
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """An empty $NANODIFF_BASE_DIR."""
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run_script(monkeypatch):
+    """run_script("base_train", "--depth=1") runs scripts/base_train.py here; returns the globals it ended with."""
+
+    def run(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        done = runpy.run_module(f"scripts.{name}", run_name="__main__")
+        if done.get("lock"):
+            done["lock"].close()  # as the end of the process would
+        return done
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    gc.enable()  # base_train puts it off
+    gc.unfreeze()
+
+
+def command(name, *args, ranks=1):
+    """The command line of a script, under torchrun for several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, "-m", f"scripts.{name}", *map(str, args)]
+
+
+def run_process(name, *args, ranks=1, check=True, **env):
+    """Run a script as a user would; CompletedProcess with text output."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run(command(name, *args, ranks=ranks), capture_output=True, text=True, env=env, timeout=300)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done

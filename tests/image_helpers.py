@@ -1,0 +1,105 @@
+"""What the tests of data preparation share: the script run within the process, and small sets of each kind on disk."""
+
+import contextlib
+import gzip
+import io
+import tarfile
+import zipfile
+from unittest import mock
+
+import numpy as np
+
+from nanodiff import image_arrays
+from nanodiff.dataset import open_dataset
+from nanodiff.png import encode_png
+from scripts import prepare_data
+
+RNG = np.random.default_rng(0)
+
+
+def prepare(path="", **settings):
+    """Run scripts.prepare_data with these settings -> the last line that it prints."""
+    settings = {"path": str(path), "name": "toy", "workers": 1, "overwrite": True, **settings}
+    assert all(hasattr(prepare_data, key) for key in settings), settings
+    settings["path"] = str(settings["path"])
+    with mock.patch.multiple(prepare_data, **settings), contextlib.redirect_stdout(io.StringIO()) as out:
+        prepare_data.main()
+    return out.getvalue().strip().splitlines()[-1]
+
+
+def everything(name="toy", split="train"):
+    data = open_dataset(name, split)
+    return data.images(np.arange(len(data))), data.labels(np.arange(len(data)))
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def make_folder(root, sizes=((8, 8),), classes=("cat", "dog"), per_class=4):
+    """PNG files class/number.png; returns {relative name: array}."""
+    arrays = {}
+    for c in classes:
+        (root / c).mkdir(parents=True, exist_ok=True)
+        for i in range(per_class):
+            arrays[f"{c}/{i}.png"] = array = noise(*sizes[i % len(sizes)], seed=len(arrays))
+            (root / c / f"{i}.png").write_bytes(encode_png(array))
+    return arrays
+
+
+def chw(arrays):
+    return np.stack([a.transpose(2, 0, 1) for a in arrays])
+
+
+def archive(folder, kind, path, prefix=""):
+    files = sorted((p for p in folder.rglob("*") if p.is_file()), reverse=True)  # in another order than sorted
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as z:
+            for p in files:
+                z.write(p, prefix + str(p.relative_to(folder)))
+    else:
+        with tarfile.open(path, {"tar.gz": "w:gz", "tar": "w", "tar.xz": "w:xz"}[kind]) as t:
+            for p in files:
+                t.add(p, prefix + str(p.relative_to(folder)))
+    return path
+
+
+def reference_crop(image, size):
+    """The centre crop of ADM and DiT as published, by Pillow."""
+    from PIL import Image
+
+    while min(image.size) >= 2 * size:
+        image = image.resize(tuple(x // 2 for x in image.size), resample=Image.BOX)
+    scale = size / min(image.size)
+    array = np.array(image.resize(tuple(round(x * scale) for x in image.size), resample=Image.BICUBIC))
+    y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    return array[y : y + size, x : x + size]
+
+
+def idx(array):
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def write_mnist(folder, num=(20, 6), size=8, pack=gzip.compress, suffix=".gz"):
+    folder.mkdir(exist_ok=True)
+    out = {}
+    for split, stem, n in (("train", "train", num[0]), ("val", "t10k", num[1])):
+        out[split] = RNG.integers(0, 256, (n, size, size), np.uint8), RNG.integers(0, 10, n).astype(np.uint8)
+        (folder / f"{stem}-images-idx3-ubyte{suffix}").write_bytes(pack(idx(out[split][0])))
+        (folder / f"{stem}-labels-idx1-ubyte{suffix}").write_bytes(pack(idx(out[split][1])))
+    return out
+
+
+def write_cifar(path, num=7, leave_out=(), damage=None):
+    """A small archive of the binary version -> the records of all batches by name."""
+    batches = {name: RNG.integers(0, 256, (num, 3073), np.uint8) for name in image_arrays.CIFAR10_BATCHES}
+    with tarfile.open(path, "w:gz") as tar:
+        for name, records in {"readme.html": b"<html>", **batches}.items():
+            if name not in leave_out:
+                if isinstance(records, np.ndarray):
+                    records[:, 0] %= 10
+                data = bytes(records)[: damage.get(name) if damage else None]
+                info = tarfile.TarInfo("cifar-10-batches-bin/" + name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return batches

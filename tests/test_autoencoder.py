@@ -1,0 +1,298 @@
+"""Autoencoders: the published implementations' figures, published sizes, key maps of every layout, file rules."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff import autoencoder
+from nanodiff.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
+from nanodiff.common import UserError
+from nanodiff.safetensors import save_safetensors
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+def golden(name):
+    path = SHARED / "golden" / name
+    if not path.is_file():
+        pytest.skip(f"{path.name}: golden figures are not on this machine")
+    return json.loads(path.read_text())
+
+
+def wave(shape, i=0, scale=1.0):
+    numbers = np.arange(np.prod(shape), dtype=np.float64)
+    return torch.from_numpy(scale * np.sin(0.37 * numbers + 1.7 * i)).float().reshape(shape)
+
+
+def rule_weights(parameters):
+    """The golden files' rule, from their (name, shape) list."""
+    weights = {}
+    for i, (name, shape) in enumerate(parameters):
+        scale = 0.1 if len(shape) < 2 else 1 / np.sqrt(np.prod(shape[1:]))
+        weights[name] = wave(shape, i, scale) + (len(shape) == 1 and name.endswith(".weight"))
+    return weights
+
+
+def assert_figures(x, figures):
+    x, tolerance = x.double(), 2e-5 * x.abs().max().item()
+    assert list(x.shape) == figures["shape"]
+    flat = x.flatten()
+    got = torch.cat([flat[: len(figures["first"])], flat[-len(figures["last"]) :]])
+    torch.testing.assert_close(got, torch.tensor(figures["first"] + figures["last"]).double(), atol=tolerance, rtol=0)
+    assert abs(x.mean().item() - figures["mean"]) < tolerance
+    assert abs(x.square().mean().sqrt().item() - figures["rms"]) < tolerance
+
+
+KL_SHAPE = dict(widths=(8, 16, 16), blocks=1, latent_channels=3, groups=4)
+KL_CONFIG = {"_class_name": "AutoencoderKL", "norm_num_groups": 4}
+
+
+@pytest.fixture(scope="module")
+def small_kl():
+    torch.manual_seed(0)
+    return AutoencoderKL(**KL_SHAPE).eval()
+
+
+def compvis(name):
+    """A diffusers name -> its name in CompVis' latent-diffusion, for 3 levels. Written from CompVis' model.py."""
+    name = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{2 - int(m[1])}", name).replace("down_blocks.", "down.")
+    name = name.replace("mid_block.attentions.0.", "mid.attn_1.").replace("to_out.0", "proj_out")
+    name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
+    name = name.replace(".resnets.", ".block.").replace("downsamplers.0", "downsample")
+    name = name.replace("upsamplers.0", "upsample").replace("conv_shortcut", "nin_shortcut")
+    name = name.replace("conv_norm_out", "norm_out").replace("group_norm", "norm")
+    return re.sub(r"to_([qkv])", r"\1", name)
+
+
+def to_compvis(weights):
+    """CompVis' attention is 1x1 convolutions, diffusers' is linear layers."""
+    linear = lambda name, w: w[:, :, None, None] if ".attentions." in name and w.ndim == 2 else w
+    return {compvis(name): linear(name, w) for name, w in weights.items()}
+
+
+def old_diffusers(name):
+    for new, old in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
+        name = name.replace(f"attentions.0.{new}.", f"attentions.0.{old}.")
+    return name
+
+
+def assert_same_model(a, b):
+    assert type(a) is type(b)
+    x, z = wave((1, 3, 32, 32)), wave((1, a.latent_channels, 4, 4))
+    for got, want in zip((*a.encode(x), a.decode(z)), (*b.encode(x), b.decode(z))):
+        assert torch.equal(got, want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Published figures
+
+
+def test_autoencoder_kl_equals_diffusers(tmp_path):
+    figures = golden("autoencoder_kl.json")
+    assert list(figures["config"]["block_out_channels"]) == [32, 64]
+    save_safetensors(rule_weights(figures["parameters"]), tmp_path / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **figures["config"]}))
+    ae = open_autoencoder(tmp_path)
+    assert (ae.downsample, ae.latent_channels, ae.scale, ae.shift) == (2, 4, 0.18215, 0.0)
+    mean, std = ae.encode(wave((2, 3, 32, 32)))
+    assert_figures(mean, figures["mean"])
+    assert_figures(std, figures["std"])
+    assert_figures(ae.decode(mean), figures["decode_of_mean"])
+
+
+def test_tiny_autoencoder_equals_taesd():
+    figures, weights = golden("taef2.json"), SHARED / "data" / "taef2_encoder.pth"
+    if not weights.is_file():
+        pytest.skip("taef2_encoder.pth: the published weights are not on this machine")
+    ae = open_autoencoder(weights)
+    assert (ae.name, ae.downsample, ae.latent_channels, ae.scale, ae.shift) == ("taef2", 8, 32, 1.0, 0.0)
+    mean, std = ae.encode(wave((1, 3, 64, 64)))  # TAESD's own range is [0, 1], where this is 0.5 + 0.5 * wave
+    assert_figures(mean, figures["latent"])
+    assert std.shape == mean.shape and not std.any()
+    assert_figures(ae.decode(mean) * 0.5 + 0.5, figures["decoded"])
+
+
+def test_published_sizes():
+    """SD 1.5's VAE has 83,653,863 parameters; TAESD's encoder 1,222,532 and its decoder 1,222,531."""
+    count = lambda module: sum(p.numel() for p in module.parameters())
+    with torch.device("meta"):
+        vae, tiny = AutoencoderKL(), TinyAutoencoder()
+    assert count(vae) == 83_653_863
+    assert (count(tiny.encoder), count(tiny.decoder)) == (1_222_532, 1_222_531)
+    assert (vae.downsample, vae.latent_channels, vae.scale, vae.shift) == (8, 4, 0.18215, 0.0)
+
+
+def test_published_key_names():
+    """Pairs of names of one tensor in SD 1's checkpoint and in its diffusers conversion."""
+    pairs = {
+        "decoder.up.3.upsample.conv.weight": "decoder.up_blocks.0.upsamplers.0.conv.weight",
+        "decoder.up.0.block.2.conv1.bias": "decoder.up_blocks.3.resnets.2.conv1.bias",
+        "decoder.up.1.block.0.nin_shortcut.weight": "decoder.up_blocks.2.resnets.0.conv_shortcut.weight",
+        "encoder.down.0.downsample.conv.bias": "encoder.down_blocks.0.downsamplers.0.conv.bias",
+        "encoder.down.1.block.0.nin_shortcut.bias": "encoder.down_blocks.1.resnets.0.conv_shortcut.bias",
+        "encoder.mid.block_2.norm1.weight": "encoder.mid_block.resnets.1.norm1.weight",
+        "encoder.mid.attn_1.norm.weight": "encoder.mid_block.attentions.0.group_norm.weight",
+        "encoder.mid.attn_1.proj_out.bias": "encoder.mid_block.attentions.0.to_out.0.bias",
+        "encoder.norm_out.weight": "encoder.conv_norm_out.weight",
+        "post_quant_conv.weight": "post_quant_conv.weight",
+    }
+    renamed = autoencoder.rename({f"first_stage_model.{key}": torch.zeros(1) for key in pairs})
+    assert list(renamed) == list(pairs.values())
+    with torch.device("meta"):
+        assert renamed.keys() <= AutoencoderKL().state_dict().keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts of weight files
+
+
+LAYOUTS = {
+    "diffusers": lambda weights: weights,
+    "diffusers before 0.18": lambda weights: {old_diffusers(name): w for name, w in weights.items()},
+    "CompVis": to_compvis,
+    "a whole SD checkpoint": lambda weights: {
+        **{f"first_stage_model.{name}": w for name, w in to_compvis(weights).items()},
+        "model.diffusion_model.out.0.weight": torch.ones(3),
+        "first_stage_model.loss.logvar": torch.zeros(()),
+        "model_ema.num_updates": torch.tensor(7),
+    },
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".ckpt", ".bin"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_give_one_model(small_kl, tmp_path, layout, suffix):
+    weights = LAYOUTS[layout](small_kl.state_dict())
+    path = tmp_path / f"vae{suffix}"
+    (tmp_path / "config.json").write_text(json.dumps(KL_CONFIG))
+    if suffix == ".safetensors":
+        save_safetensors(weights, path)
+    else:
+        torch.save({"state_dict": weights, "global_step": 3} if suffix == ".ckpt" else weights, path)
+    ae = open_autoencoder(path)
+    assert_same_model(ae, small_kl)
+    assert ae.name == "vae" and ae.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert not ae.training and not any(p.requires_grad for p in ae.parameters())
+
+
+def test_half_precision_files_are_used_in_fp32(small_kl, tmp_path):
+    save_safetensors({name: w.bfloat16() for name, w in small_kl.state_dict().items()}, tmp_path / "vae.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(KL_CONFIG))
+    ae = open_autoencoder(tmp_path)
+    assert {p.dtype for p in ae.parameters()} == {torch.float32}
+    assert ae.decode(wave((1, 3, 4, 4))).isfinite().all()
+
+
+def test_without_quant_convs(tmp_path):
+    ae = AutoencoderKL(**KL_SHAPE, quant_conv=False)
+    save_safetensors(ae.state_dict(), tmp_path / "vae.safetensors")
+    config = {**KL_CONFIG, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = open_autoencoder(tmp_path)
+    with open(tmp_path / "vae.safetensors", "r+b") as f:  # overwritten in place: the opened model is a copy
+        f.write(bytes(100_000))
+    assert_same_model(opened, ae)
+    assert (opened.scale, opened.shift) == (0.3611, 0.1159)
+
+
+@pytest.mark.parametrize("latent_channels, mid_norm", [(4, False), (16, False), (32, True)])
+def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
+    torch.manual_seed(0)
+    ae = TinyAutoencoder(latent_channels, mid_norm)
+    half = lambda name: {k.removeprefix(f"{name}."): w for k, w in ae.state_dict().items() if k.startswith(name)}
+    encoder, decoder = tmp_path / "taex_encoder.pth", tmp_path / "taex_decoder.pth"
+    torch.save(half("encoder"), encoder)
+    torch.save(half("decoder"), decoder)
+    for path in (encoder, decoder, tmp_path):
+        opened = open_autoencoder(path)
+        assert_same_model(opened, ae)
+        assert opened.name == (tmp_path.name if path == tmp_path else "taex")
+        assert opened.sha256 == hashlib.sha256(encoder.read_bytes() + decoder.read_bytes()).hexdigest()
+
+    # diffusers' AutoencoderTiny: one file, and a decoder whose first layer is the convolution after the soft clamp
+    weights = {f"encoder.layers.{key}": w for key, w in half("encoder").items()}
+    for key, w in half("decoder").items():
+        number, rest = key.split(".", 1)
+        weights[f"decoder.layers.{int(number) - 1}.{rest}"] = w
+    folder = tmp_path / "taex-diffusers"
+    folder.mkdir()
+    save_safetensors(weights, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "diffusion_pytorch_model.bin").write_bytes(b"the .safetensors is preferred")
+    opened = open_autoencoder(folder)
+    assert_same_model(opened, ae)
+    assert opened.name == "taex-diffusers"
+
+
+def test_files_that_are_refused(small_kl, tmp_path):
+    weights = small_kl.state_dict()
+
+    def refused(match, path=tmp_path / "vae.safetensors"):
+        with pytest.raises(UserError, match=match) as error:
+            open_autoencoder(path)
+        assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+    refused("no such file", tmp_path / "absent")
+    refused("found no file ending in", tmp_path)
+    save_safetensors(weights, tmp_path / "vae.safetensors")
+    refused("groups|num_channels")  # without config.json 32 groups are assumed, which 8 channels do not allow
+    (tmp_path / "config.json").write_text(json.dumps({**KL_CONFIG, "scaling_factor": "big"}))
+    refused(r"config\.json")
+    (tmp_path / "config.json").write_text(json.dumps(KL_CONFIG))
+    save_safetensors({**weights, "decoder.extra": torch.ones(1)}, tmp_path / "vae.safetensors")
+    refused(r"decoder\.extra")
+    save_safetensors({k: w for k, w in weights.items() if "norm2" not in k}, tmp_path / "vae.safetensors")
+    refused("norm2")
+    save_safetensors({**weights, "quant_conv.bias": torch.ones(9)}, tmp_path / "vae.safetensors")
+    refused(r"quant_conv\.bias")
+    save_safetensors({"model.weight": torch.ones(1)}, tmp_path / "vae.safetensors")
+    refused("neither an SD VAE nor")
+    torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, tmp_path / "taesd_encoder.pth")
+    refused("neither an SD VAE nor both halves of a TAESD", tmp_path / "taesd_encoder.pth")
+    refused(r"found taesd_encoder\.pth, vae\.safetensors", tmp_path)
+    (tmp_path / "broken.pth").write_bytes(b"garbage")
+    refused("can read safely", tmp_path / "broken.pth")
+    torch.save({"w": torch.ones(1), "code": Path("unsafe")}, tmp_path / "pickle.pt")
+    refused("can read safely", tmp_path / "pickle.pt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The interface
+
+
+@pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4)], ids=["kl", "tiny"])
+def test_shapes_and_slices(ae, monkeypatch):
+    x = wave((5, 3, 16, 24))
+    mean, std = ae.encode(x)
+    assert mean.shape == std.shape == (5, ae.latent_channels, 16 // ae.downsample, 24 // ae.downsample)
+    assert (std >= 0).all() and ae.decode(mean).shape == x.shape
+    monkeypatch.setattr(autoencoder, "MAX_PIXELS", 2 * 16 * 24)  # slices of 2, 2 and 1 images
+    for got, want in zip((*ae.encode(x), ae.decode(mean)), (mean, std, ae.decode(mean))):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert ae.encode(x[:0])[0].shape == (0, *mean.shape[1:])
+    with pytest.raises(UserError, match=f"17x16 px: .* multiples of {ae.downsample}"):
+        ae.encode(x[..., :17])
+
+
+def test_outputs_are_fp32_under_autocast():
+    ae = AutoencoderKL(**KL_SHAPE)
+    with torch.autocast("cpu", torch.bfloat16):
+        mean, std = ae.encode(wave((1, 3, 16, 16)))
+        x = ae.decode(mean)
+    assert mean.dtype == std.dtype == x.dtype == torch.float32
+
+
+def test_normalize_and_its_inverse():
+    ae, z = AutoencoderKL(**KL_SHAPE), wave((2, 3, 4, 4), scale=5.0)
+    ae.scale, ae.shift = 0.3611, 0.1159
+    torch.testing.assert_close(ae.unnormalize(ae.normalize(z)), z)
+    torch.testing.assert_close(ae.normalize(z), (z - 0.1159) * 0.3611)
+
+
+def test_tiny_decoder_clamps_latents():  # to 3 tanh(z / 3), in fp32 the same of 30 and of 300
+    ae, z = TinyAutoencoder(4), wave((1, 4, 2, 2)).sign()
+    assert torch.equal(ae.decode(30 * z), ae.decode(300 * z))

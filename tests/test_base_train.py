@@ -1,0 +1,150 @@
+"""The trainer as a whole: the same model whatever the ranks and micro-batches, and whether stopped or not."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import run_process
+
+from nanodiff.common import UserError
+from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.flow import FlowMatching
+from nanodiff.shapes import CLASS_NAMES, draw_shapes
+
+# Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
+TINY = (
+    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
+    "--eval_images=20 --sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip"
+).split()  # fmt: skip
+
+
+@pytest.fixture
+def tiny(base):
+    """A data set of 72 images, so that an epoch ends in mid-step."""
+    with DatasetWriter("tiny", CLASS_NAMES) as writer:
+        for split, n in (("train", 72), ("val", 24)):
+            writer.append(split, *draw_shapes(n, seed=n))
+    return base
+
+
+def metrics(base, tag):
+    """[{...}] of metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (base / "runs" / tag / "metrics.jsonl").read_text().splitlines()]
+    clock = ("total_training_time_s", "train/dt_ms", "train/data_ms", "train/images_per_sec", "train/mfu")
+    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
+
+
+def losses(base, tag):
+    return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
+
+
+def weights(base, tag, step=6):
+    folder = base / "runs" / tag / "checkpoints" / f"step_{step:06d}"
+    return {p.name: torch.load(p, weights_only=True) for p in folder.glob("*.pt")}
+
+
+def assert_identical(a, b, path=""):
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_identical(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+@pytest.mark.parametrize(
+    "more", [("--optimizer=muon",), ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99")]
+)
+def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
+    run_script("base_train", *TINY, *more, "--device_batch_size=8", "--model_tag=whole")
+    # The other run loses its process after step 4; what it logged after its newest checkpoint is logged again
+    part = (*TINY, *more, "--device_batch_size=8", "--model_tag=parts", "--save_every=2")
+    saved = run_script("base_train", *part, "--checkpoints_kept=-1")
+    shutil.rmtree(saved["run_dir"] / "checkpoints" / "step_000006")
+    assert run_script("base_train", *part)["start_step"] == 4
+    assert metrics(tiny, "parts") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+
+
+def test_device_batch_size_does_not_change_the_model(tiny, run_script):
+    for size in (16, 4):
+        run_script("base_train", *TINY, f"--device_batch_size={size}", f"--model_tag=b{size}")
+    assert losses(tiny, "b4") == pytest.approx(losses(tiny, "b16"), rel=1e-4)
+    a, b = (metrics(tiny, tag)[-1] for tag in ("b4", "b16"))
+    assert a["val/loss_ema"] == pytest.approx(b["val/loss_ema"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [(), ("--objective=eps", "--variance=learned_range", "--timesteps=loss-second-moment")]
+)
+def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
+    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=one")
+    run_process("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=two", ranks=2)
+    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+    # and a checkpoint of two ranks goes on with one
+    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=two", "--num_iterations=7")
+    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=one", "--num_iterations=7")
+    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+
+
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
+    off = ("--eval_every=-1", "--sample_every=-1", "--save_every=-1")
+    done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *off, "--model_tag=off")
+    assert done["step"] == iterations and len(metrics(tiny, "off")) == iterations
+    assert not (done["run_dir"] / "checkpoints").exists()
+    on = ("--eval_every=0", "--sample_every=0", "--save_every=0", "--sample_steps=2")
+    done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *on, "--model_tag=on")
+    assert math.isfinite(metrics(tiny, "on")[-1]["val/loss"])
+    assert [p.name for p in (done["run_dir"] / "checkpoints").iterdir()] == [f"step_{iterations:06d}"]
+    assert (done["run_dir"] / "samples" / f"step_{iterations:06d}.png").exists()
+
+
+def test_horizons(tiny, run_script):
+    """Steps follow from FLOPs or from tokens per parameter, by the arithmetic that is printed."""
+    args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1", "--save_every=-1"]
+    a = run_script("base_train", *args, "--target_flops=1e10", "--model_tag=a")
+    assert abs(a["step"] * 16 * a["flops_per_image"] - 1e10) <= 8 * a["flops_per_image"]
+    b = run_script("base_train", *args, "--target_param_data_ratio=0.01", "--model_tag=b")
+    assert abs(b["step"] * 16 * 16 - 0.01 * b["num_params"]) <= 8 * 16  # 16 tokens an image
+
+
+def test_learning_rate_warms_up_and_down(tiny, run_script):
+    run_script(
+        "base_train", *TINY, "--num_iterations=10", "--warmup_ratio=0.2", "--warmdown_ratio=0.4", "--eval_every=-1"
+    )
+    lrm = [line["train/lrm"] for line in metrics(tiny, "tiny_dit_d1")]
+    assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_training_learns(tiny, run_script):
+    args = (*TINY, "--num_iterations=60", "--eval_every=30", "--ema_rates=0.9")
+    run_script("base_train", *args)
+    val = [line["val/loss_ema"] for line in metrics(tiny, "tiny_dit_d1") if "val/loss" in line]
+    assert val[1] < val[0] < 1.9  # v = noise - x0 has variance 1 + var(x0) for a model that knows nothing
+
+
+def test_changed_settings(tiny, run_script):
+    run_script("base_train", *TINY, "--model_tag=a")
+    with pytest.raises(UserError, match=r"lr|depth=2 \(was 1\)"):
+        run_script("base_train", *TINY, "--model_tag=a", "--depth=2")
+    done = run_script("base_train", *TINY, "--model_tag=a", "--eval_every=-1", "--num_iterations=8")
+    assert done["step"] == 8 and losses(tiny, "a") == pytest.approx(losses(tiny, "a")) and len(losses(tiny, "a")) == 8
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatch):
+    run_script("base_train", *TINY, "--num_iterations=2", "--model_tag=a")
+    honest = FlowMatching.losses
+    monkeypatch.setattr(FlowMatching, "losses", lambda *a, **k: {"loss": honest(*a, **k)["loss"] * float("nan")})
+    with pytest.raises(FloatingPointError, match="step 2"):
+        run_script("base_train", *TINY, "--num_iterations=4", "--model_tag=a")
+    monkeypatch.undo()
+    assert torch.isfinite(
+        torch.load(tiny / "runs/a/checkpoints/step_000002/model.pt", weights_only=True)["patch_embed.weight"]
+    ).all()

@@ -1,0 +1,305 @@
+"""A set is whole or absent, gives back what was written, and says in one line what is wrong with it."""
+
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanodiff import dataset_writer, shapes
+from nanodiff.common import UserError
+from nanodiff.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (50, 3, 4, 4), np.uint8)
+LABELS = RNG.integers(0, 5, 50)
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def write(name="toy", class_names="abcde", **options):
+    with DatasetWriter(name, class_names, **options) as writer:
+        for start in range(0, 40, 7):
+            writer.append("train", IMAGES[start : min(start + 7, 40)], LABELS[start : min(start + 7, 40)])
+        writer.append("val", IMAGES[40:], LABELS[40:])
+    return writer.path
+
+
+def leftovers(base):
+    return [p.name for p in (base / "data").iterdir() if ".tmp" in p.name]
+
+
+@given(st.lists(st.integers(0, 39), max_size=60), st.sampled_from([2**30, 128 + 48 * 9]))
+@settings(max_examples=20, deadline=None)
+def test_any_indices_in_any_order_over_any_shards(indices, max_shard_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_writer, "MAX_SHARD_BYTES", max_shard_bytes)
+        path = write(overwrite=True)
+    assert all(file.stat().st_size <= max_shard_bytes for file in path.glob("*_images_*.npy"))
+    assert len(list(path.glob("train_images_*.npy"))) == (1 if max_shard_bytes == 2**30 else 5)
+    data = open_dataset("toy")
+    np.testing.assert_array_equal(data.images(indices), IMAGES[:40][np.array(indices, int)])
+    np.testing.assert_array_equal(data.labels(indices), LABELS[:40][np.array(indices, int)])
+    assert data.images(indices).dtype == np.uint8 and data.labels(indices).dtype == np.int64
+
+
+def test_facts_and_both_ways_to_name_a_set(base):
+    path = write(seed=3, source="here")
+    for name in ("toy", path, str(path)):
+        data = open_dataset(name, "val")
+        assert (len(data), data.num_images, data.num_classes, data.channels, data.resolution) == (10, 10, 5, 3, 4)
+        assert data.class_names == list("abcde") and data.name == "toy"
+        assert (data.meta["kind"], data.meta["seed"], data.meta["source"]) == ("images", 3, "here")
+    np.testing.assert_array_equal(np.load(path / "val_images_000.npy"), IMAGES[40:])  # plain .npy files
+    path.rename(base / "elsewhere")
+    assert open_dataset(open_dataset(base / "elsewhere").name, "val").num_images == 10
+
+
+def test_unlabelled_set_gives_zeros():
+    write(class_names=[])
+    data = open_dataset("toy")
+    assert data.num_classes == 0 and data.labels([3, 2]).tolist() == [0, 0]
+
+
+def test_indices_out_of_range_are_refused():
+    write()
+    for bad in ([40], [-1]):
+        with pytest.raises(IndexError):
+            open_dataset("toy").images(bad)
+
+
+def test_an_error_while_writing_leaves_nothing(base):
+    with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab") as writer:
+        writer.append("train", IMAGES[:2], [0, 1])
+        1 / 0  # noqa: B018
+    assert not (base / "data" / "toy").exists() and not leftovers(base)
+
+
+def test_an_existing_set_is_replaced_only_when_asked(base):
+    write()
+    with pytest.raises(UserError, match="exists already"):
+        write()
+    write(class_names=[], overwrite=True)
+    assert open_dataset("toy").num_classes == 0 and not leftovers(base)
+    with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab", overwrite=True):
+        1 / 0  # noqa: B018
+    assert open_dataset("toy").num_images == 40  # a failed replacement leaves the old one
+    (base / "data" / "mine").mkdir()
+    (base / "data" / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="no data set"):
+        write("mine", overwrite=True)
+    assert (base / "data" / "mine" / "thesis.txt").exists()
+
+
+def test_leftovers_of_a_killed_writer_are_removed(base):
+    (base / "data" / ".toy.tmp-dead").mkdir(parents=True)
+    (base / "data" / ".toy2.tmp-other").mkdir()
+    write()
+    assert leftovers(base) == [".toy2.tmp-other"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"])
+def test_names_that_cannot_be(name):
+    with pytest.raises(UserError, match="name="):
+        DatasetWriter(name)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(base, monkeypatch, code):
+    def full(file, entry):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(DatasetWriter, "_finish_file", lambda self, file, entry: full(file, entry))
+    with pytest.raises(UserError, match=os.strerror(code)):
+        write()
+    assert not (base / "data" / "toy").exists() and not leftovers(base)
+
+
+LIMITED = """
+import resource, sys, numpy as np
+from nanodiff.dataset import DatasetWriter
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+with DatasetWriter("toy", []) as writer:
+    for _ in range(100):
+        writer.append("train", np.zeros((10, 3, 16, 16), np.uint8))
+"""
+
+
+@pytest.mark.slow
+def test_a_real_limit_on_file_size(base):
+    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "toy" in run.stderr, run.stderr
+    assert not (base / "data" / "toy").exists() and not leftovers(base)
+
+
+def test_unwritable_destination(base):
+    (base / "data").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        write()
+
+
+def edit(path, change):
+    meta = json.loads((path / "meta.json").read_text())
+    change(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+def damage(path, **changes):
+    edit(path, lambda meta: meta.update(changes))
+
+
+def damage_part(path, **changes):
+    edit(path, lambda meta: meta["splits"]["train"].update(changes))
+
+
+def damage_shard(path, **changes):
+    edit(path, lambda meta: meta["splits"]["train"]["shards"][0].update(changes))
+
+
+def overwrite(file, where, data):
+    with open(file, "r+b") as f:
+        f.seek(where)
+        f.write(data)
+
+
+DAMAGE = {
+    "no JSON": lambda p: (p / "meta.json").write_text("{"),
+    "deep JSON": lambda p: (p / "meta.json").write_text("[" * 100_000),
+    "a list": lambda p: (p / "meta.json").write_text("[]"),
+    "later format": lambda p: damage(p, format=99),
+    "unknown kind": lambda p: damage(p, kind="sounds"),
+    "kind of a wrong type": lambda p: damage(p, kind=["images"]),
+    "no channels": lambda p: damage(p, channels=0),
+    "channels as bool": lambda p: damage(p, channels=True),
+    "resolution as text": lambda p: damage(p, resolution="4"),
+    "another resolution": lambda p: damage(p, resolution=5),
+    "class names of a wrong type": lambda p: damage(p, class_names=[1, 2]),
+    "fewer classes than labels": lambda p: damage(p, class_names=["a"]),
+    "classes gone": lambda p: damage(p, class_names=[]),
+    "splits gone": lambda p: damage(p, splits={}),
+    "unknown split": lambda p: damage(p, splits={"dev": {}}),
+    "no shards": lambda p: damage_part(p, shards=[]),
+    "labels gone": lambda p: damage_part(p, labels=None),
+    "wrong number": lambda p: damage_part(p, num_images=41),
+    "negative number": lambda p: damage_shard(p, num_images=-40),
+    "huge number": lambda p: (damage_part(p, num_images=2**39), damage_shard(p, num_images=2**39)),
+    "path in a file name": lambda p: damage_shard(p, file="../toy/train_images_000.npy"),
+    "file missing": lambda p: (p / "train_labels.npy").unlink(),
+    "truncated": lambda p: os.truncate(p / "train_images_000.npy", 1000),
+    "other dtype": lambda p: overwrite(p / "train_images_000.npy", 12, b"|i1"),
+    "label out of range": lambda p: overwrite(p / "train_labels.npy", 128, b"\5"),
+    "label negative": lambda p: overwrite(p / "train_labels.npy", 135, b"\xff"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_on_opening(what):
+    path = write()
+    DAMAGE[what](path)
+    with pytest.raises(UserError) as error:
+        open_dataset("toy")
+    assert str(path) in str(error.value) or "toy" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_verify_finds_one_flipped_bit_in_any_file():
+    path = write()
+    assert verify(open_dataset("toy"))[0] == 4
+    overwrite(path / "val_images_000.npy", 200, bytes([IMAGES[40:].ravel()[72] ^ 1]))
+    with pytest.raises(UserError, match=r"val_images_000\.npy is damaged"):
+        verify(open_dataset("toy"))
+
+
+def test_unknown_name_and_split_tell_what_there_is(base):
+    write("birds")
+    with pytest.raises(UserError, match=r"no data set 'bird'.*birds.*shapes.*prepare_data"):
+        open_dataset("bird")
+    with pytest.raises(UserError, match=r"no split 'test', only train, val"):
+        open_dataset("birds", "test")
+    for name in ("", ".", "..", "../data/birds/../nothing", "a/b"):
+        with pytest.raises(UserError):
+            open_dataset(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# shapes
+
+
+def first_use(queue, base):
+    os.environ["NANODIFF_BASE_DIR"] = str(base)
+    shapes.NUM_IMAGES.update(train=3000, val=1000)
+    queue.put(open_dataset("shapes").images([0, 2999]).tobytes())
+
+
+def test_shapes_are_drawn_once_though_several_ask_at_once(base):
+    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
+    queue = context.Queue()
+    ranks = [context.Process(target=first_use, args=(queue, base)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    seen = {queue.get(timeout=60) for _ in ranks}
+    for rank in ranks:
+        rank.join()
+    assert len(seen) == 1 and not leftovers(base)
+    verify(open_dataset("shapes", "val"))
+
+
+def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
+    def unsupported(file, flags):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(dataset_writer.fcntl, "lockf", unsupported)
+    with DatasetWriter("toy", "abcde", wait=True) as slow:
+        slow.append("train", IMAGES, LABELS)
+        write()  # another process is faster
+    assert open_dataset("toy").num_images == 40 and not leftovers(base)
+
+
+def test_shapes_are_a_function_of_the_seed():
+    a, b, c = draw_shapes(50, 1), draw_shapes(50, 1), draw_shapes(50, 2)
+    assert all(np.array_equal(x, y) for x, y in zip(a, b)) and not np.array_equal(a[0], c[0])
+    assert a[0].shape == (50, 3, 16, 16) and a[0].dtype == np.uint8 and a[1].dtype == np.int64
+    assert np.array_equal(draw_shapes(8, 0, classes=range(8))[1], np.arange(8))
+    assert (np.bincount(draw_shapes(8000, 0)[1]) > 850).all()
+
+
+@pytest.mark.parametrize("resolution", [16, 32])
+def test_every_pixel_lies_between_ground_and_one_of_six_colours(resolution):
+    images, _ = draw_shapes(500, 0, resolution)
+    pixels = images.transpose(0, 2, 3, 1).astype(float) - GROUND  # (500, h, w, 3)
+    full = COLOURS - GROUND
+    share = (pixels @ full.T) / (full**2).sum(1)  # (500, h, w, 6)
+    distance = np.abs(pixels[..., None, :] - share[..., None] * full).max((1, 2, 4))  # (500, 6)
+    assert distance.min(1).max() <= 1  # each image is of one hue throughout
+    share = share[np.arange(500), :, :, distance.argmin(1)]
+    assert share.max() <= 1.01 and share.min() >= -0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "area"),  # of the shape, in squares of the circumscribed radius
+    [
+        ("circle", np.pi * 0.8), ("ring", np.pi * 0.64), ("square", 1.44**2), ("triangle", 27**0.5 / 4),
+        ("cross", 4 * 0.96 * 0.27 * 2 - 0.54**2), ("bar", 4 * 0.98 * 0.24),
+        ("star", 5 * 0.45 * np.sin(np.pi / 5)), ("crescent", None),
+    ],
+)  # fmt: skip
+def test_shapes_have_the_area_that_geometry_gives(name, area):
+    label = CLASS_NAMES.index(name)
+    images, _ = draw_shapes(400, 0, 32, classes=[label] * 400)
+    covered = (images.max(1).astype(float) - 24) / (COLOURS.max(1)[:, None, None, None].mean() - 24)
+    assert covered.sum((1, 2)).min() > 20  # nothing vanishes
+    if area is not None:
+        radius2 = (shapes.MAX_RADIUS**3 - shapes.MIN_RADIUS**3) / 3 / (shapes.MAX_RADIUS - shapes.MIN_RADIUS)
+        assert covered.mean() == pytest.approx(area * radius2, rel=0.06)  # mean of 400 sizes and 6 colours

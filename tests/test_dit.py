@@ -1,0 +1,357 @@
+"""The DiT against the published one's figures and parameter counts, and the laws of the backbone contract."""
+
+import copy
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanodiff.common import UserError
+from nanodiff.dit import DiT, DiTConfig, from_meta, rope_table, sincos_table, timestep_embedding, to_meta
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "dit.json"
+golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else None
+needs_golden = pytest.mark.skipif(golden is None, reason=f"published figures not found: {GOLDEN}")
+both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
+SMALL = {
+    "image_size": 8, "in_channels": 3, "out_channels": 3, "patch_size": 2, "width": 64, "depth": 2, "heads": 2,
+    "num_classes": 5,
+}  # fmt: skip
+
+
+def build(seed=0, zeros=False, **settings):
+    """A small DiT; zeros=False fills what starts at zero (adaLN, the last layer), which would hide all before it."""
+    model = DiT(DiTConfig(**SMALL | settings))
+    g = torch.Generator().manual_seed(seed)
+    model.init_weights(g)
+    for p in model.parameters():
+        if not zeros and not p.any():
+            p.data.copy_(0.1 * torch.randn(p.shape, generator=g))
+    return model
+
+
+def inputs(n=3, channels=3, size=8):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(n, channels, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
+
+
+def wave(shape, i, scale):
+    """The golden file's formula for weights and inputs."""
+    return torch.tensor(scale * np.sin(0.37 * np.arange(np.prod(shape)) + 1.7 * i).reshape(shape), dtype=torch.float32)
+
+
+def published_state_dict():
+    state_dict = {}
+    for i, (name, shape) in enumerate(golden["parameters"]):
+        state_dict[name] = wave(shape, i, 0.1 if len(shape) < 2 else np.prod(shape[1:]) ** -0.5)
+        state_dict[name] += float(len(shape) == 1 and name.endswith(".weight"))
+    c = golden["config"]
+    state_dict["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, c["hidden_size"], 2, 4, 10))[None]  # kept by the rule
+    return state_dict
+
+
+def published_model():
+    config, state_dict = from_meta(published_state_dict(), heads=golden["config"]["num_heads"])
+    model = DiT(config)
+    model.init_weights()
+    model.load_state_dict(state_dict)
+    return model
+
+
+def assert_golden(out, figures):
+    """First and last values, mean and rms, to 1e-5 of the largest value."""
+    assert list(out.shape) == figures["shape"]
+    flat = out.detach().double().flatten()
+    tol = 1e-5 * max(map(abs, figures["first"]))
+    np.testing.assert_allclose(flat[: len(figures["first"])], figures["first"], rtol=0, atol=tol)
+    np.testing.assert_allclose(flat[-len(figures["last"]) :], figures["last"], rtol=0, atol=tol)
+    np.testing.assert_allclose([flat.mean(), flat.square().mean().sqrt()], [figures["mean"], figures["rms"]], atol=tol)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The published DiT
+
+
+@needs_golden
+def test_forward_is_the_published_forward():
+    x, t, y = wave((4, 4, 8, 8), 0, 1), torch.tensor(golden["inputs"]["t"]), torch.tensor(golden["inputs"]["y"])
+    assert_golden(published_model()(x, t, y), golden["forward"])
+
+
+@needs_golden
+@pytest.mark.parametrize("wrap", [lambda sd: sd, lambda sd: {"model": {}, "ema": sd, "opt": {}, "args": None}])
+def test_published_config_is_inferred(wrap):
+    c = golden["config"]
+    config, _ = from_meta(wrap(published_state_dict()), heads=4)
+    assert config == DiTConfig(
+        c["input_size"], 4, 8, c["patch_size"], c["hidden_size"], c["depth"], 4, c["num_classes"], block="classic"
+    )
+
+
+@needs_golden
+def test_export_has_the_published_names_order_and_values():
+    sd = published_state_dict()
+    config, ours = from_meta(sd, heads=4)
+    out = to_meta({key: ours[key] for key in DiT(config).state_dict()}, config)
+    assert [[key, list(value.shape)] for key, value in out.items()] == golden["parameters"]
+    assert all(torch.equal(out[key], sd[key]) for key in sd)
+
+
+@pytest.mark.parametrize(
+    "name, size, patch, width, depth, heads",
+    [
+        ("DiT-S/2", 32, 2, 384, 12, 6),
+        ("DiT-B/2", 32, 2, 768, 12, 12),
+        ("DiT-L/2", 32, 2, 1024, 24, 16),
+        ("DiT-XL/2", 32, 2, 1152, 28, 16),
+        ("DiT-XL/4", 32, 4, 1152, 28, 16),
+        ("DiT-S/8", 32, 8, 384, 12, 6),
+    ],
+)
+def test_published_parameter_counts(name, size, patch, width, depth, heads):
+    published = {  # learned variance on 4 latent channels, 1000 classes and the null class; pos_embed counted too
+        "DiT-S/2": 32_963_360, "DiT-B/2": 130_512_416, "DiT-L/2": 458_102_816, "DiT-XL/2": 675_129_632,
+        "DiT-XL/4": 675_074_432, "DiT-S/8": 33_148_160,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = DiT(DiTConfig(size, 4, 8, patch, width, depth, heads, 1000, block="classic"))
+    assert model.num_params() + model.position.numel() == published[name]
+    assert from_meta_shapes(model)[0] == model.config
+
+
+def from_meta_shapes(model):
+    """from_meta of a state dict without memory: the published shapes, zeros expanded."""
+    theirs = to_meta(model.state_dict(), model.config)
+    return from_meta({k: v if k == "pos_embed" else torch.zeros(()).expand(v.shape) for k, v in theirs.items()})
+
+
+def test_heads_of_the_published_widths_and_of_others():
+    for width, heads in [(384, 6), (768, 12), (1024, 16), (1152, 16), (256, 4)]:
+        model = DiT(DiTConfig(4, 3, 3, 2, width, 1, heads, 0, block="classic"))
+        assert from_meta_shapes(model)[0].heads == heads
+
+
+def test_position_table_row_by_hand():
+    # Token at row 1, column 2 of 4: first half of the channels from the column, sines before cosines (MAE, DiT).
+    table = sincos_table(DiTConfig(8, 3, 3, 2, 16, 1, 2, 0))
+    omega = 10000.0 ** -(np.arange(4) / 4)
+    expected = [f(pos * omega) for pos in (2, 1) for f in (np.sin, np.cos)]
+    np.testing.assert_allclose(table[1 * 4 + 2], np.concatenate(expected), atol=1e-6)
+
+
+def test_other_formats_are_refused():
+    with pytest.raises(UserError, match="published DiT"):
+        from_meta({"time_embed.0.weight": torch.zeros(1)})
+    with pytest.raises(UserError, match="classic"):
+        to_meta({}, DiTConfig(**SMALL))
+    model = build(block="classic")
+    theirs = to_meta(model.state_dict(), model.config)
+    theirs["pos_embed"] = theirs["pos_embed"] + 0.1
+    with pytest.raises(UserError, match="pos_embed"):
+        from_meta(theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotary positions
+
+
+def test_rope_depends_on_offsets_only():
+    """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
+    model = build(image_size=16)
+    block, table = model.blocks[0], model.position  # 8 x 8 tokens
+    g = torch.Generator().manual_seed(0)
+    one = torch.randn(1, 1, 3, 2, 32, generator=g)
+    q, k, _ = block.rotate(one.expand(1, 64, 3, 2, 32), table)  # the same token everywhere
+    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, 8, 8, 8, 8)
+    for rows, cols in [(1, 0), (0, 1), (2, 3)]:
+        moved = scores[:, rows:, cols:, rows:, cols:]
+        torch.testing.assert_close(moved, scores[:, : 8 - rows, : 8 - cols, : 8 - rows, : 8 - cols], rtol=0, atol=1e-4)
+    assert (scores[:, 0, 0, 0, 3] - scores[:, 0, 0, 0, 0]).abs().max() > 1e-2  # columns count
+    assert (scores[:, 0, 0, 3, 0] - scores[:, 0, 0, 0, 3]).abs().max() > 1e-2  # and rows, differently
+
+
+def test_rope_halves_are_axes():
+    cos, sin = rope_table(DiTConfig(12, 3, 3, 2, 64, 1, 2, 0)).view(2, 6, 6, 16)
+    angle = torch.atan2(sin, cos)
+    assert torch.equal(angle[:, :1, :8].expand(6, 6, 8), angle[:, :, :8])  # row angles do not depend on the column
+    assert torch.equal(angle[:1, :, 8:].expand(6, 6, 8), angle[:, :, 8:])
+    torch.testing.assert_close(angle[1, 0, :8], torch.tensor(100.0) ** (-torch.arange(8) / 8))
+
+
+def test_qk_norm_bounds_the_logits():
+    block = build().blocks[0]
+    q, k, v = block.rotate(1000 * torch.randn(2, 16, 3, 2, 32), build().position)
+    torch.testing.assert_close(q.square().mean(-1), torch.ones(2, 16, 2), rtol=1e-4, atol=0)
+    torch.testing.assert_close(k.square().mean(-1), torch.ones(2, 16, 2), rtol=1e-4, atol=0)
+    assert v.abs().max() > 100
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The backbone contract
+
+
+def test_modern_forward_by_hand():
+    """The modern block written out, one image, one head at a time, from the formulas."""
+    model = build(depth=1)
+    x_t, t, y = inputs(1)
+    sd = {k: v.double() for k, v in model.state_dict().items()}
+    linear = lambda x, name: x @ sd[f"{name}.weight"].T + sd.get(f"{name}.bias", 0)
+    silu = lambda x: x / (1 + torch.exp(-x))
+    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    patches = [x_t[0, :, i : i + 2, j : j + 2].flatten() for i in range(0, 8, 2) for j in range(0, 8, 2)]
+    x = linear(torch.stack(patches).double(), "patch_embed")  # (16, 64)
+    c = linear(silu(linear(timestep_embedding(t)[0].double(), "t_embed.0")), "t_embed.2") + sd["y_embed.weight"][y[0]]
+    s1, m1, g1, s2, m2, g2 = linear(silu(c), "blocks.0.ada").split(64)
+    q, k, v = linear(norm(x) * (1 + m1) + s1, "blocks.0.qkv").split(64, dim=1)
+    heads = []
+    for h in (slice(0, 32), slice(32, 64)):
+        rotated = []
+        for u in (norm(q[:, h]), norm(k[:, h])):
+            pairs = torch.complex(u[:, :16].contiguous(), u[:, 16:].contiguous())
+            omega = 100.0 ** -(torch.arange(8).double() / 8)
+            turn = [torch.cat([n // 4 * omega, n % 4 * omega]) for n in range(16)]
+            rotated.append(torch.view_as_real(pairs * torch.exp(1j * torch.stack(turn))).flatten(1))
+        heads.append(torch.softmax(rotated[0] @ rotated[1].T / 32**0.5, -1) @ v[:, h])
+    x = x + g1 * linear(torch.cat(heads, 1), "blocks.0.proj")
+    gate, up = linear(norm(x) * (1 + m2) + s2, "blocks.0.fc1").chunk(2, 1)
+    x = x + g2 * linear(silu(gate) * up, "blocks.0.fc2")
+    shift, scale = linear(silu(c), "final.ada").split(64)
+    tokens = linear(norm(x) * (1 + scale) + shift, "final.linear")  # (16, 2 * 2 * 3), channel fastest
+    expected = torch.zeros(3, 8, 8)
+    for n, token in enumerate(tokens):
+        i, j = n // 4 * 2, n % 4 * 2
+        expected[:, i : i + 2, j : j + 2] = token.view(2, 2, 3).permute(2, 0, 1)
+    torch.testing.assert_close(model(x_t, t, y)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@both_blocks
+def test_adaln_zero_predicts_zero_and_every_parameter_comes_to_life(block):
+    """At init the prediction is 0; after two steps of plain descent no parameter that is used has a zero gradient."""
+    model, (x, t, y) = build(zeros=True, block=block), inputs()
+    assert not model(x, t, y).any()
+    for _ in range(3):
+        model.zero_grad()
+        (model(x, t, y) - x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    assert all(p.grad.any() for p in model.parameters())
+
+
+@both_blocks
+def test_images_do_not_see_each_other(block):
+    model, (x, t, y) = build(block=block), inputs()
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1], y[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(model(x, t, y), alone, rtol=1e-4, atol=1e-4)
+
+
+@both_blocks
+def test_meta_construction_gives_the_same_model(block):
+    config = DiTConfig(**SMALL, block=block)
+    with torch.device("meta"):
+        model = DiT(config)
+    model.to_empty(device="cpu")
+    model.init_weights(torch.Generator().manual_seed(3))
+    other = DiT(config)
+    other.init_weights(torch.Generator().manual_seed(3))
+    pairs = zip([*model.parameters(), model.position], [*other.parameters(), other.position])
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert "position" not in model.state_dict()
+
+
+@both_blocks
+def test_config_survives_json(block):
+    config = DiTConfig(**SMALL, block=block)
+    assert DiTConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+
+@both_blocks
+@pytest.mark.parametrize("low_res", [False, True])
+def test_flops_are_those_of_the_counter(block, low_res):
+    model, (x, t, y) = build(block=block, low_res=low_res), inputs(2)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, t, y, low_res=x[:, :, ::2, ::2] if low_res else None)
+    assert model.estimate_flops() == pytest.approx(3 * counter.get_total_flops() / 2, rel=0.01)
+
+
+@both_blocks
+def test_bf16_autocast_stays_near_fp32(block):
+    model, (x, t, y) = build(block=block), inputs()
+    exact = model(x, t, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x, t, y)
+    assert (out.float() - exact).norm() / exact.norm() < 0.03
+    out.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@both_blocks
+def test_checkpointing_changes_no_gradient(block):
+    model, (x, t, y) = build(block=block), inputs()
+    saving = copy.deepcopy(model)
+    saving.config = replace(model.config, checkpointing=True)
+    for m in (model, saving):
+        m(x, t, y).square().mean().backward()
+    for a, b in zip(model.parameters(), saving.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.slow
+@both_blocks
+def test_compiles_as_one_graph(block):
+    model, (x, t, y) = build(block=block, depth=1), inputs()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(compiled(x, t, y), model(x, t, y))
+        compiled(x, t, y).float().square().mean().backward()
+
+
+def test_super_resolution_reads_the_low_resolution_image():
+    model, (x, t, y) = build(low_res=True), inputs()
+    low = torch.randn(3, 3, 4, 4)
+    assert not torch.allclose(model(x, t, y, low_res=low), model(x, t, y, low_res=-low))
+    big = torch.nn.functional.interpolate(low, (8, 8), mode="bilinear")  # of full size already: used as it is
+    torch.testing.assert_close(model(x, t, y, low_res=low), model(x, t, y, low_res=big))
+    with pytest.raises(UserError, match="low_res"):
+        model(x, t, y)
+
+
+def test_labels():
+    model, (x, t, y) = build(), inputs()
+    null = torch.full_like(y, 5)
+    assert model(x, t, null).shape == x.shape
+    assert not torch.allclose(model(x, t, y), model(x, t, null))
+    with pytest.raises(UserError, match="y=None"):
+        model(x, t)
+    model = build(num_classes=0)
+    assert model.y_embed is None and torch.equal(model(x, t), model(x, t, y))
+
+
+def test_timestep_embedding_tells_fractions_apart():
+    """cos then sin of t * 10000^(-i/128); at t near 1000 a step of 1/64 must still move it (bf16 could not)."""
+    e = timestep_embedding(torch.tensor([999.0, 999.015625]))
+    angles = 999.0 * 10000.0 ** -(np.arange(128) / 128)
+    np.testing.assert_allclose(e[0], np.concatenate([np.cos(angles), np.sin(angles)]), atol=2e-4)
+    assert e.dtype == torch.float32 and (e[0] - e[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "image_size, patch, tokens", [(16, 2, 64), (28, 2, 196), (32, 2, 256), (48, 3, 256), (64, 4, 256), (256, 16, 256)]
+)
+def test_from_depth(image_size, patch, tokens):
+    config = DiTConfig.from_depth(12, image_size, 3, 3, 10)
+    assert (config.width, config.heads, config.patch_size, config.num_tokens) == (768, 12, patch, tokens)
+    assert config.mlp_hidden == 2048  # 8/3 of the width
+    assert DiTConfig.from_depth(4, image_size, 3, 3, 10).mlp_hidden % 64 == 0
+    assert DiTConfig.from_depth(12, image_size, 3, 3, 10, block="classic").mlp_hidden == 4 * 768
+
+
+@pytest.mark.parametrize("wrong", [{"patch_size": 3}, {"patch_size": 0}, {"block": "new"}, {"heads": 3}, {"depth": 0}])
+def test_impossible_shapes_are_refused(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong)) if "heads" not in wrong else "width"):
+        DiTConfig(**SMALL | wrong)

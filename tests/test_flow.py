@@ -1,0 +1,195 @@
+"""Flow matching against Gaussian data, where velocity, marginals and the flow's map are known in closed form."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff.common import StackedGenerator, UserError, make_generator
+from nanodiff.flow import SAMPLERS, FlowMatching
+
+# x0 ~ N(MU, S): then x_t ~ N((1 - t) MU, A_t) with A_t = (1 - t)^2 S + t^2 I, and E[v | x_t] is linear in x_t.
+MU = torch.tensor([0.5, -1.0])
+S = torch.tensor([[0.5, 0.3], [0.3, 0.4]])
+EYE = torch.eye(2)
+
+
+def image(x):
+    return x[:, :, None, None]  # (N, C, 1, 1)
+
+
+def flat(x):
+    return x[:, :, 0, 0]
+
+
+def marginal(t):
+    return (1 - t) * MU, (1 - t) ** 2 * S + t**2 * EYE
+
+
+class PerfectModel:
+    """E[noise - x0 | x_t], or E[x0 | x_t], of the Gaussian data; counts its calls."""
+
+    def __init__(self, prediction="v"):
+        self.prediction, self.calls = prediction, []
+
+    def __call__(self, x_t, model_t):
+        t = model_t[0].item() / 1000
+        assert torch.all(model_t == model_t[0])
+        mean, cov = marginal(t)
+        self.calls.append((t, x_t))
+        whitened = (flat(x_t) - mean) @ torch.linalg.inv(cov)
+        v = whitened @ (t * EYE - (1 - t) * S) - MU  # Cov(v, x_t) = t I - (1 - t) S
+        return image(v if self.prediction == "v" else flat(x_t) - t * v)
+
+
+def affine_map(sampler, steps, prediction="v"):
+    """(offset, matrix) of noise -> x0, which is affine for an affine velocity: read off at 0 and the unit vectors."""
+    z = torch.cat([torch.zeros(1, 2), EYE])
+    x = flat(FlowMatching(prediction).sample(PerfectModel(prediction), image(z), steps, sampler))
+    return x[0], (x[1:] - x[0]).T
+
+
+def root(cov):
+    values, vectors = torch.linalg.eigh(cov)
+    return vectors @ torch.diag(values.sqrt()) @ vectors.T
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+@pytest.mark.parametrize("sampler, steps, tol", [("euler", 400, 5e-3), ("heun", 40, 2e-3)])
+def test_ode_samplers_reach_mean_and_covariance(sampler, steps, tol):
+    offset, matrix = affine_map(sampler, steps)
+    torch.testing.assert_close(offset, MU, rtol=0, atol=tol)
+    torch.testing.assert_close(matrix @ matrix.T, S, rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("sampler, order", [("euler", 1), ("heun", 2)])
+def test_order_of_convergence(sampler, order):
+    """All A_t commute, so the flow carries A_t^(-1/2) (x - mean_t) along unchanged: x0 = mu + S^(1/2) noise."""
+    steps = np.array([8, 16, 32, 64])
+    errors = [(affine_map(sampler, int(k))[1] - root(S)).norm().item() for k in steps]
+    slope = np.polyfit(np.log(steps), np.log(errors), 1)[0]
+    assert slope == pytest.approx(-order, abs=0.2), errors
+
+
+def test_sde_keeps_the_marginals():
+    """At every t on the way, and at the end, mean and covariance are those of the path (SiT, eq. 4)."""
+    model, g = PerfectModel(), make_generator(0)
+    noise = torch.randn(40_000, 2, generator=g)
+    draw = type("Draw", (), {"randn_like": lambda self, x: torch.randn(x.shape, generator=g)})()
+    x0 = FlowMatching().sample(model, image(noise), 100, "sde", draw)
+    for t, x_t in [*model.calls[::11], (0.0, x0)]:
+        mean, cov = marginal(t)
+        torch.testing.assert_close(flat(x_t).mean(0), mean, rtol=0, atol=0.02)
+        torch.testing.assert_close(torch.cov(flat(x_t).T), cov, rtol=0, atol=0.03)
+    # and it has forgotten its start, as an ODE does not
+    start_to_end = torch.corrcoef(torch.cat([noise, flat(x0)], 1).T)[:2, 2:]
+    assert start_to_end.diagonal().abs().max() < 0.8 * (root(S) / S.diagonal().sqrt()[:, None]).diagonal().min()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+@pytest.mark.parametrize("prediction", ["v", "x0"])
+def test_paths_to_a_single_image_are_straight(sampler, steps, prediction):
+    """Data of one image: v is constant along the path (Liu et al. 2023), so any number of steps is exact."""
+    x0, noise = torch.randn(2, 3, 4, 4, generator=make_generator(0, 0)), torch.randn(2, 3, 4, 4)
+    model = lambda x_t, t: x0 if prediction == "x0" else (x_t - x0) / (t.view(-1, 1, 1, 1) / 1000)
+    out = FlowMatching(prediction).sample(model, noise, steps, sampler)
+    torch.testing.assert_close(out, x0, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_x0_and_v_predictions_sample_alike(sampler):
+    noise = image(torch.randn(4, 2, generator=make_generator(1)))
+    outs = [
+        FlowMatching(p).sample(PerfectModel(p), noise, 16, sampler, StackedGenerator(range(4))) for p in ("v", "x0")
+    ]
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler, evaluations, draws", [("euler", 7, 0), ("heun", 13, 0), ("sde", 7, 6)])
+def test_evaluations_draws_and_progress(sampler, evaluations, draws):
+    """Times fall evenly from 1 and never reach 0; the last step adds no noise; progress ends with the result."""
+    model, seen, drawn = PerfectModel(), [], []
+
+    class Counting:
+        def randn_like(self, x):
+            drawn.append(1)
+            return torch.zeros_like(x)
+
+    noise = torch.randn(3, 2, 1, 1)
+    out = FlowMatching().sample(model, noise, 7, sampler, Counting(), lambda i, steps, x0: seen.append((i, steps, x0)))
+    assert len(model.calls) == evaluations and len(drawn) == draws
+    np.testing.assert_allclose(sorted({round(t, 5) for t, _ in model.calls}), np.arange(1, 8) / 7, atol=1e-5)
+    assert [(i, steps) for i, steps, _ in seen] == [(i, 7) for i in range(1, 8)]
+    torch.testing.assert_close(seen[-1][2], out)
+    mean, cov = marginal(1.0)
+    posterior = MU + (flat(noise) - mean) @ torch.linalg.inv(cov) @ ((1 - 1.0) * S)  # at t = 1: the data's mean
+    torch.testing.assert_close(flat(seen[0][2]), posterior, rtol=0, atol=1e-5)
+
+
+def test_sde_image_depends_on_its_own_seed_alone():
+    sample = lambda seeds: FlowMatching().sample(
+        PerfectModel(), (g := StackedGenerator(seeds)).randn((len(seeds), 2, 1, 1)), 10, "sde", g
+    )
+    torch.testing.assert_close(sample([5, 6, 7])[1:2], sample([6]))
+    assert not torch.allclose(sample([5]), sample([6]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+@pytest.mark.parametrize("prediction", ["v", "x0"])
+@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
+def test_loss_of_the_perfect_model_is_the_conditional_variance(prediction, t):
+    g, n = make_generator(2), 100_000
+    x0 = MU + torch.randn(n, 2, generator=g) @ root(S)
+    noise = torch.randn(n, 2, generator=g)
+    losses = FlowMatching(prediction).losses(PerfectModel(prediction), image(x0), torch.full((n,), t), image(noise))
+    _, cov = marginal(t)
+    b = t * EYE - (1 - t) * S
+    variance = (EYE + S - b @ torch.linalg.inv(cov) @ b).trace() / 2  # mean over the two channels
+    assert losses["loss"].shape == (n,)
+    assert losses["loss"].mean().item() == pytest.approx(variance.item(), rel=0.02)
+
+
+def test_loss_by_hand_and_what_the_model_is_given():
+    x0, noise, t = torch.randn(3, 3, 4, 4), torch.randn(3, 3, 4, 4), torch.tensor([0.0, 0.25, 1.0])
+    seen = {}
+
+    def model(x_t, model_t, y):
+        seen.update(x_t=x_t, t=model_t, y=y)
+        return torch.ones_like(x_t, dtype=torch.bfloat16)
+
+    losses = FlowMatching().losses(model, x0, t, noise, y=torch.arange(3))
+    assert torch.equal(seen["x_t"][0], x0[0]) and torch.equal(seen["x_t"][2], noise[2])
+    torch.testing.assert_close(seen["x_t"][1], 0.75 * x0[1] + 0.25 * noise[1])
+    assert seen["t"].tolist() == [0, 250, 1000] and seen["y"].tolist() == [0, 1, 2]
+    assert losses["loss"].dtype == torch.float32
+    torch.testing.assert_close(losses["loss"], (1 - (noise - x0)).square().mean(dim=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("t, weight", [(0.5, 4.0), (0.2, 25.0)])
+def test_x0_prediction_is_weighted_by_one_over_t_squared(t, weight):
+    """||v_pred - v||^2 = ||x0_pred - x0||^2 / t^2 down to t = 0.05."""
+    x0, noise, out = torch.randn(3, 8, 3, 4, 4)
+    losses = FlowMatching("x0").losses(lambda x, t: out, x0, torch.full((8,), t), noise)
+    torch.testing.assert_close(losses["loss"], weight * (out - x0).square().mean(dim=(1, 2, 3)))
+
+
+def test_x0_prediction_is_bounded_near_the_data():
+    """At t = 0 the quotient is by 0.05: an error of 1 in x0 is one of 20 in v, and not infinite."""
+    x0, noise = torch.zeros(2, 2, 3, 4, 4)
+    losses = FlowMatching("x0").losses(lambda x, t: x + 1, x0, torch.zeros(2), noise)
+    torch.testing.assert_close(losses["loss"], torch.full((2,), 400.0))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="eps"):
+        FlowMatching("eps")
+    with pytest.raises(UserError, match=r"ddim.*euler"):
+        FlowMatching().sample(PerfectModel(), torch.zeros(1, 2, 1, 1), 4, "ddim")
+    with pytest.raises(UserError, match="steps=0"):
+        FlowMatching().sample(PerfectModel(), torch.zeros(1, 2, 1, 1), 0)

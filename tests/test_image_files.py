@@ -1,0 +1,187 @@
+"""Images in folders and archives come out as they went in, or by the published crop; what is no image is skipped."""
+
+import io
+import json
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop
+
+from nanodiff import image_decode, image_sources
+from nanodiff.common import UserError
+from nanodiff.dataset import open_dataset
+from nanodiff.image_decode import decode
+from nanodiff.image_files import classify, val_mask
+from nanodiff.png import encode_png
+
+Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (40, 24), (33, 71), (10, 12), (64, 64), (16, 100), (150, 131)])
+def test_crop_is_that_of_adm(shape):
+    array = noise(*shape)
+    found = decode(encode_png(array), 16).transpose(1, 2, 0)
+    np.testing.assert_array_equal(found, reference_crop(Image.fromarray(array), 16))
+
+
+def test_crop_by_whole_factors_is_a_mean_of_the_middle():
+    array = noise(64, 96)
+    mean = array[:, 16:80].reshape(16, 4, 16, 4, 3).mean((1, 3))
+    assert np.abs(decode(encode_png(array), 16).transpose(1, 2, 0) - mean).max() <= 2  # four roundings to 8 bits
+
+
+def test_folder_of_classes(tmp_path):
+    arrays = make_folder(tmp_path / "in")
+    line = prepare(tmp_path / "in", val_fraction=0)
+    assert "8 train images, 3x8x8, 2 classes" in line and "--data=toy" in line and str(open_dataset("toy").path) in line
+    images, labels = everything()
+    np.testing.assert_array_equal(images, chw([arrays[k] for k in sorted(arrays)]))
+    assert labels.tolist() == [0] * 4 + [1] * 4 and open_dataset("toy").class_names == ["cat", "dog"]
+    with pytest.raises(UserError, match="no split 'val'"):
+        open_dataset("toy", "val")
+
+
+def test_held_out_share_is_a_function_of_the_seed(tmp_path):
+    arrays = make_folder(tmp_path / "in", per_class=10)
+    prepare(tmp_path / "in", val_fraction=0.25, seed=4)
+    kept, held = everything()[0], everything(split="val")[0]
+    assert len(held) == 5
+    mask = val_mask(20, 0.25, 4)
+    ordered = chw([arrays[k] for k in sorted(arrays)])
+    np.testing.assert_array_equal(kept, ordered[~mask])
+    np.testing.assert_array_equal(held, ordered[mask])
+    assert not np.array_equal(mask, val_mask(20, 0.25, 5))
+
+
+@pytest.mark.parametrize("kind", ["tar.gz", "tar", "tar.xz", "zip"])
+@pytest.mark.parametrize("prefix", ["", "./", "outer/"])
+def test_archives_hold_the_same_as_their_folder(tmp_path, kind, prefix):
+    for split in ("train", "test"):
+        make_folder(tmp_path / "in" / split)
+    (tmp_path / "in" / "README.md").write_text("not an image")
+    (tmp_path / "in" / "train" / "cat" / "._0.png").write_text("what macOS leaves")
+    prepare(tmp_path / "in", name="folder")
+    prepare(archive(tmp_path / "in", kind, tmp_path / f"a.{kind}", prefix if kind != "zip" or prefix != "./" else ""))
+    for split in ("train", "val"):
+        pairs = [sorted((i.tobytes(), y) for i, y in zip(*everything(name, split))) for name in ("folder", "toy")]
+        assert len(pairs[0]) == 8 and pairs[0] == pairs[1]
+
+
+@pytest.mark.parametrize("resolution", [0, 5])
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution, monkeypatch):
+    monkeypatch.setattr(image_decode, "CHUNK_BYTES", 16 * 3 * 128**2)  # several chunks
+    make_folder(tmp_path / "in", per_class=40)
+    (tmp_path / "in" / "cat" / "3.png").write_bytes(b"broken")
+    shards = {}
+    for workers in (1, 2, 3):
+        prepare(tmp_path / "in", workers=workers, resolution=resolution)
+        shards[workers] = {k: v["sha256"] for k, v in hashes(open_dataset("toy").meta).items()}
+    assert shards[1] == shards[2] == shards[3]
+
+
+def hashes(meta):
+    parts = meta["splits"].values()
+    return {f["file"]: f for part in parts for f in (*part["shards"], part["labels"])}
+
+
+def test_colours_of_all_kinds_become_rgb(tmp_path):
+    gray, rgb = noise(8, 8)[..., 0], noise(8, 8, 1)
+    deep = gray.astype(np.uint16) * 257
+    folder = tmp_path / "in"
+    folder.mkdir()
+    Image.fromarray(gray).save(folder / "a.png")
+    Image.fromarray(deep).save(folder / "b.png")  # 16 bit
+    Image.fromarray(rgb).convert("CMYK").save(folder / "c.tif")
+    palette = Image.fromarray(rgb).quantize(200)
+    palette.save(folder / "d.gif")
+    Image.fromarray(np.dstack([rgb, gray])).save(folder / "e.png")  # alpha is dropped
+    Image.fromarray(gray > 99).save(folder / "f.png")  # 1 bit
+    frames = [Image.fromarray(gray), Image.fromarray(255 - gray)]
+    frames[0].save(folder / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
+    prepare(folder, val_fraction=0)
+    images, _ = everything()
+    expected = [
+        gray[..., None],
+        gray[..., None],
+        rgb,
+        palette.convert("RGB"),
+        rgb,
+        255 * (gray > 99)[..., None],
+        gray[..., None],
+    ]
+    expected = [np.broadcast_to(np.asarray(e), (8, 8, 3)) for e in expected]
+    np.testing.assert_array_equal(images, chw(expected))
+    assert open_dataset("toy").num_classes == 0
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(orientation):
+    from PIL import ImageOps
+
+    image = Image.fromarray(noise(8, 16))
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(file := io.BytesIO(), "PNG", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))))
+    np.testing.assert_array_equal(decode(file.getvalue(), 0).transpose(1, 2, 0), expected)
+
+
+def test_unreadable_files_are_skipped_and_counted(tmp_path):
+    arrays = make_folder(tmp_path / "in")
+    (tmp_path / "in" / "cat" / "empty.jpg").write_bytes(b"")
+    (tmp_path / "in" / "cat" / "text.jpg").write_text("<html>404</html>")
+    (tmp_path / "in" / "dog" / "link.png").symlink_to("nowhere")
+    whole = encode_png(noise(8, 8))
+    (tmp_path / "in" / "dog" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    header = whole[:16] + struct.pack(">II", 60_000, 60_000) + whole[24:]  # says that it has 3.6 billion pixels
+    (tmp_path / "in" / "dog" / "bomb.png").write_bytes(header)
+    (tmp_path / "in" / "dog" / "strip.png").write_bytes(encode_png(noise(1, 60_000)))
+    source = image_sources.open_source("auto", str(tmp_path / "in"), 64, "auto", 0.05, 0, 1)
+    blocks = list(source.blocks)
+    assert sum(len(b[0]) for b in blocks) == len(arrays) and len(source.skipped) == 6, source.skipped
+    assert {line.split("'")[1].split("/")[1] for line in source.skipped} == {
+        "empty.jpg", "text.jpg", "link.png", "cut.png", "bomb.png", "strip.png",
+    }  # fmt: skip
+
+
+def test_class_in_the_file_name(tmp_path):
+    for name in ("dog_1.png", "cat_2.png", "dog_3_x.png"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(encode_png(noise(8, 8)))
+    prepare(tmp_path / "in", labels="file", val_fraction=0)
+    assert open_dataset("toy").class_names == ["cat", "dog"] and everything()[1].tolist() == [0, 1, 1]
+    prepare(tmp_path / "in", val_fraction=0)
+    assert open_dataset("toy").num_classes == 0
+
+
+def test_classify_by_tables():
+    names = ["train/a/1.png", "train/b/x/2.png", "val/a/3.png", "test/a/4.png"]
+    class_names, labels, is_val, keep = classify(names, "auto", strip=False)
+    assert class_names == ["a", "b"] and keep.tolist() == [True, True, True, False]
+    assert labels[keep].tolist() == [0, 1, 0] and is_val[keep].tolist() == [False, False, True]
+    assert classify(["set/train/a/1.png", "set/test/a/2.png"], "auto", strip=True)[2].tolist() == [False, True]
+    assert classify(["only/1.png", "only/2.png"], "auto", strip=True)[0] == ["only"]  # one class is fine
+    assert classify(["train/a/1.png"], "auto", strip=False)[2] is None  # no held-out folder
+    assert classify(["a\x1b[2J/1.png"], "auto", strip=False)[0] == ["a?[2J"]
+    assert classify(names, "none", strip=False)[0] == []
+
+
+def test_edm_zip(tmp_path):
+    arrays = {f"00000/img{i:08d}.png": noise(8, 8, i) for i in range(4)}
+    for table, classes in (([[k, i % 3] for i, k in enumerate(arrays)], 3), (None, 0)):
+        with zipfile.ZipFile(tmp_path / "edm.zip", "w") as z:
+            for k, a in arrays.items():
+                z.writestr(k, encode_png(a))
+            z.writestr("dataset.json", json.dumps({"labels": table}))
+        prepare(tmp_path / "edm.zip", val_fraction=0)
+        np.testing.assert_array_equal(everything()[0], chw(arrays.values()))
+        assert open_dataset("toy").num_classes == classes
+        assert everything()[1].tolist() == ([0, 1, 2, 0] if classes else [0] * 4)

@@ -1,0 +1,142 @@
+"""The FID network equals the published one's figures, and resizes as TensorFlow 1 does; its weights are checked."""
+
+import hashlib
+import json
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff import inception
+from nanodiff.common import UserError
+from nanodiff.inception import Inception, load_inception, resize
+
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "inception.json"
+needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no figures of torch-fidelity at {GOLDEN}")
+
+
+def wave(shape, i, scale, salt):
+    return (scale * np.sin(0.37 * np.arange(np.prod(shape, dtype=int)) + 1.7 * i + salt)).reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.fixture(scope="module")
+def weights(golden):
+    """The state dict that the rule of the golden file describes."""
+    out = {}
+    for i, (name, shape) in enumerate(golden["parameters"]):
+        if name.endswith("num_batches_tracked"):
+            out[name] = torch.tensor(0)
+            continue
+        scale = 0.1 if len(shape) < 2 else 1.5 / np.sqrt(np.prod(shape[1:]))
+        w = wave(shape, i, scale, golden["salt"])
+        if (len(shape) == 1 and name.endswith(".weight")) or name.endswith("running_var"):
+            w = w + 1
+        out[name] = torch.from_numpy(w.astype(np.float32))
+    return out
+
+
+@needs_golden
+def test_parameters_are_named_as_published(golden):
+    ours = {name: list(value.shape) for name, value in Inception().state_dict().items()}
+    assert ours == dict(golden["parameters"])
+
+
+@pytest.mark.slow
+@needs_golden
+@pytest.mark.parametrize("size", [32, 64])
+def test_layers_equal_torch_fidelity(golden, weights, size):
+    model = Inception().eval()
+    model.load_state_dict(weights)
+    x = np.clip(np.round(127.5 + wave((2, 3, size, size), 0, 127.5, golden["salt"])), 0, 255).astype(np.uint8)
+    with torch.no_grad():
+        layers = model(torch.from_numpy(x))
+    pool3, logits = model.features(x)
+    torch.testing.assert_close((pool3, logits), (layers["2048"], layers["logits"]))
+    for name, figures in golden["features"][f"{size} px"].items():
+        ours = layers[name.removesuffix("_unbiased")].double()
+        first, last = figures["first"], figures["last"]
+        tolerance = 2e-5 * float(ours.abs().max())
+        assert list(ours.shape) == figures["shape"]
+        np.testing.assert_allclose(ours.flatten()[: len(first)], first, rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(ours.flatten()[-len(last) :], last, rtol=0, atol=tolerance, err_msg=name)
+        assert float(ours.mean()) == pytest.approx(figures["mean"], abs=tolerance)
+        assert float(ours.square().mean().sqrt()) == pytest.approx(figures["rms"], abs=tolerance)
+
+
+def test_resize_follows_tensorflow_1():
+    # 2 -> 4 pixels: read at 0, 0.5, 1, 1.5, the last one past the edge: that is TensorFlow's known shift to a side.
+    x = torch.tensor([[0.0, 8.0], [16.0, 24.0]])[None, None]
+    expected = torch.tensor([[0, 4, 8, 8], [8, 12, 16, 16], [16, 20, 24, 24], [16, 20, 24, 24]]).float()
+    torch.testing.assert_close(resize(x, 4)[0, 0], expected)
+    x = torch.rand(1, 3, 6, 6)
+    torch.testing.assert_close(resize(x, 6), x)  # the same size: nothing to do
+    torch.testing.assert_close(resize(x, 3), x[:, :, ::2, ::2])  # half of it: every other pixel, not smoothed
+
+
+def test_resize_is_exact_on_planes():
+    row, column = torch.meshgrid(torch.arange(7.0), torch.arange(7.0), indexing="ij")
+    out = resize((2 * row - 3 * column)[None, None], 21)[0, 0]
+    at = (torch.arange(21) / 3).clamp(max=6)
+    torch.testing.assert_close(out, 2 * at[:, None] - 3 * at[None, :])
+
+
+@pytest.mark.slow
+def test_gray_images_count_as_three_equal_channels():
+    torch.manual_seed(0)
+    model = Inception().eval()
+    gray = torch.randint(256, (1, 1, 28, 28), dtype=torch.uint8)
+    torch.testing.assert_close(model.features(gray), model.features(gray.repeat(1, 3, 1, 1)))
+
+
+@pytest.fixture
+def weights_file(tmp_path, monkeypatch):
+    """A file of random weights that passes for the published one, without counters, as old versions of torch wrote."""
+    state = {k: v for k, v in Inception().state_dict().items() if not k.endswith("num_batches_tracked")}
+    torch.save(state, tmp_path / "weights.pth")
+    data = (tmp_path / "weights.pth").read_bytes()
+    monkeypatch.setattr(inception, "NUM_BYTES", len(data))
+    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(data).hexdigest())
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "weights.pth"
+
+
+@pytest.mark.slow
+def test_weights_are_downloaded_once_and_checked(weights_file, monkeypatch):
+    calls = []
+
+    def urlopen(url, timeout):
+        calls.append(url)
+        return open(weights_file, "rb")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    model, again = load_inception(), load_inception()
+    assert calls == [inception.URL] and calls[0].startswith("https://")
+    published = torch.load(weights_file, weights_only=True)
+    for m in (model, again, load_inception(weights_file)):
+        assert not m.training
+        assert all(torch.equal(m.state_dict()[name], value) for name, value in published.items())
+
+    monkeypatch.setattr(inception, "SHA256", "0" * 64)
+    with pytest.raises(UserError, match="is not the published file"):
+        load_inception(weights_file)
+
+
+def test_unreachable_weights_say_where_to_put_them(tmp_path, monkeypatch):
+    def urlopen(url, timeout):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(UserError) as error:
+        load_inception()
+    assert inception.URL in str(error.value) and str(tmp_path / inception.FILE_NAME) in str(error.value)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="cannot be read"):
+        load_inception(tmp_path / "absent.pth")

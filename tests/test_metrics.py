@@ -1,0 +1,292 @@
+"""Laws of the metrics: closed forms of Gaussians, scipy's matrix square root, unbiasedness, known manifolds, ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.metrics import (
+    FeatureStats,
+    class_accuracy,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    load_stats,
+    precision_recall,
+    save_stats,
+)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stats_of(features):
+    stats = FeatureStats(features.shape[1])
+    stats.update(features)
+    return stats.mu, stats.sigma
+
+
+def rotation(n, seed=0):
+    return torch.linalg.qr(randn(n, n, seed=seed))[0]
+
+
+def test_class_accuracy_counts():
+    assert class_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 1, 2])) == 0.75
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frechet distance
+
+
+def test_frechet_distance_agrees_with_scipy():
+    linalg = pytest.importorskip("scipy.linalg")
+    x, y = randn(300, 40) @ randn(40, 40, seed=1), randn(200, 40, seed=2) @ randn(40, 40, seed=3) + 0.5
+    (mu1, s1), (mu2, s2) = stats_of(x), stats_of(y)
+    root = linalg.sqrtm((s1 @ s2).numpy()).real
+    expected = float((mu1 - mu2).square().sum() + s1.trace() + s2.trace()) - 2 * np.trace(root)
+    assert frechet_distance(mu1, s1, mu2, s2) == pytest.approx(expected, rel=1e-9)
+
+
+def test_frechet_distance_of_isotropic_gaussians():
+    n, eye, mu = 12, torch.eye(12, dtype=torch.float64), randn(12)
+    # |mu|^2 + n (a - b)^2 for standard deviations a and b
+    expected = float(mu.square().sum()) + n * (2.0 - 0.5) ** 2
+    assert frechet_distance(mu, 4 * eye, 0 * mu, 0.25 * eye) == pytest.approx(expected, rel=1e-12)
+
+
+def test_frechet_distance_of_commuting_covariances():
+    q, a, b = rotation(20), randn(20, seed=1).abs(), randn(20, seed=2).abs()
+    zero = torch.zeros(20, dtype=torch.float64)
+    distance = frechet_distance(zero, q @ a.square().diag() @ q.T, zero, q @ b.square().diag() @ q.T)
+    assert distance == pytest.approx(float((a - b).square().sum()), rel=1e-10)
+
+
+def test_frechet_distance_of_singular_covariances():
+    # Gaussians on two lines at an angle: the overlap is |cos| a b; on lines at a right angle there is none.
+    zero, a, b = torch.zeros(50, dtype=torch.float64), 3.0, 0.7
+    u, v = rotation(50)[0], rotation(50)[1]
+    w = 0.6 * u + 0.8 * v
+    lines = {name: vector.outer(vector) for name, vector in {"u": u, "v": v, "w": w}.items()}
+    at_angle = frechet_distance(zero, a * a * lines["u"], zero, b * b * lines["w"])
+    assert at_angle == pytest.approx(a * a + b * b - 2 * 0.6 * a * b, rel=1e-9)
+    assert frechet_distance(zero, lines["u"], zero, lines["v"]) == pytest.approx(2, rel=1e-9)
+    assert frechet_distance(zero, 0 * lines["u"], zero, lines["v"]) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_images", [20, 1000])  # fewer and more than features
+def test_frechet_distance_to_itself_is_zero(num_images):
+    mu, sigma = stats_of(10 * randn(num_images, 200) + 5)
+    assert frechet_distance(mu, sigma, mu, sigma) < 1e-6
+
+
+def test_frechet_distance_is_symmetric_and_invariant():
+    x, y = randn(30, 40), 2 * randn(100, 40, seed=1) + 1  # the first covariance is singular
+    distance = frechet_distance(*stats_of(x), *stats_of(y))
+    assert frechet_distance(*stats_of(y), *stats_of(x)) == pytest.approx(distance, rel=1e-10)
+    q, shift = rotation(40, seed=2), randn(40, seed=3)
+    moved = frechet_distance(*stats_of(x @ q + shift), *stats_of(y @ q + shift))
+    assert moved == pytest.approx(distance, rel=1e-9)
+    assert frechet_distance(*stats_of(3 * x), *stats_of(3 * y)) == pytest.approx(9 * distance, rel=1e-9)
+
+
+def test_stats_are_mean_and_unbiased_covariance():
+    x = randn(50, 7).float() + 3
+    stats = FeatureStats(7)
+    for part in x.split(13):
+        stats.update(part)
+    assert stats.count == 50
+    np.testing.assert_allclose(stats.mu, x.double().mean(0), rtol=1e-12)
+    np.testing.assert_allclose(stats.sigma, np.cov(x.double().numpy(), rowvar=False), rtol=1e-9, atol=1e-12)
+    with pytest.raises(UserError, match="at least 2 images, given: 1"):
+        _ = stats_of(x[:1])
+
+
+def test_merged_stats_are_those_of_all():
+    x = randn(60, 9)
+    whole, left, right = FeatureStats(9), FeatureStats(9), FeatureStats(9)
+    whole.update(x), left.update(x[:23]), right.update(x[23:])
+    left.merge(right)
+    assert left.count == 60
+    torch.testing.assert_close((left.mu, left.sigma), (whole.mu, whole.sigma), rtol=1e-12, atol=1e-12)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from nanodiff.metrics import FeatureStats
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+stats = FeatureStats(6)
+x = torch.randn(41, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+stats.update(x[rank::2])
+stats.all_reduce()
+torch.save([stats.count, stats.mu, stats.sigma], f"{out}{rank}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_stats_of_one(tmp_path):
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "out"], cwd=Path(__file__).parents[1])
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    mu, sigma = stats_of(randn(41, 6))
+    for rank in range(2):
+        count, *found = torch.load(tmp_path / f"out{rank}", weights_only=True)
+        assert count == 41
+        torch.testing.assert_close(found, [mu, sigma], rtol=1e-12, atol=1e-12)
+
+
+def test_reference_statistics_survive_the_disk(tmp_path):
+    mu, sigma = stats_of(randn(30, 5))
+    save_stats(tmp_path / "ref.npz", mu, sigma)
+    assert all(torch.equal(a, b) for a, b in zip(load_stats(tmp_path / "ref.npz", 5), (mu, sigma)))
+    assert set(np.load(tmp_path / "ref.npz").files) == {"mu", "sigma"}  # ADM's and EDM's names
+    np.savez(tmp_path / "adm.npz", mu=mu.numpy(), sigma=sigma.numpy().astype(">f4"), mu_s=mu, sigma_s=sigma)
+    torch.testing.assert_close(load_stats(tmp_path / "adm.npz", 5)[1], sigma, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sigma": None}, "needed: mu, sigma"),
+        ({"mu": np.zeros(3)}, r"mu \(3,\)"),
+        ({"mu": np.array([0.0, np.nan])}, "not finite"),
+        ({"mu": np.array(["a", "b"])}, "needed: floating-point"),
+        ({"mu": np.array([{}, {}])}, "cannot be read"),  # pickled objects
+        ({"sigma": np.array([[1.0, 0.5], [0.0, 1.0]])}, "not symmetric"),
+        ({"sigma": np.array([[1.0, 0.0], [0.0, -1.0]])}, "negative variances"),
+    ],
+)
+def test_wrong_reference_statistics_are_refused(tmp_path, change, message):
+    arrays = {"mu": np.zeros(2), "sigma": np.eye(2)} | change
+    np.savez(tmp_path / "ref.npz", **{k: v for k, v in arrays.items() if v is not None})
+    with pytest.raises(UserError, match=message):
+        load_stats(tmp_path / "ref.npz", 2)
+
+
+def test_unreadable_reference_statistics_are_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be read: FileNotFoundError"):
+        load_stats(tmp_path / "absent.npz", 2)
+    (tmp_path / "text.npz").write_text("mu")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_stats(tmp_path / "text.npz", 2)
+    np.save(tmp_path / "array.npy", np.zeros(2))
+    with pytest.raises(UserError, match="not an npz file"):
+        load_stats(tmp_path / "array.npy", 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel distance
+
+
+def test_kernel_distance_is_unbiased():
+    values = [
+        kernel_distance(randn(20, 8, seed=2 * i), randn(30, 8, seed=2 * i + 1), num_subsets=1, subset_size=20)[0]
+        for i in range(400)
+    ]
+    error = np.std(values) / len(values) ** 0.5
+    assert abs(np.mean(values)) < 3 * error
+    assert 0.3 < np.mean(np.array(values) < 0) < 0.7  # a biased estimate would never be below 0
+
+
+def test_kernel_distance_in_closed_form():
+    # One feature, x half 1 and half -1, y = 0. Of the n - 1 others, n/2 - 1 are like an x: k = 2^3 with them, else 0;
+    # k(y, y') = k(x, y) = 1.
+    n = 400
+    x = (torch.arange(n) % 2 * 2.0 - 1)[:, None]
+    mean, deviation = kernel_distance(x, torch.zeros(n, 1), num_subsets=2)
+    assert mean == pytest.approx(8 * (n / 2 - 1) / (n - 1) + 1 - 2, rel=1e-9) and deviation < 1e-9
+    # Over random subsets the mean is that of all pairs.
+    subsets, deviation = kernel_distance(x, torch.zeros(n, 1), num_subsets=200, subset_size=50)
+    assert subsets == pytest.approx(mean, abs=4 * deviation / 200**0.5)
+
+
+def test_kernel_distance_sees_a_shift_and_is_reproducible():
+    x, y = randn(300, 8), randn(300, 8, seed=1) + 1
+    assert kernel_distance(x, y, 10, 100)[0] > 10 * abs(kernel_distance(x, y - 1, 10, 100)[0])
+    assert kernel_distance(x, y, 10, 100) == kernel_distance(x, y, 10, 100) != kernel_distance(x, y, 10, 100, seed=1)
+    with pytest.raises(UserError, match="given: 1 and 300"):
+        kernel_distance(x[:1], y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inception score
+
+
+def test_inception_score_of_images_that_are_all_alike_is_one():
+    mean, deviation = inception_score(randn(1, 1008).expand(200, -1))
+    assert mean == pytest.approx(1, abs=1e-12) and deviation < 1e-12
+    assert inception_score(torch.zeros(200, 1008))[0] == pytest.approx(1, abs=1e-12)
+
+
+def test_inception_score_of_certain_and_even_classes_is_their_number():
+    one_hot = 1e4 * torch.eye(10).repeat(20, 1)
+    assert inception_score(one_hot, splits=1)[0] == pytest.approx(10, rel=1e-9)
+    # Sorted by class the score is nearly the same: the parts are drawn from all images.
+    mean, deviation = inception_score(1e4 * torch.eye(10).repeat_interleave(100, 0), splits=5)
+    assert 9.5 < mean <= 10 and deviation < 0.3
+
+
+def test_inception_score_of_two_beliefs():
+    # Half of the images give p, half the mirrored: the marginal is (1/2, 1/2), KL = log 2 - H(p).
+    p = 0.9
+    logits = torch.tensor([[p, 1 - p], [1 - p, p]]).log().repeat(50, 1)
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
+    assert inception_score(logits, splits=1)[0] == pytest.approx(np.exp(np.log(2) - entropy), rel=1e-6)
+    with pytest.raises(UserError, match="given: 4"):
+        inception_score(logits[:4])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision and recall
+
+
+def circle(angles):
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def test_precision_recall_of_a_set_and_itself_is_one():
+    x = randn(200, 16)
+    assert precision_recall(x, x) == (1.0, 1.0)
+
+
+def test_precision_recall_of_sets_far_apart_is_zero():
+    assert precision_recall(randn(100, 16), randn(100, 16, seed=1) + 100) == (0.0, 0.0)
+
+
+def test_precision_recall_on_arcs_of_a_circle():
+    # Real is the whole circle, fake a quarter of it: all fakes look real, a quarter of what is real is covered.
+    whole = circle(torch.linspace(0, 2 * np.pi, 801)[:800])
+    quarter = circle(torch.linspace(0, np.pi / 2, 400))
+    precision, recall = precision_recall(whole, quarter)
+    assert precision == 1 and recall == pytest.approx(0.25, abs=0.01)
+    recall, precision = precision_recall(quarter, whole)  # exchanged, so are the two
+    assert recall == pytest.approx(0.25, abs=0.01) and precision == 1
+
+
+def test_precision_recall_of_points_in_sight():
+    # Real: 0, 1, 2, 3, ... on a line, k=1: each ball reaches to the next point. Between them is inside, -1.5 is not.
+    real = torch.arange(10.0)[:, None]
+    fake = torch.tensor([[0.5], [4.5], [-0.9], [-1.5], [100.0]])
+    precision, recall = precision_recall(real, fake, k=1)
+    assert precision == 3 / 5
+    # The fakes' balls, with their radii: 0.5 (1.4), 4.5 (4), -0.9 and -1.5 (0.6), 100 (95.5): all reals are inside.
+    assert recall == 1
+    with pytest.raises(UserError, match="more than k=5 images, given: 10 and 5"):
+        precision_recall(real, fake, k=5)
+
+
+def test_precision_recall_does_not_depend_on_the_batch_nor_on_the_origin():
+    x, y = randn(150, 12), 0.8 * randn(130, 12, seed=1) + 0.3
+    reference = precision_recall(x, y)
+    assert min(reference) > 0 and max(reference) < 1
+    assert precision_recall(x, y, batch_size=17) == reference
+    assert precision_recall(x + 1000, y + 1000) == reference

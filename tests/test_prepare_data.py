@@ -1,0 +1,260 @@
+"""Mistakes are one line, the output is whole or absent, and real data come out as they are known."""
+
+import gzip
+import io
+import itertools
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_helpers import RNG, archive, everything, idx, make_folder, noise, prepare, write_cifar, write_mnist
+
+from nanodiff import image_arrays
+from nanodiff.common import UserError
+from nanodiff.dataset import open_dataset, verify
+from nanodiff.image_sources import open_source
+from nanodiff.png import encode_png
+
+ROOT = Path(__file__).parents[1]
+REAL = ROOT.parent / "shared" / "data"
+Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def npz(tmp, **arrays):
+    np.savez_compressed(tmp / "a.npz", **arrays)
+    return tmp / "a.npz"
+
+
+def raw_npz(tmp, header, size, name="arr_0.npy"):
+    """An .npz whose array has a header of our choice and `size` zero bytes behind it."""
+    header = header.ljust(117).encode() + b"\n"
+    with zipfile.ZipFile(tmp / "a.npz", "w", zipfile.ZIP_DEFLATED) as z, z.open(name, "w") as f:
+        f.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+        for _ in range(size // 2**20):
+            f.write(bytes(2**20))
+    return tmp / "a.npz"
+
+
+def file(tmp, name, data):
+    (tmp / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp / name).write_bytes(data)
+    return tmp / name
+
+
+def mixed(tmp, labels="auto"):
+    make_folder(tmp / "in", classes=["a"])
+    file(tmp, "in/loose.png", encode_png(noise(8, 8)))
+    return {"path": tmp / "in", "labels": labels}
+
+
+def bad_mnist(tmp, stem, data):
+    write_mnist(tmp / "m")
+    file(tmp, f"m/train-{stem}-ubyte.gz", gzip.compress(data))
+    return tmp / "m"
+
+
+def cifar(tmp, **options):
+    write_cifar(tmp / "c.tar.gz", **options)
+    return {"path": tmp / "c.tar.gz", "source": "cifar10", "sha256": ""}
+
+
+def cut(path, share=0.6):
+    os.truncate(path, int(path.stat().st_size * share))
+    return path
+
+
+def sized(tmp, sizes):
+    make_folder(tmp / "in", sizes=sizes)
+    return tmp / "in"
+
+
+def zipped(tmp, table):
+    make_folder(tmp / "in")
+    file(tmp, "in/dataset.json", json.dumps(table).encode())
+    return archive(tmp / "in", "zip", tmp / "a.zip")
+
+
+IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
+ZEROS = np.zeros((20, 8, 8), np.uint8)
+NOISE = RNG.integers(0, 256, (9, 8, 8, 3), np.uint8)
+SHAPE = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }"
+MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
+    "no path": (lambda t: {"path": ""}, "--path"),
+    "source without path": (lambda t: {"path": "", "source": "npz"}, "needs --path"),
+    "missing path": (lambda t: t / "nowhere", "does not exist"),
+    "empty folder": (lambda t: file(t, "in/readme.txt", b"").parent, "no images"),
+    "folder as npz": (lambda t: {"path": t, "source": "npz"}, "is a folder"),
+    "unknown kind of file": (lambda t: file(t, "a.bin", b"abcdefgh"), "cannot tell"),
+    "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
+    "not square": (lambda t: sized(t, [(8, 9)]), "9x8, not square"),
+    "class folders and loose files": (mixed, r"loose\.png' lies in no class folder"),
+    "no class in the name": (lambda t: mixed(t, "file"), "no class before"),
+    "all unreadable": (lambda t: file(t, "in/a.png", b"x").parent, "no image that can be read"),
+    "name with a slash": (lambda t: {"path": t, "name": "a/b"}, "name='a/b'"),
+    "checksum": (lambda t: {"path": file(t, "a.zip", b"PK.."), "sha256": "0" * 64}, "SHA-256"),
+    "another CIFAR-10": (lambda t: {**cifar(t), "sha256": "auto"}, "SHA-256"),
+    "CIFAR-10 truncated": (lambda t: cifar(t) | {"path": cut(t / "c.tar.gz")}, "truncated"),
+    "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
+    "CIFAR-10 batch of odd size": (lambda t: cifar(t, damage={"test_batch.bin": 3072}), "3,073"),
+    "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
+    "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
+    "empty tar file": (lambda t: file(t, "a.tar", b""), "damaged"),
+    "zip truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "zip", t / "a.zip")), "truncated"),
+    "zip without a label": (lambda t: zipped(t, {"labels": [["cat/0.png", 1]]}), "1 labels for 8 images"),
+    "zip with odd labels": (lambda t: zipped(t, {"labels": [["cat/0.png", [1]]]}), "not of the form"),
+    "zip with a list": (lambda t: zipped(t, []), "not of the form"),
+    "IDX labels count": (lambda t: bad_mnist(t, "labels-idx1", idx(ZEROS[:19, 0, 0])), "19 labels for 20"),
+    "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
+    "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "ends before"),
+    "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "goes on"),
+    "IDX gz truncated": (lambda t: cut(file(t, "i.gz", gzip.compress(idx(NOISE[..., 0])))), "truncated"),
+    "IDX of impossible size": (lambda t: file(t, "i", bytes([0, 0, 8, 3]) + b"\xff" * 12), "accepted"),
+    "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "differ"),
+    "npz without arr_0": (lambda t: npz(t, x=IMAGES), "no array arr_0"),
+    "npz of floats": (lambda t: npz(t, arr_0=IMAGES.astype(np.float32)), "float32"),
+    "npz NCHW": (lambda t: npz(t, arr_0=IMAGES.transpose(0, 3, 1, 2)), r"accepted: \(N, H, W"),
+    "npz label count": (lambda t: npz(t, arr_0=IMAGES, arr_1=np.zeros(5, int)), "for 4 images"),
+    "npz label dtype": (lambda t: npz(t, arr_0=IMAGES, arr_1=np.zeros(4)), "float64"),
+    "npz label negative": (lambda t: npz(t, arr_0=IMAGES, labels=np.array([0, 1, -1, 2])), "labels -1"),
+    "npz of objects": (lambda t: npz(t, arr_0=np.array([{}] * 4, object)), "object"),
+    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28), "does not fit"),
+    "npz bomb of labels": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**24, "arr_1.npy"), "arr_0"),
+    "npz of a huge shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(10**9, 8, 8, 3)"), 0), "header"),
+    "npz of more than it holds": (lambda t: raw_npz(t, SHAPE % ("|u1", "(9999999, 512, 512, 3)"), 0), "does not fit"),
+    "npz with code as header": (lambda t: raw_npz(t, "__import__('os')", 0), "header"),
+    "npz truncated": (lambda t: cut(npz(t, arr_0=NOISE)), "truncated"),
+    "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
+    "no room": (lambda t: {"path": sized(t, [(8, 8)]), "resolution": 2**25}, "GB free"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
+    make, message = MISTAKES[what]
+    settings = make(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        prepare(**settings if isinstance(settings, dict) else {"path": settings})
+    assert "\n" not in str(error.value)
+    assert not base.exists() or not [p for p in (base / "data").iterdir() if not p.name.endswith(".lock")]
+
+
+def test_an_npz_bomb_is_refused_in_little_memory(tmp_path):
+    path = raw_npz(tmp_path, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28)
+    tracemalloc.start()
+    with pytest.raises(UserError):
+        image_arrays.read_npz(path, 0, 0)
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
+
+
+def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+    make_folder(tmp_path / "in")
+    monkeypatch.setattr(
+        "nanodiff.dataset_writer.open",
+        lambda p, mode: Full(p, mode) if "npy" in str(p) else open(p, mode),
+        raising=False,
+    )
+    with pytest.raises(UserError, match="No space left"):
+        prepare(tmp_path / "in")
+    assert os.listdir(base / "data") == [".toy.lock"]
+
+
+def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
+    make_folder(tmp_path / "in")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match="pip install"):
+        prepare(tmp_path / "in")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As a program
+
+
+def program(*args, **options):
+    command = [sys.executable, "-m", "scripts.prepare_data", *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1, start_new_session=True, **options)
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base):
+    make_folder(tmp_path / "in", classes=["a"], sizes=[(8, 8), (9, 8)], per_class=3)
+    for i in range(3, 4000):  # enough that it is under way when the signal comes
+        os.link(tmp_path / "in" / "a" / f"{i % 3}.png", tmp_path / "in" / "a" / f"{i}.png")
+    args = f"--path={tmp_path / 'in'}", "--name=toy", "--resolution=256", "--workers=2"
+    first = program(*args)
+    while not list((base / "data").glob(".toy.tmp-*/*.npy")) and first.poll() is None:
+        time.sleep(0.002)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()  # returns when the workers, which hold the other end, are gone as well
+    assert first.returncode == -signal.SIGKILL and not (base / "data" / "toy").exists()
+    assert list((base / "data").glob(".toy.tmp-*"))
+    with pytest.raises(UserError, match="no data set 'toy'"):
+        open_dataset("toy")
+    second = program(*args[:2], "--resolution=8", "--workers=2")
+    _, err = second.communicate()
+    assert second.returncode == 0, err
+    assert sorted(os.listdir(base / "data")) == [".toy.lock", "toy"]
+    assert len(open_dataset("toy")) == 3800 and verify(open_dataset("toy"))
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_mistakes_with_exit_code_2(tmp_path):
+    for args, message in (
+        (["--source=tapes"], "shapes|cifar10|mnist|idx|npz|folder|tar|zip"),
+        ([f"--path={tmp_path}/nowhere"], "does not exist"),
+    ):
+        run = program(*args)
+        _, err = run.communicate()
+        assert run.returncode == 2 and message in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (REAL / "cifar10-jpg.tar.gz").exists(), reason="shared/data/cifar10-jpg.tar.gz is absent")
+def test_real_cifar10_from_a_tar():
+    source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), 0, "auto", 0.05, 0, 2)
+    assert source.num_images == 60_000 and source.class_names == image_arrays.CIFAR10_CLASSES
+    images, labels, is_val = (np.concatenate(parts) for parts in zip(*itertools.islice(source.blocks, 25)))
+    assert len(images) > 2000 and images.shape[1:] == (3, 32, 32)
+    assert not labels.any() and not is_val.any()  # the archive begins with train/airplane
+    with tarfile.open(REAL / "cifar10-jpg.tar.gz", "r|gz") as tar:
+        first = next(member for member in tar if member.isfile())
+        expected = np.asarray(Image.open(tar.extractfile(first)))
+    np.testing.assert_array_equal(images[0].transpose(1, 2, 0), expected)
+
+
+@pytest.mark.skipif(not (REAL / "mnist").exists(), reason="shared/data/mnist is absent")
+def test_real_mnist_digits():
+    prepare(REAL / "mnist", val_fraction=0)
+    images, labels = everything()
+    assert images.shape == (10_000, 1, 28, 28)
+    assert np.bincount(labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert images.mean() / 255 == pytest.approx(0.1325, abs=1e-3)
+
+
+@pytest.mark.skipif(
+    not (REAL / "imagenet200-jpg.tar.gz").exists(), reason="shared/data/imagenet200-jpg.tar.gz is absent"
+)
+def test_real_photographs():
+    assert "200 train images, 3x32x32, 10 classes" in prepare(
+        REAL / "imagenet200-jpg.tar.gz", resolution=32, val_fraction=0, workers=2
+    )

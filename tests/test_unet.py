@@ -1,0 +1,319 @@
+"""The UNet against the published one's figures, its parameter counts, and the laws of the backbone contract."""
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanodiff.common import UserError
+from nanodiff.unet import (
+    UNet,
+    UNetConfig,
+    config_from_state_dict,
+    from_improved_diffusion,
+    is_improved_diffusion,
+    timestep_embedding,
+)
+
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "unet.json"
+golden = json.loads(GOLDEN.read_text())["cases"] if GOLDEN.exists() else []
+needs_golden = pytest.mark.skipif(not golden, reason=f"published figures not found: {GOLDEN}")
+SMALL = {"image_size": 16, "model_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "num_classes": 10}
+
+
+def build(seed=0, zeros=False, **settings):
+    """A small UNet; zeros=False fills the modules that start at zero, which would hide everything before them."""
+    model = UNet(UNetConfig(**SMALL | settings))
+    g = torch.Generator().manual_seed(seed)
+    model.init_weights(g)
+    for p in model.parameters():
+        if not zeros and not p.any():
+            p.data.copy_(0.1 * torch.randn(p.shape, generator=g))
+    return model
+
+
+def inputs(n=3, size=16):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(n, 3, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
+
+
+def wave(shape, i, scale):
+    """The golden file's formula for weights and inputs."""
+    return torch.tensor(scale * np.sin(0.37 * np.arange(np.prod(shape)) + 1.7 * i).reshape(shape), dtype=torch.float32)
+
+
+def published_state_dict(case):
+    state_dict = {}
+    for i, (name, shape) in enumerate(case["parameters"]):
+        state_dict[name] = wave(shape, i, 0.1 if len(shape) < 2 else np.prod(shape[1:]) ** -0.5)
+        state_dict[name] += float(len(shape) == 1 and name.endswith(".weight"))
+    return state_dict
+
+
+@needs_golden
+@pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
+def test_published_weights_and_outputs(case):
+    """The config is read from the state dict, its weights load strictly, and the outputs are the published ones."""
+    state_dict = published_state_dict(case)
+    assert is_improved_diffusion(state_dict)
+    config = config_from_state_dict(state_dict, image_size=16)
+    for name, value in case["config"].items():
+        if name == "attention_resolutions":  # theirs are down-sampling factors by then
+            value = [16 // factor for factor in value]
+        assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value), name
+    assert config.low_res == (case["cls"] == "SuperResModel")
+    model = UNet(config).eval()
+    model.load_state_dict(from_improved_diffusion(state_dict), strict=True)
+    y = case["inputs"]["y"] and torch.tensor(case["inputs"]["y"])
+    low_res = wave((2, 3, 4, 4), 1, 1.0) if config.low_res else None
+    want, args = case["forward"], (torch.tensor(case["inputs"]["t"]), y, low_res)
+    for layout, tolerance in ((torch.contiguous_format, 2e-5), (torch.channels_last, 5e-5)):
+        with torch.no_grad():
+            out = model.to(memory_format=layout)(wave((2, 3, 16, 16), 0, 1.0).to(memory_format=layout), *args)
+        assert list(out.shape) == want["shape"] and out.dtype == torch.float32
+        out, atol = out.double().flatten(), tolerance * out.abs().max().item()
+        torch.testing.assert_close(out[: len(want["first"])], torch.tensor(want["first"]).double(), rtol=0, atol=atol)
+        torch.testing.assert_close(out[-len(want["last"]) :], torch.tensor(want["last"]).double(), rtol=0, atol=atol)
+        assert out.mean().item() == pytest.approx(want["mean"], abs=atol)
+        assert out.square().mean().sqrt().item() == pytest.approx(want["rms"], abs=atol)
+
+
+@pytest.mark.parametrize(
+    "settings, count",
+    [
+        ({"image_size": 32, "out_channels": 6, "null_class": False}, 52_546_438),
+        ({"image_size": 64, "out_channels": 6, "null_class": False}, 121_063_942),
+        (
+            {"image_size": 64, "out_channels": 6, "model_channels": 192, "num_classes": 1000, "null_class": False},
+            273_049_350,
+        ),
+    ],
+    ids=["CIFAR-10", "ImageNet-64", "ImageNet-64 class-conditional"],
+)
+def test_published_parameter_counts(settings, count):
+    """Nichol and Dhariwal's published models; and each one's config is read back from its state dict."""
+    with torch.device("meta"):
+        model = UNet(UNetConfig(**settings))
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert config_from_state_dict(model.state_dict()) == model.config
+
+
+def test_depth_4_is_the_cifar10_model():
+    config = UNetConfig.from_depth(4, 32, out_channels=6, dropout=0.3)
+    assert config == UNetConfig(image_size=32, out_channels=6, model_channels=128, dropout=0.3)
+    assert UNetConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "size, mult, factors",
+    [(8, (1, 2), {1}), (16, (1, 2, 2), {1, 2}), (28, (1, 2, 2), {2, 4}), (32, (1, 2, 2, 2), {2, 4}),
+     (64, (1, 2, 3, 4), {4, 8}), (128, (1, 1, 2, 3, 4), {8, 16}), (256, (1, 1, 2, 2, 4, 4), {16, 32})],
+)  # fmt: skip
+def test_shape_by_image_size(size, mult, factors):
+    config = UNetConfig(image_size=size)
+    assert config.channel_mult == mult and factors <= config.attention_factors
+
+
+@pytest.mark.parametrize("size", [8, 28])
+def test_other_sizes_run(size):
+    x, t, y = inputs(size=size)
+    out = build(image_size=size, channel_mult=())(x, t, y)
+    assert out.shape == x.shape and out.isfinite().all()
+
+
+def test_timestep_embedding_is_cosine_then_sine():
+    """DDPM's frequencies 10000^(-i / half), against numpy in float64; odd dim ends with a zero."""
+    t = torch.tensor([0.0, 1.0, 37.5, 999.0])
+    args = t.double().numpy()[:, None] * 10000.0 ** (-np.arange(8) / 8)
+    want = np.concatenate([np.cos(args), np.sin(args), np.zeros((4, 1))], axis=1)
+    np.testing.assert_allclose(timestep_embedding(t, 17).numpy(), want, atol=1e-4)
+
+
+def test_attention_splits_each_heads_own_qkv():
+    """Head h reads rows [3h, 3h + 3) * head size of qkv as q, k, v: the loop over heads in plain matrix products."""
+    block = build().middle_block[1].double()
+    x = torch.randn(2, 64, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    h = block.norm(x).flatten(2)  # (N, C, T)
+    qkv = block.qkv.weight @ h + block.qkv.bias[:, None]
+    out = []
+    for head in qkv.chunk(4, dim=1):
+        q, k, v = head.chunk(3, dim=1)  # each (N, hs, T)
+        out.append(v @ torch.softmax(q.transpose(1, 2) @ k / 16**0.5, dim=-1).transpose(1, 2))
+    want = x + (block.proj_out.weight @ torch.cat(out, 1) + block.proj_out.bias[:, None]).view_as(x)
+    torch.testing.assert_close(block(x), want)
+
+
+def test_init_is_zero_output_and_the_same_from_meta():
+    """The published zero-init predicts 0; meta + to_empty + init_weights gives the weights of the seed."""
+    a = build(zeros=True)
+    assert not a(*inputs()).any()
+    with torch.device("meta"):
+        b = UNet(a.config)
+    b.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(0))
+    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values()):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("num_classes", [0, 10])
+def test_flops_against_the_flop_counter(num_classes):
+    """Forward is exact; 3x is forward + backward but for the input gradient of the time embedding's first matrix."""
+    model = build(num_classes=num_classes, out_channels=6)
+    x, t, y = inputs(n=1)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
+        out = model(x.requires_grad_(), t, y)
+    assert 3 * forward.get_total_flops() == model.estimate_flops()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as both:
+        model(x, t, y).sum().backward()
+    assert both.get_total_flops() == pytest.approx(model.estimate_flops(), rel=1e-4)
+    assert out.shape == (1, 6, 16, 16)
+
+
+def test_images_do_not_see_their_neighbours_in_the_batch():
+    model, (x, t, y) = build().eval(), inputs()
+    torch.testing.assert_close(model(x, t, y)[1:2], model(x[1:2], t[1:2], y[1:2]), rtol=1e-4, atol=1e-5)
+
+
+def test_conditions_matter_and_the_null_class_is_the_last_row():
+    model, (x, t, y) = build().eval(), inputs()
+    out = model(x, t, y)
+    assert model.label_emb.num_embeddings == 11
+    for other in (model(x, t + 50, y), model(x, t, y + 1), model(x, t, torch.full_like(y, 10))):
+        assert (other - out).flatten(1).abs().amax(1).min() > 1e-3
+    model = build(num_classes=0)
+    assert not any("label" in name for name in model.state_dict())
+    assert torch.equal(model(x, t, y), model(x, t))
+
+
+def test_low_res_of_any_size_is_upsampled_bilinearly():
+    model, (x, t, y) = build(low_res=True).eval(), inputs()
+    low = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+    full = torch.nn.functional.interpolate(low, (16, 16), mode="bilinear")
+    assert torch.equal(model(x, t, y, low), model(x, t, y, full))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_gradient(dropout):
+    """Recomputed blocks draw the same dropout, so outputs and gradients are bit-identical."""
+    plain = build(dropout=dropout)
+    recomputed = build(dropout=dropout, checkpointing=True)
+    grads = []
+    for model in (plain, recomputed):
+        torch.manual_seed(0)
+        model(*inputs()).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_checkpointing_saves_two_fifths_of_the_memory_kept_for_backward():
+    """Bytes of distinct storages held between forward and backward, parameters aside."""
+
+    def kept(model):
+        own, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in own:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = model(*inputs(n=4))
+        return sum(s.nbytes() for s in saved.values()), out
+
+    plain, _ = kept(build())
+    model, held = build(checkpointing=True), {}  # a checkpointed block holds the arguments it was called with
+    hold = lambda block, args: held.update({a.untyped_storage().data_ptr(): a.untyped_storage() for a in args})
+    for block in [*model.input_blocks, model.middle_block, *model.output_blocks]:
+        block.register_forward_pre_hook(hold)
+    outside, _ = kept(model)
+    assert outside + sum(s.nbytes() for s in held.values()) < 0.6 * plain
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):
+    model, (x, t, y) = build().to(memory_format=layout), inputs()
+    want = model(x, t, y).detach()
+    seen = set()
+    for m in model.modules():
+        if type(m).__name__ in ("ResBlock", "AttentionBlock", "Upsample", "Downsample"):
+            m.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        out = model(x.to(memory_format=layout), t, y)
+    assert out.dtype == torch.float32 and seen == {dtype}  # the stream between blocks stays in half precision
+    tolerance = 16 * torch.finfo(dtype).eps * want.abs().max().item()
+    torch.testing.assert_close(out, want, rtol=0, atol=tolerance)
+    out.square().mean().backward()
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+def test_channels_last_is_kept_throughout():
+    """No block falls back to contiguous tensors, which would copy at every convolution."""
+    model, (x, t, y) = build().to(memory_format=torch.channels_last), inputs()
+    seen = []
+    for block in [*model.input_blocks, model.middle_block, *model.output_blocks]:
+        block.register_forward_hook(lambda m, a, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
+    model(x.to(memory_format=torch.channels_last), t, y)
+    assert (all(seen) and len(seen) == 3 + 1 + 1 + 4 - 0) or pytest.fail(str(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_captured_graph_is_the_same_function(checkpointing):
+    """One graph without breaks, forward and backward, as torch.compile takes it (without its C++ compiler)."""
+    eager = build(attention_resolutions=(8,), checkpointing=checkpointing)
+    model = copy.deepcopy(eager)
+    compiled, args = torch.compile(model, backend="aot_eager", fullgraph=True), inputs(n=2)
+    out = compiled(*args)
+    torch.testing.assert_close(out, eager(*args), rtol=1e-4, atol=1e-4)
+    out.square().mean().backward()
+    eager(*args).square().mean().backward()
+    for (name, p), q in zip(eager.named_parameters(), model.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"image_size": 30, "channel_mult": (1, 2, 2)}, "image_size=30"),
+        ({"model_channels": 48}, "model_channels=48"),
+        ({"num_heads": 5}, "num_heads=5"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings, words):
+    with pytest.raises(UserError, match=words):
+        UNetConfig(**SMALL | settings)
+
+
+def test_missing_conditions_are_named():
+    x, t, y = inputs()
+    with pytest.raises(UserError, match="y=None"):
+        build()(x, t)
+    with pytest.raises(UserError, match="low_res=None"):
+        build(low_res=True)(x, t, y)
+    with pytest.raises(UserError, match="improved-diffusion"):
+        config_from_state_dict({"x_embedder.proj.weight": torch.zeros(1)})
+
+
+def test_config_is_read_back_from_any_state_dict():
+    for settings in (
+        {"conv_resample": False, "num_res_blocks": 2, "channel_mult": (1, 2, 2), "attention_resolutions": (8,)},
+        {"low_res": True, "out_channels": 6, "use_scale_shift_norm": False},
+        {"channel_mult": (2,), "in_channels": 4, "out_channels": 4, "num_heads": 8},
+    ):
+        with torch.device("meta"):
+            model = UNet(UNetConfig(**SMALL | settings))
+        known = {"image_size": 16, "null_class": True, "num_heads": model.config.num_heads}
+        found = config_from_state_dict(model.state_dict(), **known)
+        assert found.attention_factors == {
+            f for f in model.config.attention_factors if f < 2 ** len(found.channel_mult)
+        }
+        same = {"attention_resolutions": ()}
+        assert asdict(found) | same == asdict(model.config) | same

@@ -1,0 +1,40 @@
+"""A tiny data set, and runs of it with weights that depend on everything, for the tests of what comes after training."""
+
+import torch
+
+from nanodiff.checkpoint import load_meta, save_checkpoint
+from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.shapes import CLASS_NAMES, draw_shapes
+
+TINY = (
+    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 "
+    "--compile=False --dtype=float32 --device_type=cpu"
+).split()  # fmt: skip
+TIMELESS = ("--dtype=float32", "--device_type=cpu")
+
+
+def make_data(name="tiny", resolution=16, **sizes):
+    """A data set of shapes in $NANODIFF_BASE_DIR, 24 + 24 images unless `sizes` say otherwise."""
+    with DatasetWriter(name, CLASS_NAMES) as writer:
+        for split, n in ({"train": 24, "val": 24} | sizes).items():
+            writer.append(split, *draw_shapes(n, seed=n, resolution=resolution))
+
+
+def randomise(tensors, seed=0):
+    """The same names and shapes with normal numbers, in place of initial weights of which half are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        k: 0.1 * torch.randn(v.shape, generator=generator) + (v.ndim == 1 and "norm" in k) for k, v in tensors.items()
+    }
+
+
+def make_run(run_script, tag, *args):
+    """Train `tag` for no step, then put random weights into its checkpoint 1; other ones for raw and averaged."""
+    run_dir = run_script("base_train", *TINY, *args, f"--model_tag={tag}")["run_dir"]
+    first = run_dir / "checkpoints" / "step_000000"
+    tensors = {p.stem: torch.load(p, weights_only=True) for p in first.glob("*.pt")}
+    for i, name in enumerate(sorted(name for name in tensors if name == "model" or name.startswith("ema"))):
+        tensors[name] = randomise(tensors[name], seed=i)
+    meta = load_meta(first)
+    save_checkpoint(run_dir, 1, tensors, meta | {"step": 1, "loop": meta["loop"] | {"step": 1}})
+    return run_dir
