@@ -42,9 +42,7 @@ class DiTConfig:
             sizes = [p for p in range(1, self.image_size + 1) if self.image_size % p == 0]
             raise UserError(f"patch_size={self.patch_size} for image_size={self.image_size}; accepted: {sizes}")
         if min(self.depth, self.heads) < 1 or self.width % (4 * self.heads):
-            raise UserError(
-                f"depth={self.depth}, width={self.width}; accepted: > 0, a multiple of 4 x {self.heads} heads"
-            )
+            raise UserError(f"depth={self.depth}, width={self.width}; accepted: > 0; a multiple of {4 * self.heads}")
 
     @classmethod
     def from_depth(cls, depth, image_size, in_channels, out_channels, num_classes, patch_size=0, **kwargs):

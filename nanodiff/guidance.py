@@ -14,9 +14,9 @@ def make_denoiser(model, y=None, cfg_scale=1.0, cfg_interval=(0.0, 1.0), cfg_cha
     """denoiser(x_t, model_t) -> prediction: the model with its labels y (N,) and `cond` bound, guided.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), both in a single
-    forward pass of twice the batch; with `weak_model` autoguidance (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
-    (strong - weak). Only where t / 1000 is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724); only the first
-    `cfg_channels` of the prediction (None = as many as x_t has, so that a learned variance stays the class's own).
+    forward pass of twice the batch; with `weak_model` autoguidance (Karras et al. 2024, arXiv:2406.02507): weak +
+    cfg_scale (strong - weak). Only where t / 1000 is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724); only
+    the first `cfg_channels` of the prediction (None = as many as x_t has: a learned variance stays the class's own).
     cfg_scale 1 is the plain model. Raises UserError for another scale with neither labels nor a weak model.
     """
     if cfg_scale != 1 and weak_model is None and y is None:

@@ -107,7 +107,7 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def train_judge(
     train, val, device, total_images: int = 0, batch_size: int = 250, lr: float = 0.01, seed: int = 0, width: int = 32
 ) -> Judge:
-    """Train a Judge on the labelled set `train`, measure it on `val`. `total_images` seen; 0 = 4 epochs, or 80,000.
+    """Train a Judge on the labelled set `train`, measure it on `val`. `total_images` seen; 0 = 3 epochs, or 60,000.
 
     AdamW, one-cycle learning rate, labels smoothed by 0.1, shifts as augmentation, bf16 autocast where it is native.
     A function of the data and the seed (up to the order of floating-point sums). Raises UserError for a set without
@@ -128,7 +128,7 @@ def train_judge(
     images, labels = load(train, judge.resolution, seed)
     images, labels = images.to(device), labels.to(device)
     batch_size = min(batch_size, len(images))
-    total_images = total_images or max(4 * len(images), 80_000)
+    total_images = total_images or max(3 * len(images), 60_000)
     steps, steps_per_epoch = -(-total_images // batch_size), len(images) // batch_size
     optimizer = torch.optim.AdamW(judge.parameters(), lr=lr, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.2)

@@ -23,11 +23,10 @@ NORM_GROUPS = 32
 class UNetConfig:
     """Shape of a UNet. `dataclasses.asdict` gives JSON and `UNetConfig(**dict)` takes it back.
 
-    attention_resolutions are in pixels of the feature map, as on IDDPM's command line. channel_mult=() is the published
-    one for image_size. num_classes=0 is unconditional; null_class adds row `num_classes` to the table of labels, the
-    one that stands for "no label". low_res makes it a super-resolution model: a low-resolution
-    image is concatenated to x_t. checkpointing recomputes each
-    block in the backward pass to save memory. Raises UserError where the numbers do not fit together.
+    attention_resolutions are in pixels of the feature map, as on IDDPM's command line; channel_mult=() is the published
+    one for image_size. num_classes=0 is unconditional; null_class adds row `num_classes` to the table of labels, for
+    "no label". low_res makes a super-resolution model: a low-resolution image is concatenated to x_t. checkpointing
+    recomputes each block in backward, to save memory. Raises UserError where the numbers do not fit together.
     """
 
     image_size: int = 32
@@ -54,9 +53,7 @@ class UNetConfig:
         set_("num_heads_upsample", self.num_heads_upsample or self.num_heads)
         factor = 2 ** (len(self.channel_mult) - 1)
         if self.image_size < 1 or self.image_size % factor:
-            raise UserError(
-                f"image_size={self.image_size}; accepted: a multiple of {factor} (channel_mult={self.channel_mult})"
-            )
+            raise UserError(f"image_size={self.image_size}; accepted: a multiple of {factor}, by channel_mult's length")
         if self.model_channels < 1 or self.model_channels % NORM_GROUPS:
             raise UserError(f"model_channels={self.model_channels}; accepted: a positive multiple of {NORM_GROUPS}")
         for heads in (self.num_heads, self.num_heads_upsample):
@@ -68,6 +65,11 @@ class UNetConfig:
     def from_depth(cls, depth: int, image_size: int, **settings) -> "UNetConfig":
         """The one dial: model_channels = 32 * depth, so that d4 at 32 pixels is the published CIFAR-10 model."""
         return cls(image_size=image_size, model_channels=NORM_GROUPS * depth, **settings)
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches of 2 x 2 pixels, the DiT's measure of an image, for target_param_data_ratio."""
+        return (self.image_size // 2) ** 2
 
     @property
     def attention_factors(self) -> set[int]:
@@ -98,8 +100,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm in the dtype of x. Every kernel keeps its statistics in fp32; autocast would also write the output in
-    fp32, for the next convolution to cast back."""
+    """In the dtype of x, with statistics in fp32 as in every kernel; autocast would also write the output in fp32."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -152,7 +153,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions, beside a skip. Under channels_last no line here but the products copies."""
+    """Self-attention over all positions, beside a skip; all reshapes are views under channels_last."""
 
     def __init__(self, channels: int, num_heads: int):
         super().__init__()
@@ -165,8 +166,11 @@ class AttentionBlock(nn.Module):
         N, C, H, W = x.shape
         h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C), T = H*W
         qkv = self.qkv(h).view(N, H * W, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
-        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, H * W, C)
+        # fp32 on CPU: its bf16 kernel takes 1.4 (T=256) to 10 (T=16) times as long backward.
+        dtype = torch.promote_types(qkv.dtype, torch.float32) if x.device.type == "cpu" else qkv.dtype
+        with no_autocast(x):
+            q, k, v = qkv.to(dtype).permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
+            h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, H * W, C).to(x.dtype)
         return x + self.proj_out(h).transpose(1, 2).view(N, C, H, W)
 
 
@@ -222,39 +226,36 @@ class UNet(nn.Module):
         self.out = nn.Sequential(GroupNorm(ch), nn.SiLU(), nn.Conv2d(ch, c.out_channels, 3, padding=1))  # zero at init
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(self, generator: torch.Generator) -> None:
         """torch's own rules (uniform within 1/sqrt(fan_in); labels N(0, 1)), and zero where the published model has it.
 
         Numbers are drawn on the generator's device, so that a CPU generator gives every device the same weights.
         """
-        device = generator.device if generator is not None else "cpu"
+        draw = lambda rule, p: rule(p.shape, generator=generator, device=generator.device)
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
             elif isinstance(m, nn.Embedding):
-                m.weight.copy_(torch.randn(m.weight.shape, generator=generator, device=device))
+                m.weight.copy_(draw(torch.randn, m.weight))
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
-                    p.copy_((2 * torch.rand(p.shape, generator=generator, device=device) - 1) * bound)
-        zeros = [m.out_layers[-1] for m in self.modules() if isinstance(m, ResBlock)]
-        zeros += [m.proj_out for m in self.modules() if isinstance(m, AttentionBlock)]
-        for p in (p for m in [*zeros, self.out[-1]] for p in m.parameters()):
-            p.zero_()
+                    p.copy_((2 * draw(torch.rand, p) - 1) * bound)
+        for name, p in self.named_parameters():
+            if "out_layers.3." in name or "proj_out." in name or name.startswith("out.2."):
+                p.zero_()
 
     def forward(self, x_t, t, y=None, low_res=None):
         c = self.config
+        if c.low_res and low_res is None:
+            raise UserError("low_res=None; accepted: the image to enlarge, as the model has low_res=True")
+        if c.num_classes and y is None:
+            raise UserError(f"y=None; accepted: (N,) labels below {c.num_classes + c.null_class}")
         if c.low_res:
-            if low_res is None:
-                raise UserError("low_res=None; accepted: the image to enlarge, as the model has low_res=True")
-            low_res = F.interpolate(low_res.to(x_t.dtype), x_t.shape[-2:], mode="bilinear")
-            x_t = torch.cat([x_t, low_res], dim=1)
+            x_t = torch.cat([x_t, F.interpolate(low_res.to(x_t.dtype), x_t.shape[-2:], mode="bilinear")], dim=1)
         with no_autocast(x_t):  # the published fp16 model, too, keeps the embedding and the output layer in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
-            if c.num_classes:
-                if y is None:
-                    raise UserError(f"y=None; accepted: (N,) labels below {c.num_classes + c.null_class}")
-                emb = emb + self.label_emb(y)
+            emb = emb + self.label_emb(y) if c.num_classes else emb
         h, skips = x_t, []
         for block in self.input_blocks:
             h = self._run(block, h, emb)
@@ -271,11 +272,8 @@ class UNet(nn.Module):
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
 
     def estimate_flops(self) -> int:
-        """FLOPs (2 per multiply-add) of one image of image_size, forward + backward = 3x forward.
-
-        Counts convolutions, linear layers and attention; norms, activations and resampling are left out.
-        """
-        flops, size = 2 * sum(p.numel() for p in self.time_embed.parameters() if p.ndim == 2), self.config.image_size
+        """FLOPs (2 per multiply-add) of one image, forward + backward = 3x forward: products only, no norms or the like."""
+        size, flops = self.config.image_size, 2 * sum(m.weight.numel() for m in self.time_embed[::2])
         for layer in (m for level in [*self.input_blocks, self.middle_block, *self.output_blocks] for m in level):
             size = size // 2 if isinstance(layer, Downsample) else 2 * size if isinstance(layer, Upsample) else size
             weights = [(name, p.numel()) for name, p in layer.named_parameters() if p.ndim > 1]
@@ -285,21 +283,17 @@ class UNet(nn.Module):
         return 3 * (flops + 2 * self.out[-1].weight.numel() * size**2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Published checkpoints (openai/improved-diffusion, *_uncond_50M_500K.pt, ema_0.9999_500000.pt)
 
 
 def is_improved_diffusion(state_dict: dict) -> bool:
     """Whether these are the names and shapes of the published code's plain (EMA) state dict."""
-    qkv = state_dict.get("middle_block.1.qkv.weight")
-    return "time_embed.0.weight" in state_dict and "out.2.weight" in state_dict and qkv is not None and qkv.ndim == 3
+    keys = {"time_embed.0.weight", "out.2.weight", "middle_block.1.qkv.weight"}
+    return keys <= state_dict.keys() and state_dict["middle_block.1.qkv.weight"].ndim == 3
 
 
 def from_improved_diffusion(state_dict: dict) -> dict:
-    """The published state dict -> ours, for `load_state_dict(strict=True)`.
-
-    The names are the same; attention's Conv1d weights (out, in, 1) become Linear weights (out, in).
-    """
+    """The published state dict -> ours: same names; attention's Conv1d weights (out, in, 1) become (out, in)."""
     return {name: p.squeeze(-1) if p.ndim == 3 else p for name, p in state_dict.items()}
 
 
@@ -324,7 +318,7 @@ def config_from_state_dict(state_dict: dict, image_size: int = 0, **known) -> UN
         mult[level:] = [conv[0] // width]
         if f"input_blocks.{i}.1.qkv.weight" in shapes:
             attention.add(level)
-    if not image_size and not attention:
+    if not (image_size or attention):
         raise UserError("image_size=0: this state dict has no attention to tell it by; accepted: the size in pixels")
     image_size = image_size or 16 << min(attention)
     emb, conv = (shapes[f"input_blocks.1.0.{name}.weight"] for name in ("emb_layers.1", "in_layers.2"))

@@ -160,7 +160,8 @@ def main():
         )  # fmt: skip
         step_ms = 1000 * median
         rows.append({
-            "what": label, "images_per_sec": batch_size / median, "ratio": rows[0]["step_ms"] / step_ms if rows else 1.0,
+            "what": label, "images_per_sec": batch_size / median,
+            "ratio": rows[0]["step_ms"] / step_ms if rows else 1.0,
             "step_ms": step_ms, "min_ms": 1000 * min(w["times"]), "max_ms": 1000 * max(w["times"]),
             "memory_gb": w["memory_gb"], "first_step_s": w["first_step_s"],
             "mfu": 100 * w["flops"] * batch_size / median / peak if peak else 0.0,

@@ -290,9 +290,9 @@ def test_every_pixel_lies_between_ground_and_one_of_six_colours(resolution):
 @pytest.mark.parametrize(
     ("name", "area"),  # of the shape, in squares of the circumscribed radius
     [
-        ("circle", np.pi * 0.8), ("ring", np.pi * 0.64), ("square", 1.44**2), ("triangle", 27**0.5 / 4),
-        ("cross", 4 * 0.96 * 0.27 * 2 - 0.54**2), ("bar", 4 * 0.98 * 0.24),
-        ("star", 5 * 0.45 * np.sin(np.pi / 5)), ("crescent", None),
+        ("circle", np.pi * 0.8), ("ring", np.pi * 0.64), ("triangle", 1.2 * 1.8 / 2),
+        ("cross", 4 * 0.96 * 0.27 * 2 - 0.54**2), ("corner", 1.4**2 - 0.9**2), ("bar", 4 * 0.98 * 0.24),
+        ("stripes", 2 * 1.6 * 0.4), ("dots", 2 * np.pi * 0.16),
     ],
 )  # fmt: skip
 def test_shapes_have_the_area_that_geometry_gives(name, area):
@@ -300,6 +300,5 @@ def test_shapes_have_the_area_that_geometry_gives(name, area):
     images, _ = draw_shapes(400, 0, 32, classes=[label] * 400)
     covered = (images.max(1).astype(float) - 24) / (COLOURS.max(1)[:, None, None, None].mean() - 24)
     assert covered.sum((1, 2)).min() > 20  # nothing vanishes
-    if area is not None:
-        radius2 = (shapes.MAX_RADIUS**3 - shapes.MIN_RADIUS**3) / 3 / (shapes.MAX_RADIUS - shapes.MIN_RADIUS)
-        assert covered.mean() == pytest.approx(area * radius2, rel=0.06)  # mean of 400 sizes and 6 colours
+    radius2 = (shapes.MAX_RADIUS**3 - shapes.MIN_RADIUS**3) / 3 / (shapes.MAX_RADIUS - shapes.MIN_RADIUS)
+    assert covered.mean() == pytest.approx(area * radius2, rel=0.06)  # mean of 400 sizes and 6 colours
