@@ -107,9 +107,7 @@ def check_settings(config: dict, old: dict, model_tag: str) -> list[str]:
     changed = {key: f"{key}={value!r} (was {old.get(key)!r})" for key, value in config.items() if value != old.get(key)}
     fixed = [changed[key] for key in FIXED if key in changed]
     if fixed:
-        raise UserError(
-            f"{model_tag} was trained otherwise: {', '.join(fixed)}; set it back or use another model_tag"
-        )
+        raise UserError(f"{model_tag} was trained otherwise: {', '.join(fixed)}; set it back or use another model_tag")
     return list(changed.values())
 
 

@@ -4,13 +4,13 @@ import numpy as np
 
 # No two of them are alike after turning and scaling, nor at 16 pixels after a little blur (so no square beside the
 # circle): the accuracy of a judge network measures whether a model obeys its labels, and minutes suffice to learn it.
-CLASS_NAMES = ["circle", "ring", "triangle", "cross", "corner", "bar", "stripes", "dots"]
+CLASS_NAMES = ["circle", "ring", "target", "triangle", "cross", "bar", "stripes", "dots"]
 COLOURS = np.array(
     [[235, 64, 52], [64, 200, 72], [72, 112, 255], [245, 210, 50], [220, 80, 230], [60, 215, 225]], np.float32
 )  # red, green, blue, yellow, magenta, cyan
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
-MIN_RADIUS, MAX_RADIUS = 0.27, 0.42  # of the circumscribed circle, as a share of the image's side
+MIN_RADIUS, MAX_RADIUS = 0.3, 0.45  # of the circumscribed circle, as a share of the image's side
 SUPERSAMPLES = 4  # per axis and pixel: coverage in 16 levels
 
 
@@ -22,18 +22,19 @@ def _inside(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if name == "ring":
         r2 = x * x + y * y
         return (r2 < 1) & (r2 > 0.36)
-    if name == "triangle":  # a pointed one: its apex at (0, 1), its base 1.2 wide
-        return (y > -0.8) & (abs(x) < (1 - y) / 3)
+    if name == "target":  # a ring around a disc
+        r2 = x * x + y * y
+        return ((r2 < 1) & (r2 > 0.49)) | (r2 < 0.12)
+    if name == "triangle":  # equilateral: the apothem is half the circumscribed radius
+        return (y > -0.5) & (y + 3**0.5 * abs(x) < 1)
     if name == "cross":
         return (far < 0.96) & (near < 0.27)
-    if name == "corner":
-        return (far < 0.7) & ((x < -0.2) | (y < -0.2))
     if name == "bar":
-        return (abs(x) < 0.98) & (abs(y) < 0.24)
+        return (abs(x) < 0.96) & (abs(y) < 0.28)
     if name == "stripes":
         return (abs(x) < 0.8) & (abs(y) < 0.6) & (abs(y) > 0.2)
     assert name == "dots", name
-    return (abs(x) - 0.58) ** 2 + y * y < 0.16
+    return (abs(x) - 0.63) ** 2 + y * y < 0.13
 
 
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:

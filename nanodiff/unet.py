@@ -272,7 +272,7 @@ class UNet(nn.Module):
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
 
     def estimate_flops(self) -> int:
-        """FLOPs (2 per multiply-add) of one image, forward + backward = 3x forward: products only, no norms or the like."""
+        """FLOPs (2 per multiply-add) of one image, forward + backward = 3x forward; products only, no norms."""
         size, flops = self.config.image_size, 2 * sum(m.weight.numel() for m in self.time_embed[::2])
         for layer in (m for level in [*self.input_blocks, self.middle_block, *self.output_blocks] for m in level):
             size = size // 2 if isinstance(layer, Downsample) else 2 * size if isinstance(layer, Upsample) else size

@@ -2,10 +2,11 @@
 
 model_tag = "shapes_cpu"
 data = "shapes"
-depth = 4
-num_iterations = 1000
+depth = 3
+num_iterations = 2800
 total_batch_size = 64
-eval_every = 500
-sample_every = 250
+eval_every = 1400
+sample_every = 700
+cfg_scale = 3.0
 sample_steps = 10
-save_every = 250
+save_every = 700

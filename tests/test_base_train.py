@@ -148,3 +148,56 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatc
     assert torch.isfinite(
         torch.load(tiny / "runs/a/checkpoints/step_000002/model.pt", weights_only=True)["patch_embed.weight"]
     ).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--arch=unet", "--num_res_blocks=1", "--low_res_size=8"),
+        ("--arch=unet", "--num_res_blocks=1", "--objective=v", "--dropout=0.1", "--lr_schedule=linear"),
+        ("--low_res_size=4", "--checkpointing"),
+        ("--arch=dit_classic", "--objective=eps", "--variance=learned_range", "--loss=rescaled_kl", "--bpd_every=0"),
+        ("--class_cond=False", "--objective=x0", "--noise_schedule=linear", "--variance=fixed_large", "--ema_rates="),
+    ],
+)
+def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
+    """Three steps, a grid, and one more step after a resume equal four steps in one go, dropout included."""
+    args = (
+        *TINY,
+        *more,
+        "--num_timesteps=50",
+        "--bpd_images=4",
+        "--sample_every=0",
+        "--sample_steps=2",
+        "--eval_every=0",
+    )
+    run_script(
+        "base_train", *args, "--num_iterations=3", "--lr_schedule=trapezoid", "--warmdown_ratio=0", "--model_tag=a"
+    )
+    run_script(
+        "base_train", *args, "--num_iterations=4", "--lr_schedule=trapezoid", "--warmdown_ratio=0", "--model_tag=a"
+    )
+    run_script(
+        "base_train", *args, "--num_iterations=4", "--lr_schedule=trapezoid", "--warmdown_ratio=0", "--model_tag=b"
+    )
+    assert_identical(weights(tiny, "a", 4), weights(tiny, "b", 4))
+    assert (tiny / "runs" / "a" / "samples" / "step_000004.png").stat().st_size > 1000
+    if "--bpd_every=0" in more:
+        assert 0 < metrics(tiny, "a")[-1]["val/bpd"] < 50
+
+
+def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monkeypatch):
+    """IDDPM's rule: log2 of the scale falls by 1 on overflow and the weights stay; it grows by 0.001 otherwise."""
+    monkeypatch.setattr("nanodiff.common.choose_dtype", lambda *_: torch.float16)
+    honest, calls = FlowMatching.losses, []
+
+    def losses(*args, **kwargs):
+        calls.append(1)
+        loss = honest(*args, **kwargs)["loss"]
+        return {"loss": loss * float("inf") if len(calls) == 2 else loss}
+
+    monkeypatch.setattr(FlowMatching, "losses", losses)
+    run_script("base_train", *TINY, "--num_iterations=3", "--eval_every=-1", "--model_tag=a", "--warmup_ratio=0")
+    scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
+    assert scale == pytest.approx([20.001, 19.001, 19.002])

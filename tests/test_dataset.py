@@ -290,9 +290,9 @@ def test_every_pixel_lies_between_ground_and_one_of_six_colours(resolution):
 @pytest.mark.parametrize(
     ("name", "area"),  # of the shape, in squares of the circumscribed radius
     [
-        ("circle", np.pi * 0.8), ("ring", np.pi * 0.64), ("triangle", 1.2 * 1.8 / 2),
-        ("cross", 4 * 0.96 * 0.27 * 2 - 0.54**2), ("corner", 1.4**2 - 0.9**2), ("bar", 4 * 0.98 * 0.24),
-        ("stripes", 2 * 1.6 * 0.4), ("dots", 2 * np.pi * 0.16),
+        ("circle", np.pi * 0.8), ("ring", np.pi * 0.64), ("target", np.pi * 0.63), ("triangle", 27**0.5 / 4),
+        ("cross", 4 * 0.96 * 0.27 * 2 - 0.54**2), ("bar", 4 * 0.96 * 0.28),
+        ("stripes", 2 * 1.6 * 0.4), ("dots", 2 * np.pi * 0.13),
     ],
 )  # fmt: skip
 def test_shapes_have_the_area_that_geometry_gives(name, area):

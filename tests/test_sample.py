@@ -38,7 +38,7 @@ def flow(base, run_script):
     "more", [("--sampler=heun",), ("--sampler=sde",), ("--sampler=euler", "--cfg_interval=0.2,0.7"), ("--ema=raw",)]
 )
 def test_batch_size_does_not_change_an_image(flow, run_script, tmp_path, more):
-    one, labels, _ = sample(run_script, tmp_path / "a", "--num_images=11", "--batch_size=11", *more)
+    one, _labels, _ = sample(run_script, tmp_path / "a", "--num_images=11", "--batch_size=11", *more)
     two, _, _ = sample(run_script, tmp_path / "b", "--num_images=11", "--batch_size=4", *more)
     few, _, _ = sample(run_script, tmp_path / "c", "--num_images=5", "--batch_size=1", *more)
     assert_same(one, two)

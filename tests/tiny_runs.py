@@ -1,4 +1,4 @@
-"""A tiny data set, and runs of it with weights that depend on everything, for the tests of what comes after training."""
+"""A tiny data set, and runs of it with weights that depend on everything, for tests of what comes after training."""
 
 import torch
 
