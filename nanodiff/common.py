@@ -243,36 +243,40 @@ class Progress:
 
 
 class DummyWandb:
-    """Stands in for a wandb run when run="dummy" and on ranks > 0: same calls, no effect."""
+    """Stands in for a Wandb run when run="dummy" and on ranks > 0: same calls, no effect."""
 
     id = None
 
-    def log(self, *args, **kwargs):
+    def log(self, line: dict, step: int):
         pass
 
-    def log_png(self, *args, **kwargs):
+    def log_png(self, name: str, png: bytes, step: int):
         pass
 
-    def finish(self, *args, **kwargs):
+    def finish(self):
         pass
 
 
-def start_wandb(run: str, config: dict, run_dir: Path, run_id: str | None):
-    """A wandb run on rank 0, going on with `run_id` where there is one; DummyWandb elsewhere and for run="dummy"."""
-    if run == "dummy" or get_dist()[0] > 0:
-        return DummyWandb()
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb, or run=dummy") from None
-    wandb_run = wandb.init(project="nanodiff", name=run, id=run_id, resume="allow", dir=run_dir, config=config)
+class Wandb:
+    """A wandb run, going on with `run_id` where there is one. wandb is imported here and nowhere else."""
 
-    def log_png(name, png, step):  # wandb.Image would need Pillow
+    def __init__(self, run: str, config: dict, run_dir: Path, run_id: str | None):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
+        self.html = wandb.Html
+        self.run = wandb.init(project="nanodiff", name=run, id=run_id, resume="allow", dir=run_dir, config=config)
+        self.id, self.log, self.finish = self.run.id, self.run.log, self.run.finish
+
+    def log_png(self, name, png, step):  # as HTML, since wandb.Image would need Pillow
         picture = base64.b64encode(png).decode()
-        wandb_run.log({name: wandb.Html(f'<img src="data:image/png;base64,{picture}">')}, step=step)
+        self.run.log({name: self.html(f'<img src="data:image/png;base64,{picture}">')}, step=step)
 
-    wandb_run.log_png = log_png
-    return wandb_run
+
+def start_wandb(run: str, config: dict, run_dir: Path, run_id: str | None) -> Wandb | DummyWandb:
+    """Wandb on rank 0, unless run="dummy"; DummyWandb elsewhere."""
+    return DummyWandb() if run == "dummy" or get_dist()[0] > 0 else Wandb(run, config, run_dir, run_id)
 
 
 class StopSignal:

@@ -3,10 +3,10 @@
 model_tag = "shapes_cpu"
 data = "shapes"
 depth = 3
-num_iterations = 2800
+num_iterations = 2300
 total_batch_size = 64
-eval_every = 1400
-sample_every = 700
+eval_every = 1150
+sample_every = 575
 cfg_scale = 3.0
 sample_steps = 10
-save_every = 700
+save_every = 575

@@ -49,8 +49,8 @@ from nanodiff.png import encode_png, terminal_preview
 from nanodiff.recipe import (
     build_model,
     check_settings,
+    choose_sampler,
     data_facts,
-    default_sampler,
     load_weights,
     make_model_config,
     make_process,
@@ -180,6 +180,7 @@ timestep_sampler = make_timesteps(
 optim = make_optimizer(model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(beta1, beta2))
 ema = EMA(model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
+sampler = choose_sampler(process, sampler, sample_steps)
 if bpd_every >= 0 and not process.num_timesteps:
     raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion: objective eps, x0 or v; -1 = never")
 
@@ -249,7 +250,6 @@ if compile:
     obstacle = can_compile(device)
     print0(f"not compiled: {obstacle}" if obstacle else "torch.compile: the first step takes longer")
     model = raw_model if obstacle else torch.compile(raw_model, dynamic=False)
-sampler = default_sampler(process) if sampler == "auto" else sampler
 evaluation = dict(device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size)
 draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, rank, world, seed, start_step=step, device=device)

@@ -201,3 +201,18 @@ def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monk
     run_script("base_train", *TINY, "--num_iterations=3", "--eval_every=-1", "--model_tag=a", "--warmup_ratio=0")
     scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
     assert scale == pytest.approx([20.001, 19.001, 19.002])
+
+
+@pytest.mark.slow
+def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
+    """The real library, without a network and without an account; pictures do not need Pillow."""
+    pytest.importorskip("wandb")
+    args = (*TINY, "--run=offline", "--model_tag=a", "--sample_every=0", "--sample_steps=2")
+    for iterations in (2, 3):
+        run_process("base_train", *args, f"--num_iterations={iterations}", WANDB_MODE="offline", WANDB_SILENT="true")
+    kept = sorted((tiny / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(kept) == 2 and kept[0].name == kept[1].name and all(p.stat().st_size > 1000 for p in kept)
+    ids = [
+        json.loads((p / "meta.json").read_text())["loop"]["wandb_id"] for p in (tiny / "runs/a/checkpoints").iterdir()
+    ]
+    assert ids == [kept[0].stem.removeprefix("run-")] * 2
