@@ -110,7 +110,8 @@ if rank == 0:
     images = (torch.cat(parts) if world > 1 else images).numpy()
     png, protocol_json = stem.with_name(f"{stem.name}.png"), json.dumps(protocol)
     columns = len(chosen) if 4 <= len(chosen) <= 10 else 8
-    grid = make_grid(images[:256, : 3 if images.shape[1] >= 3 else 1], columns)  # of latents three channels
+    shown = images[:256, : 3 if images.shape[1] >= 3 else 1]  # of latents three channels
+    grid = make_grid(shown, columns, scale=max(1, 48 // images.shape[-1]))
     try:
         write_atomic(png, encode_png(grid, {"protocol": protocol_json}))
         print0(f"{min(num_images, 256)} images: {png}")
