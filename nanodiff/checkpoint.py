@@ -87,8 +87,10 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
             raise
         raise UserError(f"cannot write checkpoint {final}: {cause.strerror}; earlier checkpoints are intact") from e
     if keep > 0:
-        complete = [s for s, path in list_checkpoints(run_dir) if not why_broken(path, hashes=False)]
-        for old_step, old in list_checkpoints(run_dir):
+        # Later steps are of another course, if an earlier one was resumed: they do not crowd out what was saved now
+        found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
+        complete = [s for s, path in found if not why_broken(path, hashes=False)]
+        for old_step, old in found:
             if old_step < complete[-keep:][0]:
                 shutil.rmtree(old, ignore_errors=True)
     return final

@@ -57,15 +57,15 @@ def test_batch_size_does_not_change_an_image_of_a_gaussian_diffusion(base, run_s
 
 
 def test_seed_class_and_weights_change_an_image(flow, run_script, tmp_path):
-    base, labels, protocol = sample(run_script, tmp_path / "a", "--num_images=4", "--classes=3")
+    first, labels, protocol = sample(run_script, tmp_path / "a", "--num_images=4", "--classes=3")
     assert labels.tolist() == [3] * 4 and protocol["weights"] == "0.999" and protocol["step"] == 1
     for change in ("--seed=1", "--seed=4294967296", "--classes=4", "--ema=raw", "--checkpoint_step=0", "--cfg_scale=4"):
         other, _, _ = sample(run_script, tmp_path / "b", "--num_images=4", "--classes=3", change)
-        assert (np.abs(other.astype(int) - base).max(axis=(1, 2, 3)) > 3).all(), change
+        assert (np.abs(other.astype(int) - first).max(axis=(1, 2, 3)) > 3).all(), change
     # an image keeps its noise and class when the classes around it change
     mixed, labels, _ = sample(run_script, tmp_path / "c", "--num_images=4", "--classes=3,5")
     assert labels.tolist() == [3, 5, 3, 5]
-    assert_same(mixed[::2], base[::2])
+    assert_same(mixed[::2], first[::2])
 
 
 @pytest.mark.slow

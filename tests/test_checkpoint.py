@@ -1,0 +1,305 @@
+"""A checkpoint is whole or not there, a damaged one is passed over, and none runs code."""
+
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanodiff import checkpoint
+from nanodiff.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    load_meta,
+    load_tensors,
+    lock_run,
+    save_checkpoint,
+    trim_metrics,
+    why_broken,
+)
+from nanodiff.common import UserError
+
+META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
+
+
+def tensors(value=1.0):
+    return {
+        "model": {"w": torch.full((100, 7), value), "half": torch.ones(3, dtype=torch.bfloat16)},
+        "ema_0.999": {"w": torch.full((100, 7), value / 2)},
+        "optim": {"state": {"w": {"step": 3, "m": torch.arange(5)}}, "groups": [("w", 0.5), None]},
+    }
+
+
+def save(run_dir, step, keep=-1):
+    return save_checkpoint(run_dir, step, tensors(step), META | {"step": step}, keep)
+
+
+def steps(run_dir):
+    return [step for step, _ in list_checkpoints(run_dir)]
+
+
+def in_child(function):
+    """Run it in a forked process, which pytest does not see the end of; its exit code, or minus the signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_round_trip(tmp_path):
+    path = save(tmp_path, 500)
+    assert path.name == "step_000500" and why_broken(path) == ""
+    assert load_meta(path) == META | {"step": 500}
+    model = load_tensors(path / "model.pt")
+    assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
+    optim = load_tensors(path / "optim.pt")
+    assert optim["state"]["w"]["m"].tolist() == [0, 1, 2, 3, 4] and optim["groups"] == [("w", 0.5), None]
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
+    assert find_checkpoint(tmp_path / "another run") is None
+    with pytest.raises(UserError, match="no checkpoint of step 7; it has: 500"):
+        find_checkpoint(tmp_path, 7)
+
+
+def test_steps_are_in_the_order_of_numbers(tmp_path):
+    for step in (999_999, 1_000_000, 2):
+        save(tmp_path, step)
+    assert steps(tmp_path) == [2, 999_999, 1_000_000] and find_checkpoint(tmp_path).name == "step_1000000"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A save that does not come to its end
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no luck"), KeyboardInterrupt()])
+def test_an_exception_within_a_save(tmp_path, monkeypatch, error):
+    def failing(value, out):
+        out.write(b"half of it")
+        raise error
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(type(error)):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert steps(tmp_path) == [1] and find_checkpoint(tmp_path, 1)
+    save(tmp_path, 2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])
+def test_kill_9_within_a_save(tmp_path, moment):
+    save(tmp_path, 1)
+
+    def save_until_killed():
+        kill = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "rename":
+            os.rename = kill
+        else:
+            write, wanted = checkpoint._HashingFile.write, {"first tensor": "model.pt", "manifest": "manifest.json"}
+
+            def half(self, data):
+                if Path(self.file.name).name == wanted[moment]:
+                    write(self, data[: len(data) // 2])
+                    self.file.flush()
+                    kill()
+                return write(self, data)
+
+            checkpoint._HashingFile.write = half
+        save(tmp_path, 2)
+
+    assert in_child(save_until_killed) == -signal.SIGKILL
+    assert steps(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step_000001"
+    save(tmp_path, 2)  # clears away what was left
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("limit", [100, 2000, 5000])  # bytes a file: what torch writes breaks off early or at its end
+def test_no_room_on_the_disk(tmp_path, limit):
+    save(tmp_path, 1)
+    told = tmp_path / "told"
+
+    def save_without_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            big = tensors() | {"model": {"w": torch.randn(5000)}}
+            save_checkpoint(tmp_path, 2, big, META)
+        except UserError as e:
+            told.write_text(str(e)[:limit])
+
+    assert in_child(save_without_room) == 0
+    assert told.read_text().startswith("cannot write checkpoint") and "\n" not in told.read_text()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"] and find_checkpoint(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write checkpoint .*file.*intact"):
+        save(tmp_path / "file", 1)
+    with pytest.raises(UserError, match="cannot write to .*file"):
+        lock_run(tmp_path / "file")
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    (save(tmp_path, 1) / "model.pt").write_bytes(b"")
+    assert torch.equal(load_tensors(save(tmp_path, 1) / "model.pt")["w"], torch.ones(100, 7))
+    assert find_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {"truncated": truncate, "emptied": lambda p: p.write_bytes(b""), "bit": flip_a_bit, "missing": Path.unlink}
+FILES = ["model.pt", "ema_0.999.pt", "optim.pt", "meta.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys, name, damage):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    DAMAGE[damage](bad / name)
+    assert find_checkpoint(tmp_path) == good
+    (line,) = capsys.readouterr().out.splitlines()
+    # A bit of the manifest may be one of a hash, whose file then seems to be the damaged one
+    assert str(bad) in line and (name in line or (name == "manifest.json" and damage == "bit")), line
+    with pytest.raises(UserError, match="every checkpoint"):
+        find_checkpoint(tmp_path, 2)
+    DAMAGE[damage](good / name)
+    with pytest.raises(UserError, match="every checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "null", "{}", '{"model.pt": 3}', '{"model.pt": {"size": 1}}', "[" * 100_000, b"\xff", '{"../x": {}}'],
+)
+def test_a_manifest_of_another_kind(tmp_path, manifest):
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
+    assert why_broken(path).startswith("manifest.json")
+
+
+def test_a_manifest_does_not_lead_elsewhere(tmp_path):
+    path = save(tmp_path, 1)
+    (path.parent / "secret").write_bytes(b"x")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["../secret"] = {"size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert why_broken(path) == "../secret is missing"
+
+
+@pytest.mark.parametrize("meta", ["", "[]", "null", '{"step": "1"}', json.dumps({**META, "loop": None}), "[" * 100_000])
+def test_meta_of_another_kind(tmp_path, meta):
+    path = save(tmp_path, 1)
+    (path / "meta.json").write_text(meta)
+    with pytest.raises(UserError, match=r"meta\.json"):
+        load_meta(path)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_is_executed(tmp_path, monkeypatch, legacy):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(3), "evil": Evil()}, "evil.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UserError, match=r"evil\.pt") as caught:
+        load_tensors(Path("evil.pt"))
+    assert "\n" not in str(caught.value) and not Path("executed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x04.", bytes(100)])
+def test_files_that_torch_did_not_write(tmp_path, content):
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.pt"):
+        load_tensors(tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"b\.pt"):
+        load_tensors(tmp_path / "b.pt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Retention, the lock, and the log
+
+
+def test_retention(tmp_path):
+    for step in range(5):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [3, 4]
+    save(tmp_path, 5, keep=-1)
+    assert steps(tmp_path) == [3, 4, 5]
+
+
+def test_retention_counts_whole_checkpoints_only(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    truncate(tmp_path / "checkpoints" / "step_000002" / "model.pt")
+    (tmp_path / "checkpoints" / "step_000003" / "optim.pt").unlink()
+    save(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [1, 2, 3, 4]  # 1 is the second newest that can be used
+    save(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_retention_spares_what_was_saved_now(tmp_path):
+    """Also when a run went on from an earlier step, and later ones are there from before."""
+    for step in (1, 5, 6):
+        save(tmp_path, step)
+    assert save(tmp_path, 2, keep=1).exists()
+    assert steps(tmp_path) == [2, 5, 6]
+
+
+def test_one_trainer_at_a_time(tmp_path):
+    ready = tmp_path / "ready"
+    pid = os.fork()
+    if pid == 0:  # another process holds the lock and does nothing else
+        held = lock_run(tmp_path / "run")
+        ready.touch()
+        while held:
+            time.sleep(1)
+    try:
+        while not ready.exists():
+            time.sleep(0.01)
+        with pytest.raises(UserError, match="another process is training in .*run"):
+            lock_run(tmp_path / "run")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    lock_run(tmp_path / "run").close()  # given back by a process that could not do so
+    lock_run(tmp_path / "run").close()  # and by one that did
+
+
+def test_trim_metrics(tmp_path):
+    """A run that goes on from step 4 logs again its evaluation at 4, and all of step 5; a torn line goes as well."""
+    path = tmp_path / "metrics.jsonl"
+    trim_metrics(path, 4)
+    assert not path.exists()
+    train = [{"step": s, "train/loss": 1.0} for s in (2, 4, 5)]
+    val = [{"step": s, "val/loss": 1.0} for s in (2, 4)]
+    lines = [json.dumps(line) for line in (train[0], val[0], train[1], val[1], train[2])]
+    path.write_text("\n".join(lines) + '\n{"step": 6, "train/l')
+    trim_metrics(path, 4)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [train[0], val[0], train[1]]
+    path.write_bytes(b'\xff\n7\n[]\n{"loss": 1}\n{"step": "x"}\n{"step": 1}\n')
+    trim_metrics(path, 4)
+    assert path.read_text() == '{"step": 1}\n'

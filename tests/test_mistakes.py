@@ -1,0 +1,179 @@
+"""A mistake of the user's gets one line that names it, exit code 2, no traceback, and leaves nothing half-written."""
+
+import gc
+import gzip
+import pickle
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_process
+from image_helpers import make_folder, write_cifar
+from tiny_runs import TINY, make_data
+
+from nanodiff.common import UserError
+from nanodiff.dataset_writer import DatasetWriter
+
+TRAIN = ("base_train", *TINY)
+SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1")
+EVAL = ("base_eval", "--device_type=cpu")
+PREPARE = ("prepare_data", "--workers=1")
+
+
+class Evil:
+    """Unpickling it would write a file."""
+
+    def __reduce__(self):
+        return (open, ("pwned", "w"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base folder with a set, a run of one step, and files that are wrong in many ways. Also the current folder."""
+    root = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANODIFF_BASE_DIR", str(root))
+        patch.chdir(root)
+        make_data()
+        with DatasetWriter("single") as writer:
+            writer.append("train", np.zeros((1, 3, 16, 16), np.uint8))
+            writer.append("val", np.zeros((1, 3, 16, 16), np.uint8))
+        run_process(*TRAIN, "--model_tag=a", "--num_iterations=1")
+        run_process(*TRAIN, "--model_tag=gauss", "--num_iterations=1", "--objective=eps", "--num_timesteps=30")
+        for tag in ("broken", "torn"):
+            shutil.copytree(root / "runs" / "a", root / "runs" / tag)
+            model = root / "runs" / tag / "checkpoints" / "step_000001" / "model.pt"
+            data = model.read_bytes()
+            model.write_bytes(data[:100] if tag == "torn" else data[:5000] + b"?" + data[5001:])
+        (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)
+        (root / "file").write_text("no folder")
+        for name, text in {
+            "typo": "depht = 2", "call": "depth = open('pwned', 'w')", "syntax": "depth = = 2", "kind": "depth = 'two'",
+        }.items():  # fmt: skip
+            (root / f"{name}.py").write_text(text + "\n")
+        make_folder(root / "mixed", sizes=((8, 8), (9, 9)))
+        (root / "nothing").mkdir()
+        np.savez(root / "count.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8), arr_1=np.zeros(3, np.int64))
+        np.savez(root / "floats.npz", arr_0=np.zeros((4, 8, 8, 3)))
+        np.savez(root / "objects.npz", arr_0=np.array([Evil()], dtype=object))
+        write_cifar(root / "cifar.tar.gz")
+        packed = (root / "cifar.tar.gz").read_bytes()
+        (root / "cut.tar.gz").write_bytes(packed[: len(packed) // 2])
+        (root / "idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 5))
+        with tarfile.open(root / "none.tar", "w"):
+            pass
+        (root / "evil.pt").write_bytes(pickle.dumps(Evil()))
+        torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
+        yield root
+
+
+MISTAKES = [
+    # settings
+    ((*TRAIN, "--dept=3"), "dept"),
+    ((*TRAIN, "--depth=three"), "three"),
+    ((*TRAIN, "--depth=0"), "depth"),
+    ((*TRAIN, "--lr=-1"), "lr"),
+    ((*TRAIN, "--arch=resnet"), "resnet"),
+    ((*TRAIN, "depth=3"), "depth=3"),
+    ((*TRAIN, "missing.py"), "missing.py"),
+    ((*TRAIN, "typo.py"), "depht"),
+    ((*TRAIN, "call.py"), "call.py"),
+    ((*TRAIN, "syntax.py"), "syntax.py"),
+    ((*TRAIN, "kind.py"), "two"),
+    ((*TRAIN, "--ema_rates=0.9,2"), "ema_rates"),
+    ((*TRAIN, "--total_batch_size=7", "--device_batch_size=2"), "total_batch_size=7"),
+    ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
+    ((*TRAIN, "--patch_size=5"), "patch_size=5"),
+    ((*TRAIN, "--sampler=ddim"), "ddim"),
+    ((*TRAIN, "--timesteps=loss-second-moment"), "loss-second-moment"),
+    ((*TRAIN, "--objective=eps", "--timesteps=logit-normal"), "logit-normal"),
+    ((*TRAIN, "--bpd_every=1"), "bpd_every"),
+    ((*TRAIN, "--arch=unet", "--attention_resolutions=a"), "attention_resolutions"),
+    ((*TRAIN, "--device_type=mps"), "mps"),
+    # data sets
+    ((*TRAIN, "--data=unheard"), "unheard"),
+    ((*TRAIN, "--data=file"), "file"),
+    # runs
+    ((*TRAIN, "--model_tag=a", "--resume=7"), "step 7"),
+    ((*TRAIN, "--model_tag=a", "--resume=soon"), "soon"),
+    ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
+    ((*TRAIN, "--model_tag=a", "--depth=2"), "depth=2"),
+    ((*TRAIN, "--model_tag=broken"), "broken"),
+    ((*TRAIN, "--model_tag=torn"), "torn"),
+    ((*SAMPLE, "--run=unheard"), "unheard"),
+    ((*SAMPLE, "--run=empty"), "empty"),
+    ((*SAMPLE, "--run=a", "--ema=0.5"), "0.5"),
+    ((*SAMPLE, "--run=a", "--checkpoint_step=9"), "step 9"),
+    ((*SAMPLE, "--run=a", "--classes=8"), "classes"),
+    ((*SAMPLE, "--run=a", "--cfg_interval=1"), "cfg_interval"),
+    ((*SAMPLE, "--run=a", "--sampler=ddpm"), "ddpm"),
+    ((*SAMPLE, "--run=gauss", "--steps=31"), "31"),
+    ((*SAMPLE, "--run=a", "--out=file/x"), "file/x"),
+    ((*SAMPLE, "--run=evil.pt"), "evil.pt"),
+    ((*SAMPLE, "--run=other.pt"), "other.pt"),
+    ((*EVAL, "--run=a", "--metric=bpd"), "bpd"),
+    ((*EVAL, "--run=a", "--data=unheard"), "unheard"),
+    # preparing data
+    (PREPARE, "path"),
+    ((*PREPARE, "--path=absent"), "absent"),
+    ((*PREPARE, "--path=nothing"), "nothing"),
+    ((*PREPARE, "--path=mixed"), "resolution"),
+    ((*PREPARE, "--path=count.npz"), "count.npz"),
+    ((*PREPARE, "--path=floats.npz"), "floats.npz"),
+    ((*PREPARE, "--path=objects.npz"), "objects.npz"),
+    ((*PREPARE, "--source=cifar10", "--path=cifar.tar.gz"), "SHA-256"),
+    ((*PREPARE, "--source=cifar10", "--path=cut.tar.gz", "--sha256="), "cut.tar.gz"),
+    ((*PREPARE, "--source=idx", "--path=idx3-ubyte.gz"), "idx3-ubyte.gz"),
+    ((*PREPARE, "--path=none.tar"), "none.tar"),
+    ((*PREPARE, "--source=shapes", "--name=a/b"), "a/b"),
+    ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
+    ((*PREPARE, "--source=imagenet"), "imagenet"),
+    ((*PREPARE, "--verify=unheard"), "unheard"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), MISTAKES, ids=lambda v: " ".join(v[-2:]) if isinstance(v, tuple) else v
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arguments, named):
+    sets = sorted(p.name for p in (place / "data").iterdir() if not p.name.endswith(".lock"))
+    try:
+        run_script(*arguments)
+        pytest.fail("nothing was wrong?")
+    except UserError as e:  # which the excepthook prints after "error: "
+        message, code = f"error: {e}", 2
+    except SystemExit as e:
+        message, code = capsys.readouterr().err.strip(), e.code
+    gc.collect()  # the frames of the error hold the run's lock, as the process would until its end
+    assert code == 2 and message.startswith("error: ") and "\n" not in message and named in message, message
+    assert sorted(p.name for p in (place / "data").iterdir() if not p.name.endswith(".lock")) == sets
+    assert not list(place.rglob(".tmp*")) and not list(place.rglob("pwned"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(*TRAIN, "--depth=x"), (*TRAIN, "--data=unheard"), (*SAMPLE, "--run=unheard")])
+def test_as_the_user_sees_it(place, arguments):
+    done = run_process(*arguments, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line][-1].startswith("error: ")
+
+
+@pytest.mark.slow
+def test_more_ranks_than_images(place):
+    done = run_process(*TRAIN, "--data=single", "--num_iterations=1", ranks=2, check=False)
+    assert done.returncode != 0 and "error: more ranks (2) than images (1)" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(place, run_script):
+    with pytest.raises(UserError, match="cuda"):
+        run_script(*TRAIN, "--device_type=cuda")
+
+
+def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(place / "file" / "under"))
+    for arguments in ((*TRAIN, "--data=shapes"), (*PREPARE, "--source=shapes")):
+        with pytest.raises(UserError, match="under"):
+            run_script(*arguments)
