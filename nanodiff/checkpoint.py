@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -178,7 +179,8 @@ def load_tensors(path: Path, device="cpu"):
     Meta's training checkpoints also hold an argparse.Namespace: a class without code of its own to run.
     """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an unusual pickle protocol: what matters is whether it loads
             return torch.load(path, map_location=device, weights_only=True, mmap=False)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None

@@ -142,9 +142,9 @@ def test_no_room_on_the_disk(tmp_path, limit):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write checkpoint .*file.*intact"):
+    with pytest.raises(UserError, match=r"cannot write checkpoint .*file.*intact"):
         save(tmp_path / "file", 1)
-    with pytest.raises(UserError, match="cannot write to .*file"):
+    with pytest.raises(UserError, match=r"cannot write to .*file"):
         lock_run(tmp_path / "file")
 
 
@@ -280,7 +280,7 @@ def test_one_trainer_at_a_time(tmp_path):
     try:
         while not ready.exists():
             time.sleep(0.01)
-        with pytest.raises(UserError, match="another process is training in .*run"):
+        with pytest.raises(UserError, match=r"another process is training in .*run"):
             lock_run(tmp_path / "run")
     finally:
         os.kill(pid, signal.SIGKILL)
