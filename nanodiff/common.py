@@ -1,6 +1,7 @@
 """The ground floor: user errors, ranks and devices, dtypes, seeds, files, progress, signals."""
 
 import base64
+import functools
 import os
 import platform
 import re
@@ -25,11 +26,11 @@ class UserError(ValueError):
     """A mistake of the user's: what was given, what is accepted. Ends a program with this one line and exit code 2."""
 
 
-def _excepthook(kind, error, traceback):
+def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     if issubclass(kind, UserError):
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)  # honoured by the interpreter: the exit code of an uncaught exception would be 1
-    sys.__excepthook__(kind, error, traceback)
+    otherwise(kind, error, traceback)
 
 
 sys.excepthook = _excepthook
@@ -74,6 +75,8 @@ def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device_type == "cuda" else None,
         )
+        # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits
+        sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
     return device
 
 
