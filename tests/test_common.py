@@ -1,0 +1,233 @@
+"""The ground floor: seeds that mean something, files that are whole, mistakes of one line, signals."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff import common
+from nanodiff.common import (
+    PEAK_FLOPS,
+    Progress,
+    StackedGenerator,
+    StopSignal,
+    UserError,
+    choose_dtype,
+    init_device,
+    make_generator,
+    peak_flops,
+    print0,
+    write_atomic,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
+
+
+def draw(*key):
+    return torch.rand(4, generator=make_generator(*key))
+
+
+def test_a_generator_is_a_function_of_its_key():
+    torch.manual_seed(1)
+    first = draw(3, 5)
+    torch.manual_seed(2)
+    assert torch.equal(first, draw(3, 5)) and torch.equal(first, draw(np.int64(3), torch.tensor(5)))
+    keys = [(3, 5), (5, 3), (3,), (8,), (0, 0), (0, 1), (2**32 + 3, 5), (3, 2**32 + 5), (2**63, 1), (1 << 40,)]
+    drawn = {tuple(draw(*key).tolist()) for key in keys}
+    assert len(drawn) == len(keys)  # every part counts, however large
+
+
+def test_neighbouring_keys_are_not_alike():
+    """Of (seed, step) and (seed, step + 1), and of seeds that differ by one: normal, uncorrelated numbers."""
+    x = torch.stack([torch.randn(1000, generator=make_generator(0, step)) for step in range(100)])
+    y = torch.stack([torch.randn(1000, generator=make_generator(seed, 0)) for seed in range(1, 100)])
+    z = torch.cat([x, y]).double()
+    off_diagonal = (z @ z.T / 1000).fill_diagonal_(0)
+    assert off_diagonal.abs().max() < 6 / 1000**0.5  # 6 sigma over 20,000 pairs
+    assert abs(z.mean()) < 5 / z.numel() ** 0.5
+
+
+def test_images_do_not_depend_on_their_batch():
+    seeds = [7, 3, 2**32 + 7, 11]
+    together = StackedGenerator(seeds)
+    first, second = together.randn((4, 3, 2, 2)), together.randn_like(torch.empty(4, 5, dtype=torch.bfloat16))
+    assert second.dtype == torch.bfloat16 and len(first.flatten(1).unique(dim=0)) == 4
+    for i, seed in enumerate(seeds):
+        alone = StackedGenerator([seed])
+        assert torch.equal(alone.randn((1, 3, 2, 2))[0], first[i])
+        assert torch.equal(alone.randn_like(torch.empty(1, 5, dtype=torch.bfloat16))[0], second[i])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+def test_a_mistake_is_one_line_with_exit_code_2():
+    code = "from nanodiff.common import UserError\nraise UserError('lr=x\\nis wrong')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: lr=x is wrong\n")
+
+
+def test_other_exceptions_keep_their_traceback(capsys):
+    try:
+        raise KeyError("a fault of ours")
+    except KeyError as error:
+        common._excepthook(KeyError, error, error.__traceback__)
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and dtypes
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_an_absent_device(monkeypatch, kind):
+    module = torch.cuda if kind == "cuda" else torch.backends.mps
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f"device_type='{kind}' .*available: .*cpu"):
+        init_device(kind)
+
+
+def test_the_best_device_is_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for has_mps in (True, False):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=has_mps: there)
+        assert init_device("").type == ("mps" if has_mps else "cpu")
+    assert init_device("cpu") == torch.device("cpu")
+
+
+def test_more_local_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="local rank 2 has no GPU of its own: 2 present"):
+        init_device("cuda")
+
+
+def test_dtypes(monkeypatch):
+    cpu, cuda, mps = map(torch.device, ("cpu", "cuda", "mps"))
+    for name in ("bfloat16", "float16", "float32"):
+        assert choose_dtype(name, cpu) == choose_dtype(name, mps) == getattr(torch, name)
+    for native in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda there=native: there)
+        assert choose_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, there=native: there)
+        assert choose_dtype("auto", cuda) == (torch.bfloat16 if native else torch.float16)
+    assert choose_dtype("auto", mps) == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [  # names as the driver gives them; dense bf16 (fp16 before Ampere) of NVIDIA's datasheets
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX A4000", 0),  # neither an A40
+        ("NVIDIA RTX A1000", 0),  # nor an A100
+        ("NVIDIA T400 4GB", 0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+        ("Some GPU of tomorrow", 0),
+    ],
+)
+def test_peaks(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == pytest.approx(tflops * 1e12)
+
+
+def test_unknown_peaks():
+    assert peak_flops(torch.device("cpu")) == peak_flops(torch.device("mps")) == 0
+    assert all(1e13 < peak < 1e16 for peak in PEAK_FLOPS.values())  # FLOP/s, not TFLOP/s
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files, lines, signals
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
+    path = tmp_path / "a.json"
+    write_atomic(path, b"old")
+
+    def fail(*args):
+        raise OSError("no luck")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="no luck"):
+        write_atomic(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o644  # not the 0o600 of a temporary file
+
+
+def test_rank_0_alone_prints(monkeypatch, capsys):
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        print0("from rank", rank)
+    assert capsys.readouterr().out == "from rank 0\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_for_terminals(monkeypatch):
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(1000, "images", "reading") as bar:
+            bar.update(1000)
+        if stream.isatty():
+            assert "reading 1,000/1,000 images" in stream.getvalue()
+            assert stream.getvalue().endswith("\r\033[K") and "\n" not in stream.getvalue()  # wiped at the end
+        else:
+            assert stream.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("RANK", "1")
+    with Progress(0, "images") as bar:
+        bar.update()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends(number):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            stop = StopSignal()
+            assert stop.agreed("cpu") == 0
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            assert stop.agreed("cpu") == number  # and it goes on
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
