@@ -185,7 +185,9 @@ def load_tensors(path: Path, device="cpu"):
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as e:  # pickle, zip and torch each raise their own kinds
-        reason = str(e).strip().split("\n")[0][:200]
+        # Torch tells how to load a refused pickle all the same; what is of use is its first sentence, what was refused
+        first = str(e.__context__ or e).strip().split("\n")[0].split(". ")[0][:200]
+        reason = f"{type(e).__name__}: {first}".rstrip(": ")
         raise UserError(f"{path} is not a checkpoint of tensors that can be loaded safely: {reason}") from e
 
 

@@ -124,7 +124,7 @@ sample_steps = 25  # >= 1: of the sampler
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
 cfg_scale = 2.0  # >= 0: classifier-free guidance of the samples; 1 = none
 save_every = 1000  # >= -1: checkpoint
-checkpoints_kept = 2  # >= -1: the newest that stay; -1 = all
+checkpoints_kept = 2  # >= 1 or -1: the newest that stay; -1 = all
 log_every = 10  # >= 1: steps between lines
 
 config = configure(globals())
@@ -251,6 +251,7 @@ if compile:
     print0(f"not compiled: {obstacle}" if obstacle else "torch.compile: the first step takes longer")
     model = raw_model if obstacle else torch.compile(raw_model, dynamic=False)
 evaluation = dict(device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size)
+guidance = cfg_scale if label_drop else 1.0  # a model that never went without labels has no null class to guide from
 draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, rank, world, seed, start_step=step, device=device)
 images, labels = next(loader)  # (B, C, H, W) uint8, (B,) int64
@@ -285,7 +286,7 @@ while True:
         raw_model.train()
         by_t = " ".join(f"{q:.4f}" for q in quarters)
         print0(f"step {step:05d} | val loss {val_loss:.4f} | of the average {val_loss_ema:.4f}, by quarter of t {by_t}")
-        line = {f"val/loss_q{i}": q for i, q in enumerate(quarters)}
+        line = {f"val/loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # NaN: no image
         log_metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | line)
 
     # Bits/dim, of the average
@@ -301,7 +302,7 @@ while True:
     if due(sample_every) and not stopping and rank == 0:
         raw_model.eval()
         with ema.applied():
-            grid = sample_grid(raw_model, process, val_set, sample_steps, sampler, cfg_scale, **evaluation)
+            grid = sample_grid(raw_model, process, val_set, sample_steps, sampler, guidance, **evaluation)
         raw_model.train()
         png, path = encode_png(grid), run_dir / "samples" / f"step_{step:06d}.png"
         write_atomic(path, png)
@@ -325,7 +326,7 @@ while True:
         x0 = to_model_range(images, u_flip[rows] < 0.5 if flip else None)  # (B, C, H, W) in [-1, 1]
         y = drop_labels(labels, u_drop[rows], label_drop, num_classes)
         if dropout:
-            torch.manual_seed((seed << 32) + step * total_batch_size + first)
+            torch.manual_seed(make_generator(seed, step, first).initial_seed())
         with autocast:
             terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(x0, y, num_classes, low_res_size))
         terms["loss"] = terms["loss"] * t_weight[rows]  # (B,)

@@ -170,7 +170,8 @@ def test_improved_diffusion_files_that_need_to_be_told(base, run_script, tmp_pat
     assert shown.shape == (4, 16, 16, 3) and labels.tolist() == [0, 1, 2, 0]
     assert protocol["cfg_scale"] == 1  # the published class table has no null class
     told = ("--noise_schedule=linear", "--num_timesteps=100", "--rescale_timesteps=no")
-    process = run_script("sample", *TIMELESS, *args, "--image_size=16", *told)["loaded"].process
+    told += (f"--out={tmp_path / 'b'}", "--image_size=16")
+    process = run_script("sample", *TIMELESS, *args, *told)["loaded"].process
     assert (process.num_timesteps, process.variance, process.model_t[-1]) == (100, "fixed_large", 99)
     assert process.betas[-1] == pytest.approx(0.2)  # linear: 20 / T
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())
