@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, print0, write_atomic
+from nanodiff.common import UserError, fsync_dir, print0, write_atomic
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
@@ -45,14 +45,6 @@ class _HashingFile:
         return {"size": self.size, "sha256": self.sha256.hexdigest()}
 
 
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: dict, keep: int = -1) -> Path:
     """Write checkpoints/step_<step>: `tensors` maps a name to anything weights_only-loadable, saved as <name>.pt.
 
@@ -76,11 +68,11 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
             out = _HashingFile(tmp / name)
             out.write(json.dumps(value, indent=1).encode())
             manifest[name] = out.close()
-        _fsync_dir(tmp)
+        fsync_dir(tmp)
         if final.exists():  # a broken one of the same step that resume passed over
             shutil.rmtree(final)
         os.rename(tmp, final)
-        _fsync_dir(parent)
+        fsync_dir(parent)
     except (OSError, RuntimeError) as e:  # torch raises a RuntimeError after what the file's write raised
         shutil.rmtree(tmp, ignore_errors=True)
         cause = e if isinstance(e, OSError) else e.__context__

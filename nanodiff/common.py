@@ -202,6 +202,15 @@ def base_dir() -> Path:
     return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
 
 
+def fsync_dir(path: Path) -> None:
+    """Make a rename within a folder last through a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a whole file or nothing: temporary file beside it, fsync, rename."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import UserError, base_dir, fsync_dir
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8)}  # by kind of set
@@ -159,7 +159,7 @@ class DatasetWriter:
             file.flush()
             os.fsync(file.fileno())
         self.folder.chmod(0o755)
-        _fsync_folder(self.folder)
+        fsync_dir(self.folder)
         old = None
         if self.overwrite and self.path.exists():
             old = tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-")
@@ -172,7 +172,7 @@ class DatasetWriter:
             faster = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             if not (self.wait and faster):  # another process has made the same
                 raise
-        _fsync_folder(self.path.parent)
+        fsync_dir(self.path.parent)
         if old:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -193,11 +193,3 @@ class DatasetWriter:
             raise UserError(f"{self.path.parent}: {error.strerror}; nothing of {self.path.name!r} is left") from error
         if error is not None and kind is None:
             raise error
-
-
-def _fsync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
