@@ -109,4 +109,5 @@ if rank == 0 and loaded.run_dir:
     write_atomic(path, json.dumps(result, indent=1).encode())
     print0(f"written to {path}")
 if world > 1:
+    dist.barrier()  # gloo may abort a rank that leaves while another still works
     dist.destroy_process_group()

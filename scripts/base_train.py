@@ -404,4 +404,5 @@ minutes, memory_gb = loop["train_time_s"] / 60, peak_memory_gb(device)
 print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
 print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={model_tag}")
 if world > 1:
+    dist.barrier()  # gloo may abort a rank that leaves while another still works
     dist.destroy_process_group()

@@ -123,4 +123,5 @@ if rank == 0:
     except OSError as e:
         raise UserError(f"out={out!r}: cannot write {stem}: {e.strerror}") from e
 if world > 1:
+    dist.barrier()  # gloo may abort a rank that leaves while another still works
     dist.destroy_process_group()
