@@ -26,11 +26,12 @@ MAX_PIXELS = 2**20
 class Autoencoder(nn.Module):
     """What both share: `encode`, `decode`, `normalize`, `unnormalize`, and their facts.
 
-    `downsample` (pixels per latent along a side), `latent_channels`, `scale`, `shift`; after `open_autoencoder` also
+    `downsample` (pixels per latent along a side), `latent_channels`, `scale`, `shift`, `parts` (2 = mean and std of a
+    latent, 1 = mean alone, std being zero); after `open_autoencoder` also
     `name` and `sha256` of the weights. A subclass gives `moments(x) -> (mean, std)` and `reconstruct(z) -> x`.
     """
 
-    downsample, latent_channels, scale, shift, name, sha256 = 8, 4, 1.0, 0.0, "", ""
+    downsample, latent_channels, scale, shift, parts, name, sha256 = 8, 4, 1.0, 0.0, 2, "", ""
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,6 +188,8 @@ class TinyAutoencoder(Autoencoder):
     4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 (FLUX.2, with `mid_norm`). TAESD learnt the latents as its
     teacher's diffusion model sees them, so scale is 1.
     """
+
+    parts = 1
 
     def __init__(self, latent_channels: int = 4, mid_norm: bool = False, width: int = 64):
         super().__init__()

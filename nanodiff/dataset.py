@@ -44,7 +44,7 @@ class Dataset:
         return self.num_images
 
     def images(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images), in any order -> (n, C, H, W) uint8, a copy."""
+        """(n,) integers in [0, num_images), in any order -> (n, C, H, W) uint8, or fp16 of latents; a copy."""
         indices = self._check(indices)
         out = np.empty((len(indices), *self._shards[0].shape[1:]), self._shards[0].dtype)
         order = np.argsort(indices, kind="stable")  # the disk is read forwards
@@ -156,6 +156,18 @@ def read_meta(path: Path) -> dict:
     require(isinstance(kind, str) and kind in DTYPES, f"kind {kind!r}, accepted: {', '.join(DTYPES)}")
     for key, high in (("channels", 4096), ("resolution", 65536)):
         require(is_int(meta.get(key), 1, high), f"{key} {meta.get(key)!r}, accepted: an integer in 1..{high}")
+    if kind == "latents":
+        info = meta.get("latents")
+        fields = dict(autoencoder=str, sha256=str, path=str, source=str, downsample=int, parts=int, copies=int)
+        fields |= dict(offset=list, scale=list, mean=list, std=list)
+        require(isinstance(info, dict) and info.keys() == fields.keys(), f"latents are not described by {list(fields)}")
+        require(all(type(info[key]) is kind for key, kind in fields.items()), "a field of latents is of a wrong type")
+        sizes = info["parts"] in (1, 2) and info["copies"] in (1, 2) and info["downsample"] > 0
+        require(sizes, "parts or copies of latents are neither 1 nor 2, or downsample is not positive")
+        for key in ("offset", "scale", "mean", "std"):
+            numbers = all(type(x) in (int, float) and math.isfinite(x) for x in info[key])
+            require(numbers and min(info["scale"] + info["std"], default=0) > 0, f"{key} of latents is wrong")
+            require(len(info[key]) * info["parts"] * info["copies"] == meta["channels"], f"{key} does not fit channels")
     names = meta.get("class_names")
     require(isinstance(names, list) and all(isinstance(n, str) for n in names), "class_names is not a list of strings")
     splits = meta.get("splits")

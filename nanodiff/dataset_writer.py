@@ -24,7 +24,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, fsync_dir
 
 FORMAT = 1
-DTYPES = {"images": np.dtype(np.uint8)}  # by kind of set
+DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
 SPLITS = ("train", "val")
 MAX_SHARD_BYTES = 2**30
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)

@@ -6,7 +6,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodiff.common import StackedGenerator, get_dist, make_generator
-from nanodiff.dataloader import to_model_range, to_uint8
 from nanodiff.guidance import make_denoiser
 from nanodiff.png import make_grid
 from nanodiff.timesteps import make_timesteps
@@ -36,8 +35,15 @@ def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
     return x.cpu()
 
 
+def stored_images(dataset, ids, codec, device, generator=None):
+    """x0 (N, C, H, W) and labels (N,) of a data set's images; of latents a sample, by `generator`, or their mean."""
+    stored = torch.from_numpy(dataset.images(ids)).to(device)
+    eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.draws else None
+    return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
+
+
 @torch.no_grad()
-def validation_loss(model, process, val_set, num_images, seed, batch_size, device, autocast, low_res_size=0):
+def validation_loss(model, process, val_set, num_images, seed, codec, batch_size, device, autocast, low_res_size=0):
     """(mean, [4 means by quarter of t]) of the loss on the first `num_images` validation images, over all ranks.
 
     The noise of an image is a function of its index, its t of (seed, index), the t spread evenly over their range: the
@@ -50,10 +56,10 @@ def validation_loss(model, process, val_set, num_images, seed, batch_size, devic
     for start in range(rank * batch_size, n, world * batch_size):
         ids = np.arange(start, start + batch_size)
         real, ids = torch.from_numpy(ids < n), np.minimum(ids, n - 1)
-        x0 = to_model_range(torch.from_numpy(val_set.images(ids)).to(device))
-        labels = torch.from_numpy(val_set.labels(ids)).to(device)
+        generator = StackedGenerator(ids)
+        x0, labels = stored_images(val_set, ids, codec, device, generator)
         cond = conditioning(x0, labels, model.config.num_classes, low_res_size)
-        noise = StackedGenerator(ids).randn(x0.shape, device)
+        noise = generator.randn(x0.shape, device)
         t, _ = timesteps.sample(u[ids].to(device))
         with autocast:
             loss = process.losses(model, x0, t, noise, **cond)["loss"]
@@ -63,7 +69,9 @@ def validation_loss(model, process, val_set, num_images, seed, batch_size, devic
 
 
 @torch.no_grad()
-def bits_per_dim(model, process, val_set, num_images, batch_size, device, autocast, low_res_size=0, progress=None):
+def bits_per_dim(
+    model, process, val_set, num_images, codec, batch_size, device, autocast, low_res_size=0, progress=None
+):
     """The variational bound on the first `num_images` validation images, over all ranks: a dict of means.
 
     total_bpd and prior_bpd, floats in bits per dimension; vb, xstart_mse and mse (T,), by timestep, first t = T-1.
@@ -73,8 +81,7 @@ def bits_per_dim(model, process, val_set, num_images, batch_size, device, autoca
     n, sums = min(num_images, len(val_set)), {}
     for part in torch.arange(n).tensor_split(world)[rank].split(batch_size):
         ids = part.numpy()
-        x0 = to_model_range(torch.from_numpy(val_set.images(ids)).to(device))
-        labels = torch.from_numpy(val_set.labels(ids)).to(device)
+        x0, labels = stored_images(val_set, ids, codec, device)
         cond = conditioning(x0, labels, model.config.num_classes, low_res_size)
         with autocast:
             terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)
@@ -106,7 +113,9 @@ def sample_images(
     return torch.cat(images)
 
 
-def sample_grid(model, process, val_set, steps, sampler, cfg_scale, batch_size, device, autocast, low_res_size=0):
+def sample_grid(
+    model, process, val_set, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
+):
     """A grid (H, W, C) uint8 of fixed noise and classes, eight images to a row, a row to a class where these are few.
 
     Super-resolution shows triplets from the validation set: low resolution, sample, truth.
@@ -114,17 +123,17 @@ def sample_grid(model, process, val_set, steps, sampler, cfg_scale, batch_size, 
     num_classes = model.config.num_classes
     n = 24 if low_res_size else 8 * (num_classes if 0 < num_classes <= 10 else 8)
     y = torch.arange(n) // 8 if num_classes <= 10 else torch.linspace(0, num_classes - 1, n).long()
-    ids = np.arange(n) % len(val_set)
-    truth = to_model_range(torch.from_numpy(val_set.images(ids)))
+    cond = {"y": y} if num_classes else {}
     if low_res_size:
-        y = torch.from_numpy(val_set.labels(ids))
-    cond = conditioning(truth, y, num_classes, low_res_size)
+        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
+        cond = conditioning(truth, labels, num_classes, low_res_size)
     images = sample_images(
-        model, process, range(n), cond, truth.shape[1:], steps, sampler, batch_size, device, autocast,
+        model, process, range(n), cond, codec.shape, steps, sampler, batch_size, device, autocast,
         cfg_scale=cfg_scale if num_classes else 1.0,
-    ).cpu()  # fmt: skip
+    )  # fmt: skip
     if low_res_size:
-        low = F.interpolate(cond["low_res"], size=truth.shape[-1], mode="nearest")
+        low = F.interpolate(cond["low_res"], size=codec.shape[-1], mode="nearest")
         images = torch.stack([low, images, truth], 1).flatten(0, 1)
-    scale = max(1, 48 // truth.shape[-1])  # so that small images can be seen
-    return make_grid(to_uint8(images).numpy(), columns=9 if low_res_size else 8, scale=scale)
+    pixels = codec.to_pixels(images).numpy()
+    scale = max(1, 48 // pixels.shape[-1])  # so that small images can be seen
+    return make_grid(pixels, columns=9 if low_res_size else 8, scale=scale)

@@ -15,18 +15,6 @@ from nanodiff.gaussian import GaussianDiffusion
 from nanodiff.unet import UNet, UNetConfig, config_from_state_dict, from_improved_diffusion
 
 
-def data_facts(dataset) -> dict:
-    """What a model must know of the set it was trained on, to be sampled from without it."""
-    return {
-        "name": dataset.name,
-        "kind": dataset.meta["kind"],
-        "channels": dataset.channels,
-        "resolution": dataset.resolution,
-        "num_classes": dataset.num_classes,
-        "class_names": list(dataset.class_names),
-    }
-
-
 def make_process(config: dict):
     """The diffusion process that the settings name: flow matching, or a Gaussian diffusion that predicts eps, x0, v."""
     if config["objective"] == "flow":
@@ -59,7 +47,7 @@ def choose_sampler(process, sampler: str, steps: int) -> str:
 
 
 def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConfig:
-    """Sizes from `depth` and from the data set's facts (`data`: see data_facts)."""
+    """Sizes from `depth` and from the data set's facts (`data`: a codec's)."""
     channels, resolution = data["channels"], data["resolution"]
     if config["low_res_size"] >= resolution:
         raise UserError(f"low_res_size={config['low_res_size']}; accepted: less than the images' {resolution} pixels")
@@ -95,8 +83,8 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int | None =
 
 # Settings that make the model what it is: a run cannot go on with others. The rest may change between two starts.
 FIXED = (
-    "seed", "data", "flip", "class_cond", "low_res_size", "arch", "depth", "patch_size", "num_res_blocks",
-    "attention_resolutions", "num_heads", "num_heads_upsample", "use_scale_shift_norm", "dropout",
+    "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "patch_size",
+    "num_res_blocks", "attention_resolutions", "num_heads", "num_heads_upsample", "use_scale_shift_norm", "dropout",
     "objective", "flow_prediction", "noise_schedule", "num_timesteps", "variance", "loss", "rescale_timesteps",
     "timesteps", "label_drop", "total_batch_size", "optimizer", "ema_rates", "ema_ramp",
 )  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure
+from nanodiff.codec import load_codec
 from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_device, print0, write_atomic
-from nanodiff.dataloader import to_uint8
 from nanodiff.dataset import open_dataset
 from nanodiff.evaluation import bits_per_dim, sample_images, sum_over_ranks, validation_loss
 from nanodiff.judge import get_judge
@@ -27,6 +27,7 @@ metric = "loss"  # loss|bpd|class_accuracy: what to measure
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # data set to evaluate on; "" = the one trained on
+autoencoder = ""  # path of that of a latent model; "" = where it was when the latents were made
 num_images = 400  # >= 1: validation images, or samples
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
 steps = 50  # >= 1: of the sampler
@@ -46,10 +47,9 @@ num_classes, low_res_size = loaded.num_classes, loaded.config["low_res_size"]
 if not (data or loaded.data["name"]):
     raise UserError(f"{loaded.source} does not tell what it was trained on: give data=...")
 val_set = open_dataset(data or loaded.data["name"], "val")
-facts = (loaded.data["channels"], loaded.data["resolution"], num_classes or val_set.num_classes)
-given = (val_set.channels, val_set.resolution, val_set.num_classes)
-if facts != given:
-    raise UserError(f"data={val_set.name!r} has (channels, pixels, classes) {given}, {loaded.source} wants {facts}")
+codec = load_codec(loaded.data, device, autoencoder, val_set)
+if num_classes and val_set.num_classes != num_classes:
+    raise UserError(f"data={val_set.name!r} has {val_set.num_classes} classes, {loaded.source} wants {num_classes}")
 if min(num_images, len(val_set)) < world:
     raise UserError(f"{world} ranks for {min(num_images, len(val_set))} images: num_images={num_images}")
 result = {
@@ -62,7 +62,7 @@ result = {
 
 if metric == "loss":
     mean, quarters = validation_loss(
-        loaded.model, loaded.process, val_set, num_images, seed, batch_size, device, autocast, low_res_size
+        loaded.model, loaded.process, val_set, num_images, seed, codec, batch_size, device, autocast, low_res_size
     )
     result |= {"num_images": min(num_images, len(val_set)), "loss": mean}
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # of fewer than 4 images some are NaN
@@ -70,10 +70,13 @@ if metric == "loss":
 elif metric == "bpd":
     if not loaded.process.num_timesteps:
         raise UserError(f"metric=bpd: {loaded.source} was trained with flow matching; accepted: objective eps, x0 or v")
+    if loaded.data["kind"] != "images":
+        raise UserError(f"metric=bpd: {loaded.source} was trained on latents; accepted: models of pixels")
     with Progress(min(num_images, len(val_set)), "images", "bits/dim") as bar:
         terms = bits_per_dim(
-            loaded.model, loaded.process, val_set, num_images, batch_size, device, autocast, low_res_size, bar.update
-        )
+            loaded.model, loaded.process, val_set, num_images, codec, batch_size, device, autocast, low_res_size,
+            bar.update,
+        )  # fmt: skip
     result |= {"num_images": min(num_images, len(val_set)), "timesteps": loaded.process.num_timesteps}
     result |= {name: value for name, value in terms.items() if name.endswith("bpd")}
     if rank == 0 and loaded.run_dir:
@@ -94,10 +97,9 @@ elif metric == "class_accuracy":
     with Progress(len(share), "images", "sampling") as bar:
         images = sample_images(
             loaded.model, loaded.process, [(seed << 32) + int(i) for i in share], {"y": labels[share]},
-            (val_set.channels, val_set.resolution, val_set.resolution), steps, sampler, batch_size, device, autocast,
-            bar.update, cfg_scale=cfg_scale,
+            codec.shape, steps, sampler, batch_size, device, autocast, bar.update, cfg_scale=cfg_scale,
         )  # fmt: skip
-    hits = (judge.predict(to_uint8(images)).cpu() == labels[share]).sum()
+    hits = (judge.predict(codec.to_pixels(images)) == labels[share]).sum()
     accuracy = float(sum_over_ranks(hits, device)) / num_images
     result |= {"num_images": num_images, "sampler": sampler, "steps": steps, "cfg_scale": cfg_scale, "seed": seed}
     result |= {"class_accuracy": accuracy, "judge_accuracy_on_real_images": judge.accuracy}

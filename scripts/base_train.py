@@ -22,6 +22,7 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.amp import LossScaler
 from nanodiff.checkpoint import find_checkpoint, load_meta, load_tensors, lock_run, save_checkpoint, trim_metrics
+from nanodiff.codec import check_same_data, make_codec
 from nanodiff.common import (
     StopSignal,
     UserError,
@@ -39,7 +40,7 @@ from nanodiff.common import (
     start_wandb,
     write_atomic,
 )
-from nanodiff.dataloader import DataLoader, to_model_range
+from nanodiff.dataloader import DataLoader
 from nanodiff.dataset import open_dataset
 from nanodiff.ema import EMA
 from nanodiff.evaluation import bits_per_dim, conditioning, quartile_sums, sample_grid, sum_over_ranks, validation_loss
@@ -50,7 +51,6 @@ from nanodiff.recipe import (
     build_model,
     check_settings,
     choose_sampler,
-    data_facts,
     load_weights,
     make_model_config,
     make_process,
@@ -71,6 +71,8 @@ compile = True  # torch.compile
 # Data
 data = "shapes"  # name of a data set (see scripts/prepare_data.py), or the path of its folder
 flip = False  # mirror half of the images
+autoencoder = ""  # path: make latents of an image set on the fly; or where that of a latent set lies now
+latent_norm = "channels"  # channels|scale: latents are normalised by the set's statistics, or as the autoencoder says
 class_cond = True  # condition on labels where the data set has them
 low_res_size = 0  # >= 0: train super-resolution from this size in pixels; 0 = off
 # Model
@@ -141,10 +143,12 @@ print0(f"device: {world} x {device_name(device)}, {str(compute_dtype)[6:]}, torc
 print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")
 
 train_set, val_set = open_dataset(data, "train"), open_dataset(data, "val")
-facts = data_facts(train_set)
-image_shape = (facts["channels"], facts["resolution"], facts["resolution"])
+codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # what is stored <-> x0 <-> pixels
+facts = codec.facts
 num_classes = facts["num_classes"] if class_cond else 0
-print0(f"data: {data}: {len(train_set):,} + {len(val_set):,} images of {image_shape}, {num_classes or 'no'} classes")
+print0(f"data: {data}: {len(train_set):,} + {len(val_set):,} images of {codec.shape}, {num_classes or 'no'} classes")
+if codec.obstacle:
+    print0(f"grids will show latents, not pixels: {codec.obstacle}")
 
 process = make_process(config)
 model_config = make_model_config(config, facts, process)
@@ -181,8 +185,8 @@ optim = make_optimizer(model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=we
 ema = EMA(model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
 sampler = choose_sampler(process, sampler, sample_steps)
-if bpd_every >= 0 and not process.num_timesteps:
-    raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion: objective eps, x0 or v; -1 = never")
+if bpd_every >= 0 and (not process.num_timesteps or facts["kind"] != "images"):
+    raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion (objective eps, x0 or v) of pixels; -1 = never")
 
 
 def lr_multiplier(step):
@@ -215,6 +219,7 @@ loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None}  # all state of the lo
 if checkpoint:
     meta = load_meta(checkpoint)
     changes = check_settings(config, meta["config"], model_tag)
+    check_same_data(meta["data"], facts, model_tag)
     print0(f"resumed from {checkpoint}" + f", now with {', '.join(changes)}" * bool(changes))
     load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
@@ -250,7 +255,9 @@ if compile:
     obstacle = can_compile(device)
     print0(f"not compiled: {obstacle}" if obstacle else "torch.compile: the first step takes longer")
     model = raw_model if obstacle else torch.compile(raw_model, dynamic=False)
-evaluation = dict(device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size)
+evaluation = dict(
+    codec=codec, device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size
+)
 guidance = cfg_scale if label_drop else 1.0  # a model that never went without labels has no null class to guide from
 draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, rank, world, seed, start_step=step, device=device)
@@ -317,13 +324,16 @@ while True:
     t0, wait_s = time.perf_counter(), 0.0
     generator = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=generator, device=draw_device).to(device)
-    noise = torch.randn(total_batch_size, *image_shape, generator=generator, device=draw_device).to(device)
+    noise = torch.randn(total_batch_size, *codec.shape, generator=generator, device=draw_device).to(device)
+    if codec.draws:  # a latent is a distribution, of which each step takes another sample
+        latent_eps = torch.randn(noise.shape, generator=generator, device=draw_device).to(device)
     t, t_weight = timestep_sampler.sample(u_t)  # the weight makes up for a t that is drawn more often than others
     micro_steps = []
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        x0 = to_model_range(images, u_flip[rows] < 0.5 if flip else None)  # (B, C, H, W) in [-1, 1]
+        eps = latent_eps[rows] if codec.draws else None
+        x0 = codec.to_x0(images, u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W) in [-1, 1], or latents
         y = drop_labels(labels, u_drop[rows], label_drop, num_classes)
         if dropout:
             torch.manual_seed(make_generator(seed, step, first).initial_seed())

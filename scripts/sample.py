@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure
+from nanodiff.codec import load_codec
 from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_device, print0, write_atomic
-from nanodiff.dataloader import to_uint8
 from nanodiff.evaluation import sample_images
 from nanodiff.png import encode_png, make_grid
 from nanodiff.recipe import choose_sampler, load_run
@@ -39,6 +39,7 @@ seed = 0  # >= 0: of the images
 batch_size = 64  # >= 1: images at a time on each rank
 npz = False  # write arr_0 (N, H, W, C) uint8 and labels too
 out = ""  # path without suffix of what is written; "" = samples/ in the run's folder
+autoencoder = ""  # path of that of a latent model; "" = where it was when the latents were made
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
 # Of a published checkpoint file, which holds weights alone; by default as in the published models
@@ -55,6 +56,9 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
 published = dict(noise_schedule=noise_schedule, num_timesteps=num_timesteps, rescale_timesteps=rescale_timesteps)
 loaded = load_run(run, device, checkpoint_step, ema, num_heads=num_heads, image_size=image_size, **published)
+codec = load_codec(loaded.data, device, autoencoder)
+if codec.obstacle:
+    print0(f"latents are shown as they are: {codec.obstacle}")
 num_classes, low_res_size = loaded.num_classes, loaded.config["low_res_size"]
 if low_res_size:
     raise UserError(f"{loaded.source} is a super-resolution model: its training run shows samples of it")
@@ -88,7 +92,6 @@ if not os.access(stem.parent, os.W_OK):
 labels = torch.tensor([chosen[i % len(chosen)] for i in range(num_images)])
 share = torch.arange(num_images).tensor_split(world)[rank]
 cond = {"y": labels[share]} if num_classes else {}
-shape = (loaded.data["channels"], loaded.data["resolution"], loaded.data["resolution"])
 protocol = {
     "checkpoint": loaded.source, "step": loaded.step, "weights": loaded.weights, "sampler": sampler, "steps": steps,
     "cfg_scale": cfg_scale, "cfg_interval": [low, high], "classes": classes or "all, balanced",
@@ -98,10 +101,11 @@ protocol = {
 print0("protocol: " + json.dumps(protocol))
 with Progress(len(share), "images", "sampling") as bar:
     images = sample_images(
-        loaded.model, loaded.process, [(seed << 32) + int(i) for i in share], cond, shape, steps, sampler, batch_size,
-        device, autocast, bar.update, cfg_scale=cfg_scale, cfg_interval=(low, high), cfg_channels=cfg_channels or None,
+        loaded.model, loaded.process, [(seed << 32) + int(i) for i in share], cond, codec.shape, steps, sampler,
+        batch_size, device, autocast, bar.update, cfg_scale=cfg_scale, cfg_interval=(low, high),
+        cfg_channels=cfg_channels or None,
     )  # fmt: skip
-images = to_uint8(images).cpu()
+images = codec.to_pixels(images)
 if world > 1:
     parts = [None] * world
     dist.gather_object(images, parts if rank == 0 else None)
@@ -110,8 +114,7 @@ if rank == 0:
     images = (torch.cat(parts) if world > 1 else images).numpy()
     png, protocol_json = stem.with_name(f"{stem.name}.png"), json.dumps(protocol)
     columns = len(chosen) if 4 <= len(chosen) <= 10 else 8
-    shown = images[:256, : 3 if images.shape[1] >= 3 else 1]  # of latents three channels
-    grid = make_grid(shown, columns, scale=max(1, 48 // images.shape[-1]))
+    grid = make_grid(images[:256], columns, scale=max(1, 48 // images.shape[-1]))
     try:
         write_atomic(png, encode_png(grid, {"protocol": protocol_json}))
         print0(f"{min(num_images, 256)} images: {png}")

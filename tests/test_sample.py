@@ -134,7 +134,7 @@ def test_meta_files(base, run_script, tmp_path, dit, training_checkpoint):
     torch.testing.assert_close(loaded.model(x, t, y), dit.eval()(x, t, y))
     args = (f"--run={tmp_path / 'dit.pt'}", "--num_heads=4", "--num_images=6", "--cfg_channels=3")
     images, labels, protocol = sample(run_script, tmp_path / "a", *args)
-    assert images.shape == (6, 8, 8, 4) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
+    assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
     few, _, _ = sample(run_script, tmp_path / "b", *args, "--batch_size=4")
     assert_same(images, few)
 
