@@ -211,12 +211,13 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing: temporary file beside it, fsync, rename."""
+def write_atomic(path: Path, *parts) -> None:
+    """Write bytes, one after the other, as a whole file or nothing: temporary file beside it, fsync, rename."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as f:
-            f.write(data)
+            for part in parts:
+                f.write(part)
             f.flush()
             os.fsync(f.fileno())
         os.chmod(tmp, 0o644)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, fsync_dir
+from nanodiff.common import UserError, base_dir, fsync_dir, write_atomic
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
@@ -49,6 +49,55 @@ def npy_header(dtype: np.dtype, shape: tuple) -> bytes:
     return header.getvalue()
 
 
+def lock_set(path: Path, wait: bool = False):
+    """Lock the set that is to be at `path` until the returned file is closed or the process dies. Raises UserError.
+
+    What a killed process left of it is removed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.parent / f".{path.name}.lock", "a")
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}; see NANODIFF_BASE_DIR") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        for leftover in path.parent.glob(f".{path.name}.tmp-*"):  # its writer is dead: we hold the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise UserError(f"data set {path.name!r} is being prepared by another process") from None
+        # A file system without locks: the temporary names differ and the rename is atomic, so work is done twice.
+    return lock
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """UserError where something is at `path` already, unless it is a data set and to be replaced."""
+    is_set = (path / "meta.json").is_file()
+    if path.exists() and not (overwrite and is_set):
+        hint = "--overwrite replaces it" if is_set else "it is no data set"
+        raise UserError(f"{path} exists already ({hint}); choose another --name")
+
+
+def publish(folder: Path, path: Path, meta: dict, overwrite: bool) -> None:
+    """Write meta.json into the folder of a finished set and give it its name, also in place of an older set there."""
+    write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    folder.chmod(0o755)
+    fsync_dir(folder)
+    old = None
+    if overwrite and path.exists():
+        old = tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.tmp-")
+        os.rename(path, old)
+    try:
+        os.rename(folder, path)
+    except BaseException:
+        if old:
+            os.rename(old, path)
+        raise
+    fsync_dir(path.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
@@ -70,25 +119,11 @@ class DatasetWriter:
         self._open, self._labels = {}, {}  # split -> (file, its entry in meta), list of label arrays
 
     def __enter__(self):
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path.parent / f".{self.path.name}.lock", "a")
-        except OSError as error:
-            raise UserError(f"cannot write to {self.path.parent}: {error.strerror}; see NANODIFF_BASE_DIR") from None
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
-            for leftover in self.path.parent.glob(f".{self.path.name}.tmp-*"):  # its writer is dead: we hold the lock
-                shutil.rmtree(leftover, ignore_errors=True)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise UserError(f"data set {self.path.name!r} is being prepared by another process") from None
-            # A file system without locks: the temporary names differ and the rename is atomic, so work is done twice.
-        if self.path.exists() and not (self.overwrite and (self.path / "meta.json").is_file()):
-            self.exists = self.wait and (self.path / "meta.json").is_file()
-            if not self.exists:
-                hint = "--overwrite replaces it" if (self.path / "meta.json").is_file() else "it is no data set"
-                raise UserError(f"{self.path} exists already ({hint}); choose another --name")
+        self._lock = lock_set(self.path, self.wait)
+        self.exists = self.wait and (self.path / "meta.json").is_file()
+        if self.exists:
             return self
+        check_free(self.path, self.overwrite)
         try:
             self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         except OSError as error:
@@ -154,27 +189,12 @@ class DatasetWriter:
             file = open(self.folder / entry["file"], "w+b")
             np.save(file, np.concatenate(labels))
             self._finish_file(file, entry)
-        with open(self.folder / "meta.json", "w") as file:
-            json.dump(self.meta, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        self.folder.chmod(0o755)
-        fsync_dir(self.folder)
-        old = None
-        if self.overwrite and self.path.exists():
-            old = tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-")
-            os.rename(self.path, old)
         try:
-            os.rename(self.folder, self.path)
-        except BaseException as error:
-            if old:
-                os.rename(old, self.path)
-            faster = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
-            if not (self.wait and faster):  # another process has made the same
+            publish(self.folder, self.path, self.meta, self.overwrite)
+        except OSError as error:
+            faster = self.wait and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            if not faster:  # another process has made the same
                 raise
-        fsync_dir(self.path.parent)
-        if old:
-            shutil.rmtree(old, ignore_errors=True)
 
     def __exit__(self, kind, error, traceback):
         try:

@@ -51,3 +51,18 @@ def run_process(name, *args, ranks=1, check=True, **env):
     done = subprocess.run(command(name, *args, ranks=ranks), capture_output=True, text=True, env=env, timeout=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def children(pid):
+    """The processes that a process has started, and theirs."""
+    own = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
+    ]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def kill_all(process):
+    """kill -9 to a Popen and all below it: torchrun's workers are in sessions of their own."""
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()

@@ -1,9 +1,13 @@
 """A tiny data set, and runs of it with weights that depend on everything, for tests of what comes after training."""
 
+import json
+
 import torch
 
+from nanodiff.autoencoder import AutoencoderKL
 from nanodiff.checkpoint import load_meta, save_checkpoint
 from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.safetensors import save_safetensors
 from nanodiff.shapes import CLASS_NAMES, draw_shapes
 
 TINY = (
@@ -18,6 +22,16 @@ def make_data(name="tiny", resolution=16, **sizes):
     with DatasetWriter(name, CLASS_NAMES) as writer:
         for split, n in ({"train": 24, "val": 24} | sizes).items():
             writer.append(split, *draw_shapes(n, seed=n, resolution=resolution))
+
+
+def make_autoencoder(folder, seed=0):
+    """A folder with an SD VAE of random weights, as diffusers saves it: 4 pixels a side per latent of 3 channels."""
+    folder.mkdir()
+    torch.manual_seed(seed)
+    weights = AutoencoderKL(widths=(8, 16, 16), blocks=1, latent_channels=3, groups=4).state_dict()
+    save_safetensors(weights, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", "norm_num_groups": 4}))
+    return folder
 
 
 def randomise(tensors, seed=0):

@@ -1,0 +1,134 @@
+"""A latent set is the same however the work was cut up or interrupted, and holds what the autoencoder gives."""
+
+import json
+import os
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, command, kill_all, run_process
+from tiny_runs import make_autoencoder, make_data
+
+from nanodiff import common
+from nanodiff.autoencoder import Autoencoder, open_autoencoder
+from nanodiff.common import UserError
+from nanodiff.dataloader import to_model_range
+from nanodiff.dataset import open_dataset, verify
+
+
+@pytest.fixture
+def vae(base):
+    """200 training images, so that there are four shards of them and one for validation."""
+    make_data(train=200, val=24)
+    return make_autoencoder(base / "vae")
+
+
+def cache(run_script, vae, name, *args):
+    run_script("cache_latents", "--data=tiny", f"--autoencoder={vae}", f"--name={name}", "--device_type=cpu", *args)
+
+
+def files(base, name):
+    """{name: bytes} of a set; meta.json without the set's own name anywhere in it."""
+    return {p.name: p.read_bytes() for p in (base / "data" / name).iterdir()}
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_set_holds_mean_and_deviation_of_every_image(base, vae, run_script, flip):
+    cache(run_script, vae, "whole", *["--flip"] * flip)
+    latents, images = open_dataset("whole", "val"), open_dataset("tiny", "val")
+    assert verify(latents)[0] == 7  # 4 + 1 shards, two files of labels: and nothing else is left in the folder
+    names = [*(f"train_images_{k:03d}" for k in range(4)), "train_labels", "val_images_000", "val_labels"]
+    shards = {f"{name}.npy" for name in names}
+    assert {p.name for p in latents.path.iterdir()} == shards | {"meta.json"}
+    ids = np.array([5, 0, 23])
+    x = to_model_range(torch.from_numpy(images.images(ids)))
+    parts = [part for x in (x, x.flip(3))[: 1 + flip] for part in open_autoencoder(vae).encode(x)]
+    expected = torch.cat(parts, 1)
+    got = torch.from_numpy(latents.images(ids))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.float(), expected, rtol=2**-10, atol=1e-5)  # fp16 keeps 11 bits
+    assert (latents.labels(ids) == images.labels(ids)).all() and latents.class_names == images.class_names
+
+
+def test_statistics_are_of_what_training_draws(base, vae, run_script):
+    cache(run_script, vae, "whole")
+    info = open_dataset("whole").meta["latents"]
+    stored = torch.from_numpy(open_dataset("whole").images(range(200))).double()
+    mean, std = stored.chunk(2, dim=1)
+    eps = torch.randn(50, *mean.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draws = (mean + std * eps).transpose(0, 2).flatten(1)  # (C, 50 draws of all latents)
+    torch.testing.assert_close(torch.tensor(info["mean"]).double(), draws.mean(1), atol=2e-3, rtol=0)
+    torch.testing.assert_close(torch.tensor(info["std"]).double(), draws.std(1), atol=1e-2, rtol=0)
+
+
+def test_an_interrupted_run_goes_on_and_does_nothing_twice(base, vae, run_script, monkeypatch, capsys):
+    cache(run_script, vae, "whole")
+    encoded, encode, write = [], Autoencoder.encode, common.write_atomic
+
+    def counting(self, x):
+        encoded.append(len(x))
+        return encode(self, x)
+
+    def failing(path, *parts):
+        if path.name == "train_images_002.npy":
+            raise OSError(28, "No space left on device")
+        write(path, *parts)
+
+    monkeypatch.setattr(Autoencoder, "encode", counting)
+    monkeypatch.setattr(common, "write_atomic", failing)
+    with pytest.raises(UserError, match="No space left on device; whole shards are kept, the same command goes on"):
+        cache(run_script, vae, "part")
+    assert not (base / "data" / "part").exists() and sum(encoded) == 3 * 64
+    monkeypatch.setattr(common, "write_atomic", write)
+    encoded.clear()
+    cache(run_script, vae, "part")
+    assert "224 images of 'tiny', 96 to encode" in capsys.readouterr().out
+    assert sum(encoded) == 96 and files(base, "part") == files(base, "whole")
+
+
+@pytest.mark.slow
+def test_killed_runs_and_two_ranks_make_the_same_set(base, vae, run_script):
+    """kill -9 while shards are written, by one rank and by two; what goes on with another number ends the same."""
+    cache(run_script, vae, "whole", "--batch_size=2")
+    for name, ranks in (("a", 1), ("b", 2)):
+        args = ("--data=tiny", f"--autoencoder={vae}", f"--name={name}", "--device_type=cpu", "--batch_size=2")
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command("cache_latents", *args, ranks=ranks), env=env)
+        parts = base / "data" / f".{name}.parts"
+        while not list(parts.glob("train_???.json")):
+            assert process.poll() is None
+            time.sleep(0.002)
+        kill_all(process)
+        done = len(list(parts.glob("*_???.json")))
+        assert 1 <= done < 5, "it was not killed in time"
+        out = run_process("cache_latents", *args, ranks=3 - ranks).stdout
+        assert f" in {5 - done} shards" in out
+        assert files(base, name) == files(base, "whole")
+
+
+def test_another_autoencoder_does_not_go_on_with_what_is_there(base, vae, run_script, capsys):
+    parts = base / "data" / ".mixed.parts"
+    parts.mkdir()
+    (parts / "plan.json").write_text(json.dumps({"autoencoder": "another"}))
+    (parts / "train_000.json").write_text("{}")
+    cache(run_script, vae, "mixed")
+    assert "is begun anew" in capsys.readouterr().out and verify(open_dataset("mixed"))
+
+
+def test_mistakes(base, vae, run_script):
+    cache(run_script, vae, "whole")
+    for args, line in (
+        (["--data=tiny"], "give --data=NAME of an image set and --autoencoder=PATH"),
+        (["--data=nowhere", f"--autoencoder={vae}"], "no data set 'nowhere'"),
+        (["--data=tiny", "--autoencoder=nowhere"], "nowhere: no such file or folder"),
+        (["--data=whole", f"--autoencoder={vae}"], "holds latents, 6 channels of 4 px; accepted: images"),
+        (["--data=tiny", f"--autoencoder={vae}", "--name=whole"], "exists already (--overwrite replaces it)"),
+        (["--data=tiny", f"--autoencoder={vae}", "--name=a/b"], "name='a/b' cannot name a data set"),
+    ):
+        with pytest.raises(UserError) as error:
+            run_script("cache_latents", *args, "--device_type=cpu")
+        assert line in str(error.value)
+    cache(run_script, vae, "whole", "--overwrite", "--flip")
+    assert open_dataset("whole").channels == 12

@@ -1,0 +1,122 @@
+"""Latents made on the fly, cached latents and pixels are the same thing to a model; only the right ones are let in."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import TINY, make_autoencoder, make_data
+
+from nanodiff.autoencoder import open_autoencoder
+from nanodiff.codec import load_codec, make_codec
+from nanodiff.common import StackedGenerator, UserError
+from nanodiff.dataloader import to_model_range, to_uint8
+from nanodiff.dataset import open_dataset
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def vae(base, run_script):
+    make_data()
+    folder = make_autoencoder(base / "vae")
+    for name, more in (("plain", []), ("flips", ["--flip"])):
+        run_script("cache_latents", "--data=tiny", f"--autoencoder={folder}", f"--name={name}", *more)
+    return folder
+
+
+def stored(name, ids=range(24), split="train"):
+    return torch.from_numpy(open_dataset(name, split).images(np.array(ids)))
+
+
+def test_cached_latents_are_those_made_on_the_fly(vae):
+    """To fp16's precision, also of mirrored images; by the published scale, as nothing else is known on the fly."""
+    online = make_codec(open_dataset("tiny"), CPU, str(vae))
+    cached = make_codec(open_dataset("flips"), CPU, latent_norm="scale", flip=True)
+    assert online.shape == cached.shape == (3, 4, 4) and online.draws and cached.draws
+    flip = torch.arange(24) % 3 == 0
+    eps = StackedGenerator(range(24)).randn((24, 3, 4, 4))
+    for args in ((), (None, eps), (flip, eps)):
+        a, b = online.to_x0(stored("tiny"), *args), cached.to_x0(stored("flips"), *args)
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-3 * float(a.std()))
+    mirrored = online.to_x0(stored("tiny").flip(3))
+    assert torch.equal(mirrored, online.to_x0(stored("tiny"), torch.ones(24, dtype=torch.bool)))
+
+
+def test_channels_are_normalised(vae):
+    """Over the set a model sees each channel with mean 0 and deviation 1."""
+    codec = make_codec(open_dataset("plain"), CPU)
+    eps = torch.randn(24, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x0 = torch.cat([codec.to_x0(stored("plain"), None, sign * eps) for sign in (1, -1)]).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(x0.mean(1), torch.zeros(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(x0.std(1), torch.ones(3), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("norm", ["channels", "scale"])
+def test_pixels_are_the_decoded_latents(vae, norm):
+    codec, model = make_codec(open_dataset("plain"), CPU, latent_norm=norm), open_autoencoder(vae)
+    expected = to_uint8(model.decode(model.encode(to_model_range(stored("tiny")))[0]))
+    got = codec.to_pixels(codec.to_x0(stored("plain")))
+    assert got.dtype == torch.uint8 and got.shape == (24, 3, 16, 16)
+    assert (got.int() - expected.int()).abs().max() <= 2  # the latents were in fp16
+
+
+def test_training_on_latents_needs_no_autoencoder(vae, base, run_script, capsys):
+    run = ("base_train", *TINY, "--data=plain", "--patch_size=1", "--num_iterations=2", "--sample_every=0")
+    first = run_script(*run, "--sample_steps=2", "--eval_every=0")
+    assert first["codec"].autoencoder is None and (first["run_dir"] / "samples" / "step_000002.png").is_file()
+    shutil.move(vae, base / "elsewhere")
+    capsys.readouterr()
+    run_script(*run, "--sample_steps=2", "--eval_every=0", "--model_tag=without")
+    assert "grids will show latents, not pixels" in capsys.readouterr().out
+    a, b = ((base / "runs" / tag / "metrics.jsonl").read_text() for tag in ("plain_dit_d1", "without"))
+    losses = [[json.loads(line).get("val/loss") for line in text.splitlines()] for text in (a, b)]
+    assert losses[0] == losses[1] and any(losses[0])
+    # what was moved can be told, and is checked
+    facts = first["codec"].facts
+    assert load_codec(facts, CPU, str(base / "elsewhere")).obstacle == ""
+    with pytest.raises(UserError, match="these latents are of the autoencoder vae .*, not of other"):
+        load_codec(facts, CPU, str(make_autoencoder(base / "other", seed=1)))
+
+
+def test_the_scripts_decode(vae, base, run_script):
+    """A latent model is sampled from and evaluated in pixels, of the latent set or straight of the images."""
+    run_script("base_train", *TINY, "--data=plain", "--patch_size=1", "--num_iterations=1")
+    run_script("sample", "--num_images=4", "--steps=2", "--npz", f"--out={base / 'few'}", "--dtype=float32")
+    with np.load(base / "few.npz") as file:
+        assert file["arr_0"].shape == (4, 16, 16, 3)
+    results = []
+    for data in ("plain", "tiny"):
+        done = run_script("base_eval", "--metric=loss", f"--data={data}", "--num_images=24", "--dtype=float32")
+        results.append(done["result"]["loss"])
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_online_training_resumes_and_flips(vae, base, run_script):
+    run = ("base_train", *TINY, f"--autoencoder={vae}", "--patch_size=1", "--flip", "--model_tag=online")
+    whole = run_script(*run, "--num_iterations=3", "--save_every=2", "--checkpoints_kept=-1")
+    weights = {k: v.clone() for k, v in whole["raw_model"].state_dict().items()}
+    shutil.rmtree(whole["run_dir"] / "checkpoints" / "step_000003")
+    again = run_script(*run, "--num_iterations=3", "--save_every=2")
+    assert again["start_step"] == 2
+    assert all(torch.equal(v, weights[k]) for k, v in again["raw_model"].state_dict().items())
+
+
+def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
+    other = make_autoencoder(base / "other", seed=1)
+    run_script("cache_latents", "--data=tiny", f"--autoencoder={other}", "--name=others")
+    run_script("base_train", *TINY, "--data=plain", "--patch_size=1", "--model_tag=a")
+    shutil.rmtree(base / "data" / "plain")
+    shutil.move(base / "data" / "others", base / "data" / "plain")  # the same name, made anew
+    for script, args, line in (
+        ("base_train", [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"], "a was trained on latents of vae"),
+        ("base_eval", ["--run=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
+        ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not of other"),
+        ("base_train", [*TINY, "--data=plain", "--flip"], "has no mirrored copies"),
+        ("base_train", [*TINY, "--data=plain", "--objective=eps", "--bpd_every=1"], "of pixels; -1 = never"),
+        ("base_eval", ["--run=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not of other"),
+    ):
+        with pytest.raises(UserError) as error:
+            run_script(script, *args)
+        assert line in str(error.value), str(error.value)
