@@ -183,21 +183,22 @@ def load_tensors(path: Path, device="cpu"):
         raise UserError(f"{path} is not a checkpoint of tensors that can be loaded safely: {reason}") from e
 
 
-def lock_run(run_dir: Path):
+def lock_run(run_dir: Path, doing: str = "training", setting: str = "model_tag"):
     """Lock the run folder until the returned file is closed or the process dies.
 
-    Raises UserError if another process holds it or if the folder cannot be written to.
+    Raises UserError if another process holds it, `doing` what we were about to, or if the folder cannot be written to;
+    it names the `setting` that chooses another folder.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / ".lock", "a+")
     except OSError as e:
-        raise UserError(f"cannot write to {run_dir}: {e.strerror}; see model_tag and NANODIFF_BASE_DIR") from None
+        raise UserError(f"cannot write to {run_dir}: {e.strerror}; see {setting} and NANODIFF_BASE_DIR") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise UserError(f"another process is training in {run_dir}; stop it or choose another model_tag") from None
+        raise UserError(f"another process is {doing} in {run_dir}; stop it or choose another {setting}") from None
     except OSError:  # a file system without locks
         pass
     return lock

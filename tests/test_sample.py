@@ -1,19 +1,32 @@
 """An image is a function of (seed, index) and its class, whatever else happens; and published files are understood."""
 
 import argparse
+import hashlib
 import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from conftest import run_process
-from tiny_runs import TIMELESS, make_data, make_run, randomise
+from conftest import ROOT, command, kill_all
+from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run, randomise
 
+from nanodiff import codec, evaluation
 from nanodiff.checkpoint import load_tensors
 from nanodiff.common import UserError
 from nanodiff.dit import DiT, DiTConfig, to_meta
+from nanodiff.evaluation import network_evaluations
+from nanodiff.flow import FlowMatching
+from nanodiff.gaussian import GaussianDiffusion
 from nanodiff.recipe import load_run
+from nanodiff.sample_store import SampleStore
 from nanodiff.unet import UNet, UNetConfig
 
 
@@ -68,16 +81,6 @@ def test_seed_class_and_weights_change_an_image(flow, run_script, tmp_path):
     assert_same(mixed[::2], first[::2])
 
 
-@pytest.mark.slow
-def test_two_ranks_draw_the_images_of_one(flow, run_script, tmp_path):
-    args = (*TIMELESS, "--npz", "--num_images=7", "--batch_size=2", "--sampler=sde", "--steps=3")
-    one, labels, _ = sample(run_script, tmp_path / "one", *args)
-    run_process("sample", *args, f"--out={tmp_path / 'two'}", ranks=2)
-    with np.load(tmp_path / "two.npz") as file:
-        assert_same(one, file["arr_0"])
-        assert (labels == file["labels"]).all()
-
-
 def test_what_is_written(flow, run_script, tmp_path):
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
@@ -88,11 +91,16 @@ def test_what_is_written(flow, run_script, tmp_path):
         assert png.mode == "RGB" and png.size == (8 * 50 + 2, 3 * 50 + 2)  # three times as large, padding 2
         assert json.loads(png.text["protocol"]) == protocol
         assert (np.asarray(png)[2:50:3, 52:100:3] == images[1]).all()
-    given = dict(sampler="heun", steps=3, cfg_scale=1.5, num_images=20, seed=3, dtype="float32")
+    weights = flow / "checkpoints" / "step_000001" / "ema_0.999.pt"
+    given = dict(checkpoint=str(weights.parent), step=1, sha256=hashlib.sha256(weights.read_bytes()).hexdigest())
+    given |= dict(sampler="heun", steps=3, cfg_scale=1.5, num_images=20, seed=3, dtype="float32")
+    given |= dict(network_evaluations=2 * 5, guide=None, autoencoder=None, torch=torch.__version__)
     assert given.items() <= protocol.items()
     # by default beside the run, and without .npz
     run_script("sample", *TIMELESS, "--steps=1", "--num_images=1")
     assert [p.name for p in (flow / "samples").iterdir()] == ["sample_000001_seed0.png"]
+    with pytest.raises(UserError, match="num_images=257: a grid shows 256; --npz keeps more"):
+        run_script("sample", *TIMELESS, "--num_images=257")
 
 
 def test_models_without_classes_or_null_class_are_not_guided(base, run_script, tmp_path):
@@ -103,6 +111,238 @@ def test_models_without_classes_or_null_class_are_not_guided(base, run_script, t
     make_run(run_script, "always", "--label_drop=0")
     _, labels, protocol = sample(run_script, tmp_path / "b", "--run=always", "--num_images=3", "--cfg_scale=4")
     assert labels.tolist() == [0, 1, 2] and protocol["cfg_scale"] == 1
+
+
+def test_latents_are_decoded_by_an_autoencoder_that_is_loaded_once(base, run_script, tmp_path, monkeypatch):
+    make_data()
+    vae = make_autoencoder(tmp_path / "vae")
+    make_run(run_script, "latent", f"--autoencoder={vae}", "--patch_size=2")
+    opened, open_autoencoder = [], codec.open_autoencoder
+    monkeypatch.setattr(codec, "open_autoencoder", lambda path: opened.append(path) or open_autoencoder(path))
+    one, _, protocol = sample(run_script, tmp_path / "a", "--num_images=5")
+    times = len(opened)
+    few, _, _ = sample(run_script, tmp_path / "b", "--num_images=5", "--batch_size=2")
+    assert one.shape == (5, 16, 16, 3) and len(opened) == 2 * times
+    assert_same(one, few)
+    expected = open_autoencoder(str(vae))
+    assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (expected.name, expected.sha256)
+    vae.rename(tmp_path / "moved")  # then latents are shown as they are
+    shown, _, protocol = sample(run_script, tmp_path / "c", "--num_images=5")
+    assert shown.shape == (5, 4, 4, 3) and protocol["autoencoder"] is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guidance by another model, and what it costs
+
+
+def test_autoguidance(flow, run_script, tmp_path):
+    """x + s (x - x) = x; s = 0 leaves the guide alone and s = 1 the model (Karras et al. 2024, eq. 4)."""
+    args = ("--num_images=4", "--checkpoint_step=1")
+    draw = lambda name, *more: sample(run_script, tmp_path / name, *args, *more)
+    plain, _, _ = draw("plain", "--cfg_scale=1")
+    raw, _, _ = draw("raw", "--cfg_scale=1", "--ema=raw")
+    itself, _, protocol = draw("itself", "--cfg_scale=7", "--guide_step=1")
+    assert (itself == plain).all() and protocol["network_evaluations"] == 2 * 5
+    assert protocol["guide"] == {key: protocol[key] for key in ("checkpoint", "step", "weights", "sha256")}
+    zero, _, protocol = draw("zero", "--cfg_scale=0", "--guide_ema=raw")
+    assert (zero == raw).all() and protocol["guide"]["weights"] == "raw"
+    one, _, protocol = draw("one", "--cfg_scale=1", f"--guide_run={flow}", "--guide_step=0")
+    assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
+    beyond, _, _ = draw("beyond", "--cfg_scale=3", "--guide_ema=raw")
+    assert (np.abs(beyond.astype(int) - plain).max(axis=(1, 2, 3)) > 3).all()
+
+
+def test_a_model_without_null_class_or_classes_can_be_guided_by_another(base, run_script, tmp_path):
+    make_data()
+    make_run(run_script, "plain", "--class_cond=False")
+    args = ("--num_images=3", "--cfg_scale=0")
+    raw, _, _ = sample(run_script, tmp_path / "raw", "--num_images=3", "--ema=raw")
+    zero, _, protocol = sample(run_script, tmp_path / "zero", *args, "--guide_ema=raw")
+    assert (raw == zero).all() and protocol["cfg_scale"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings, differing",
+    [
+        (["--class_cond=False"], "classes"),
+        (["--flow_prediction=x0"], "prediction"),
+        (["--objective=eps"], "process, noise schedule, prediction"),
+        (["--data=large"], "image size"),
+    ],
+)
+def test_a_guide_that_does_not_fit(flow, run_script, settings, differing):
+    make_data("large", resolution=32)
+    make_run(run_script, "other", *settings)
+    with pytest.raises(UserError, match=f"other.* cannot guide .*flow.*: they differ in {differing}$"):
+        run_script("sample", *TIMELESS, "--run=flow", "--guide_run=other")
+    with pytest.raises(UserError, match="no checkpoint of step 7"):
+        run_script("sample", *TIMELESS, "--run=flow", "--guide_step=7")
+
+
+@pytest.mark.parametrize("num_classes", [0, 5])
+def test_network_evaluations(num_classes):
+    """Of the samplers by their papers; guidance asks twice, where it is on."""
+    model = argparse.Namespace(config=argparse.Namespace(in_channels=3, out_channels=6, num_classes=num_classes))
+    eps, flow, guide = GaussianDiffusion(variance="learned_range"), FlowMatching(), object()
+    for sampler, expected in (("ddpm", 10), ("ddim", 10), ("dpm++", 10)):
+        assert network_evaluations(model, eps, 10, sampler, cfg_scale=1.0) == expected
+    model.config.out_channels = 3
+    for sampler, expected in (("euler", 10), ("sde", 10), ("heun", 19)):
+        assert network_evaluations(model, flow, 10, sampler, cfg_scale=1.0) == expected
+        assert network_evaluations(model, flow, 10, sampler, guide, cfg_scale=2.0) == 2 * expected
+        if num_classes:
+            assert network_evaluations(model, flow, 10, sampler, cfg_scale=2.0) == 2 * expected
+    # Euler asks at t = 1, 0.75, 0.5 and 0.25, of which two are in the interval
+    interval = dict(cfg_scale=2.0, cfg_interval=(0.3, 0.8))
+    assert network_evaluations(model, flow, 4, "euler", guide, **interval) == 4 + 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that were stopped
+
+LONG = (*TIMELESS, "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts, one of 2
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def env_of(rank, ranks, port):
+    """What torchrun tells a rank; nothing where there is one."""
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return {name: str(value) for name, value in names.items()} if ranks > 1 else {}
+
+
+def forked(args, ranks=1, before=None):
+    """Run scripts/sample.py in forked processes, one thread each; their exit codes, or minus the signals.
+
+    `before(rank)` runs first in each. When one is killed, so are the others, as torchrun does it.
+    """
+    port, pids = free_port(), []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                os.environ.update(env_of(rank, ranks, port))
+                sys.argv = ["sample", *map(str, args)]
+                if before:
+                    before(rank)
+                runpy.run_module("scripts.sample", run_name="__main__")
+                code = 0
+            except SystemExit as e:
+                code = e.code
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = {}
+    while len(codes) < ranks:
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif min(codes.values(), default=0) < 0:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+def after_one_part(number, of=0):
+    """For forked: rank `of` gets signal `number` when it is about to write its second part."""
+
+    def before(rank):
+        write, signals = SampleStore.write, iter([0, number])
+
+        def write_or_die(*args):
+            os.kill(os.getpid(), next(signals, 0))
+            write(*args)
+
+        if rank == of:
+            SampleStore.write = write_or_die
+
+    return before
+
+
+@pytest.fixture
+def alone(flow, tmp_path):
+    """The bytes of LONG's file, drawn by one process in one go."""
+    assert forked((*LONG, f"--out={tmp_path / 'alone'}")) == [0]
+    return (tmp_path / "alone.npz").read_bytes(), (tmp_path / "alone.png").read_bytes()
+
+
+def test_two_ranks_make_the_file_of_one(alone, tmp_path):
+    assert forked((*LONG, f"--out={tmp_path / 'two'}"), ranks=2) == [0, 0]
+    assert ((tmp_path / "two.npz").read_bytes(), (tmp_path / "two.png").read_bytes()) == alone
+    with np.load(tmp_path / "two.npz", allow_pickle=False) as file:
+        assert file["arr_0"].shape == (42, 16, 16, 3) and (file["labels"] == np.arange(42) % 8).all()
+        assert "world" not in (protocol := str(file["protocol"])) and json.loads(protocol)["batch_size"] == 4
+
+
+@pytest.mark.parametrize("ranks", [(1, 1, 1, 1), (2, 2, 2, 2), (2, 1, 2, 1)])
+def test_killed_three_times(alone, tmp_path, monkeypatch, ranks):
+    args, drawn = (*LONG, f"--out={tmp_path / 'a'}"), tmp_path / "drawn"
+    sample_images = evaluation.sample_images
+
+    def counted(*args, **kwargs):
+        with open(drawn, "a") as file:
+            file.write(f"{args[2][0]}\n")  # the seed of the first image
+        return sample_images(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation, "sample_images", counted)
+    for n in ranks[:3]:
+        assert forked(args, n, after_one_part(signal.SIGKILL))[0] == -signal.SIGKILL
+        assert not (tmp_path / "a.npz").exists()
+    assert forked(args, ranks[3]) == [0] * ranks[3]
+    assert ((tmp_path / "a.npz").read_bytes(), (tmp_path / "a.png").read_bytes()) == alone
+    assert not list(tmp_path.glob(".a*"))
+    seeds = drawn.read_text().split()
+    assert {int(seed) for seed in seeds} == set(range(0, 42, 4))  # every part
+    assert len(seeds) <= 11 + sum(ranks[:3])  # and twice only what was in work
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, capfd, ranks):
+    args = (*LONG, f"--out={tmp_path / 'a'}")
+    assert forked(args, ranks, after_one_part(signal.SIGTERM, of=ranks - 1)) == [128 + signal.SIGTERM] * ranks
+    assert "stopped by signal 15 at " in capfd.readouterr().out and not (tmp_path / "a.npz").exists()
+    assert len(list((tmp_path / ".a.npz.parts").glob("*.npy"))) == (2 if ranks == 1 else 6 + 2)  # all of rank 0's
+    assert forked(args, ranks) == [0] * ranks
+    assert f"{8 if ranks == 1 else 22 + 8} of 42 images are there already" in capfd.readouterr().out
+    assert (tmp_path / "a.npz").read_bytes() == alone[0]
+
+
+def test_what_is_there_is_not_drawn_again(flow, run_script, tmp_path, monkeypatch, capsys):
+    first, _, _ = sample(run_script, tmp_path / "a", "--num_images=3")
+    (tmp_path / "a.png").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sample_images", None)
+        sample(run_script, tmp_path / "a", "--num_images=3")
+        assert f"3 images of this protocol are there already: {tmp_path / 'a.npz'}" in capsys.readouterr().out
+    other, _, _ = sample(run_script, tmp_path / "a", "--num_images=3", "--seed=1")  # another protocol's is replaced
+    assert (other != first).any()
+
+
+@pytest.mark.slow
+def test_real_processes_killed_three_times(flow, tmp_path):
+    """2,000 images by one and by two processes, killed from outside."""
+    args = (*TIMELESS, "--npz", "--num_images=2000", "--batch_size=16", "--sampler=euler", "--steps=2")
+
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = lambda name, ranks: subprocess.Popen(
+        command("sample", *args, f"--out={tmp_path / name}", ranks=ranks), env=env, stderr=subprocess.DEVNULL
+    )
+    assert start("alone", 1).wait() == 0
+    for ranks, parts in ((1, 25), (2, 50), (1, 75)):
+        process = start("a", ranks)
+        while len(list(tmp_path.glob(".a.npz.parts/*.npy"))) < parts and process.poll() is None:
+            time.sleep(0.002)
+        kill_all(process)
+        assert process.returncode == -signal.SIGKILL and not (tmp_path / "a.npz").exists()
+    assert start("a", 2).wait() == 0
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "alone.npz").read_bytes()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
