@@ -1,12 +1,17 @@
-"""What base_train, lora_train, sample and base_eval all ask of a model: its validation loss, and its samples."""
+"""What base_train, lora_train, sample and base_eval ask of a model: its loss, its samples, how real these are."""
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, get_dist, make_generator
+from nanodiff.common import StackedGenerator, UserError, get_dist, make_generator
+from nanodiff.features import collect_features, image_set, load_network, reference_features
 from nanodiff.guidance import make_denoiser
+from nanodiff.metrics import frechet_distance
 from nanodiff.png import make_grid
 from nanodiff.timesteps import make_timesteps
 
@@ -95,11 +100,13 @@ def bits_per_dim(
 
 @torch.no_grad()
 def sample_images(
-    model, process, seeds, cond, shape, steps, sampler, batch_size, device, autocast, progress=None, **guidance
-):
+    model, process, seeds, cond, shape, steps, sampler, batch_size, device, autocast, progress=None, on_step=None,
+    **guidance,
+):  # fmt: skip
     """Samples (N, C, H, W) in [-1, 1]; image i is a function of seeds[i] and cond[...][i], not of the batch it is in.
 
     `shape` is (C, H, W); `guidance` goes to make_denoiser (cfg_scale, cfg_interval, ...); `progress(n)` per batch.
+    `on_step(i, steps, x0)` follows each step of a batch with the present prediction of its images.
     """
     images = []
     for part in torch.arange(len(seeds)).split(batch_size):
@@ -107,22 +114,113 @@ def sample_images(
         noise = generator.randn((len(part), *shape), device)
         denoiser = make_denoiser(model, **{k: v[part].to(device) for k, v in cond.items()}, **guidance)
         with autocast:
-            images.append(process.sample(denoiser, noise, steps, sampler, generator))
+            images.append(process.sample(denoiser, noise, steps, sampler, generator, on_step))
         if progress:
             progress(len(part))
     return torch.cat(images)
 
 
+def network_evaluations(model, process, steps, sampler, weak_model=None, **guidance) -> int:
+    """Forward passes per image that sample_images makes, those of the guide included: counted on stand-ins."""
+    num_images = []
+
+    def stand_in(x_t, t, **cond):
+        num_images.append(len(x_t))
+        return x_t.new_zeros(len(x_t), model.config.out_channels, 1, 1)
+
+    stand_in.config = model.config
+    y = torch.zeros(1, dtype=torch.int64) if model.config.num_classes else None
+    denoiser = make_denoiser(stand_in, y, weak_model=weak_model and stand_in, **guidance)
+    process.sample(denoiser, torch.zeros(1, model.config.in_channels, 1, 1), steps, sampler)
+    return sum(num_images)
+
+
+@dataclass
+class ModelSamples:
+    """Samples of a model by their numbers, as if they were in a file: drawn when they are looked at, and not kept.
+
+    Sample i is the one that scripts/sample.py draws: a function of (seed, i) and its class, the classes coming in turn.
+    """
+
+    model: torch.nn.Module
+    process: object
+    codec: object
+    seed: int
+    steps: int
+    sampler: str
+    cfg_scale: float
+    device: torch.device
+    autocast: object
+
+    def __post_init__(self):
+        self.num_classes = self.model.config.num_classes
+        self.guidance = {"cfg_scale": self.cfg_scale if self.num_classes else 1.0}
+        self.codec.keep_loaded()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the pixels."""
+        c, h, w = self.codec.shape
+        factor = self.codec.facts.get("latents", {}).get("downsample", 0)
+        return (3, h * factor, w * factor) if factor else (c, h, w)
+
+    @property
+    def protocol(self) -> dict:
+        """How they are drawn."""
+        evaluations = network_evaluations(self.model, self.process, self.steps, self.sampler, **self.guidance)
+        drawn = {"sampler": self.sampler, "steps": self.steps, "network_evaluations": evaluations} | self.guidance
+        rounding = "round(127.5 (x + 1)), clamped to 0..255"
+        return drawn | {"classes": "all, balanced", "seed": self.seed, "rounding": rounding}
+
+    def labels(self, ids) -> torch.Tensor:
+        """(n,) numbers -> (n,) int64; zeros where the model has no classes."""
+        return torch.as_tensor(ids) % max(self.num_classes, 1)
+
+    def images(self, ids) -> torch.Tensor:
+        """(n,) numbers -> (n, C, H, W) uint8 on the CPU."""
+        cond = {"y": self.labels(ids)} if self.num_classes else {}
+        seeds = [(self.seed << 32) + int(i) for i in ids]
+        how = self.steps, self.sampler, len(ids), self.device, self.autocast
+        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, *how, **self.guidance)
+        return self.codec.to_pixels(x0)
+
+
+class FrechetDistance:
+    """How far a model in training is: "fid" or "fd_classifier", as base_eval finds it, to the images of the set `data`.
+
+    The network and what is known of the images are opened here, by all ranks, and made where they are not there.
+    Raises UserError where they cannot be had, or samples have no pixels to look at.
+    """
+
+    def __init__(self, metric: str, data: str, num_images: int, codec, low_res_size: int, device):
+        if low_res_size or codec.obstacle:
+            raise UserError(f"no {metric} here: {codec.obstacle or 'low_res_size makes it super-resolution'}")
+        self.num_images, self.network = num_images, load_network(metric, data, device)
+        self.reference = reference_features(image_set(data, "train"), self.network)
+
+    def measure(
+        self, model, process, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
+    ) -> float:
+        """The distance of samples of seed 0, drawn by all ranks; on the first rank, NaN on the others."""
+        samples = ModelSamples(model, process, codec, 0, steps, sampler, cfg_scale, device, autocast)
+        found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
+        if found is None:
+            return math.nan
+        return frechet_distance(found.mu, found.sigma, self.reference.mu, self.reference.sigma)
+
+
 def sample_grid(
     model, process, val_set, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
 ):
-    """A grid (H, W, C) uint8 of fixed noise and classes, eight images to a row, a row to a class where these are few.
+    """A grid (H, W, C) uint8 of fixed noise and classes, eight images to a row (four of more than 128 px), a row to a
+    class where these are few.
 
     Super-resolution shows triplets from the validation set: low resolution, sample, truth.
     """
     num_classes = model.config.num_classes
-    n = 24 if low_res_size else 8 * (num_classes if 0 < num_classes <= 10 else 8)
-    y = torch.arange(n) // 8 if num_classes <= 10 else torch.linspace(0, num_classes - 1, n).long()
+    columns = 8 if codec.image_size <= 128 else 4
+    n = 24 if low_res_size else columns * (num_classes if 0 < num_classes <= 10 else columns)
+    y = torch.arange(n) // columns if num_classes <= 10 else torch.linspace(0, num_classes - 1, n).long()
     cond = {"y": y} if num_classes else {}
     if low_res_size:
         truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
@@ -136,4 +234,4 @@ def sample_grid(
         images = torch.stack([low, images, truth], 1).flatten(0, 1)
     pixels = codec.to_pixels(images).numpy()
     scale = max(1, 48 // pixels.shape[-1])  # so that small images can be seen
-    return make_grid(pixels, columns=9 if low_res_size else 8, scale=scale)
+    return make_grid(pixels, columns=9 if low_res_size else columns, scale=scale)

@@ -157,10 +157,11 @@ def open_npy(archive: zipfile.ZipFile, name: str, path: Path):
     return f, shape, dtype
 
 
-def read_npz(path: Path, val_fraction: float, seed: int) -> Source:
+def open_npz(path: Path):
     """`arr_0` (N, H, W, C) uint8, labels (N,) integers in `labels` or `arr_1` if any: ADM's and EDM's sample files.
 
-    Headers are checked before anything is decompressed, arrays of objects are refused, images are read in pieces.
+    Returns arr_0 as an open file behind its header, its shape, and the labels, int64 or None. Headers are checked
+    before anything is decompressed, arrays of objects are refused. Raises UserError.
     """
     try:
         archive = zipfile.ZipFile(path)
@@ -181,6 +182,12 @@ def read_npz(path: Path, val_fraction: float, seed: int) -> Source:
                 raise UserError(f"{path}: {name} has labels {labels.min()}..{labels.max()}; accepted: 0..N-1")
     except ARCHIVE_ERRORS as error:
         raise UserError(f"{path} is damaged or truncated: {error}") from None
+    return f, shape, labels
+
+
+def read_npz(path: Path, val_fraction: float, seed: int) -> Source:
+    """The images of an .npz, read in pieces."""
+    f, shape, labels = open_npz(path)
     ids = np.zeros(shape[0], np.int64) if labels is None else labels
     blocks = array_blocks(f, shape, ids, val_mask(shape[0], val_fraction, seed), path)
     return Source(shape[0], names_of(labels), blocks)

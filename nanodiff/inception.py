@@ -27,6 +27,9 @@ SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 class Inception(nn.Module):
     """FID Inception-v3 (Szegedy et al. 2015): (N, C, H, W) uint8 -> means of five layers. load_inception builds it."""
 
+    name, title = "inception", "Inception-v3 of 2015, pytorch-fid's weights"  # in the names of files, and in reports
+    num_features = 2048
+
     def __init__(self):
         super().__init__()
         self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, padding=0)

@@ -25,6 +25,8 @@ class Judge(nn.Module):
     `.accuracy` is that on the held-out real images: no set of samples can be expected to score higher.
     """
 
+    name = "classifier"  # in the names of files
+
     def __init__(self, channels: int, resolution: int, num_classes: int, width: int = 32):
         super().__init__()
         w, self.config = width, dict(channels=channels, resolution=resolution, num_classes=num_classes, width=width)
@@ -39,12 +41,17 @@ class Judge(nn.Module):
             nn.MaxPool2d(2),  # (N, 4w, 4, 4)
             Residual(4 * w),
         )
-        self.head = nn.Linear(8 * w, num_classes)
+        self.num_features = 8 * w
+        self.head = nn.Linear(self.num_features, num_classes)
         self.register_buffer("measured_accuracy", torch.zeros(()))
 
     @property
     def accuracy(self) -> float:
         return float(self.measured_accuracy)
+
+    @property
+    def title(self) -> str:
+        return f"classifier trained on the set, {self.accuracy:.2%} right on held-out images"
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """(N, C, H, W) uint8 on the judge's device -> (N, F) features; differentiable in the weights."""
@@ -56,20 +63,17 @@ class Judge(nn.Module):
         return self.head(self.embed(images))
 
     @torch.no_grad()
-    def features(self, images, batch_size: int = 1024) -> torch.Tensor:
-        """Penultimate layer of (N, C, H, W) uint8 images (tensor or array, any device) -> (N, F) float32 on the CPU."""
-        return torch.cat([self.embed(b).float().cpu() for b in self._batches(images, batch_size)])
-
-    @torch.no_grad()
-    def predict(self, images, batch_size: int = 1024) -> torch.Tensor:
-        """Most likely labels of (N, C, H, W) uint8 images -> (N,) int64 on the CPU."""
-        return torch.cat([self(b).argmax(1).cpu() for b in self._batches(images, batch_size)])
-
-    def _batches(self, images, batch_size):
+    def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N, C, H, W) uint8 images, tensor or array -> penultimate layer (N, F), logits (N, K), float32 on the CPU."""
         self.eval()
         images = torch.as_tensor(images)
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
-        return (b.to(self.head.weight.device) for b in images.split(batch_size))
+        features = [self.embed(batch.to(self.head.weight.device)) for batch in images.split(batch_size)]
+        return torch.cat([x.float().cpu() for x in features]), torch.cat([self.head(x).float().cpu() for x in features])
+
+    def predict(self, images) -> torch.Tensor:
+        """Most likely labels of (N, C, H, W) uint8 images -> (N,) int64 on the CPU."""
+        return self.features(images)[1].argmax(1)
 
 
 class Residual(nn.Module):

@@ -76,7 +76,8 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     def factor(sigma):  # A with A A^T = sigma
         values, vectors = torch.linalg.eigh(sigma)
         noise = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)  # below it an eigenvalue is 0
-        return vectors * torch.where(values > noise, values, 0).sqrt()
+        rank = values > noise  # (F,): of few images there are few columns, and the singular values below are cheap
+        return vectors[:, rank] * values[rank].sqrt()
 
     assert mu1.dtype == mu2.dtype == sigma1.dtype == sigma2.dtype == torch.float64
     overlap = torch.linalg.svdvals(factor(sigma1).T @ factor(sigma2)).sum()

@@ -1,14 +1,19 @@
 """
-Evaluate a trained model.
+Evaluate a trained model, or images in a file.
 
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
-    python -m scripts.base_eval --metric=class_accuracy     # do samples look like the class they were asked for?
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion, also by timestep
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --run=... --metric=...
+    python -m scripts.base_eval --metric=class_accuracy     # do samples look like the class they were asked for?
+    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID to the training images, and more
+    python -m scripts.base_eval --metric=fd_classifier      # the same by a classifier trained on them: no download
+    python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
 """
 
 import json
+import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,98 +23,169 @@ from configurator import configure
 from nanodiff.codec import load_codec
 from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_device, print0, write_atomic
 from nanodiff.dataset import open_dataset
-from nanodiff.evaluation import bits_per_dim, sample_images, sum_over_ranks, validation_loss
-from nanodiff.judge import get_judge
+from nanodiff.evaluation import ModelSamples, bits_per_dim, validation_loss
+from nanodiff.features import (
+    Features,
+    SampleFile,
+    collect_features,
+    compare,
+    image_set,
+    load_network,
+    reference_features,
+)
+from nanodiff.metrics import class_accuracy, load_stats, save_stats
 from nanodiff.recipe import choose_sampler, load_run
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
-metric = "loss"  # loss|bpd|class_accuracy: what to measure
+metric = "loss"  # loss|bpd|class_accuracy|fid|fd_classifier: what to measure
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
-data = ""  # data set to evaluate on; "" = the one trained on
+data = ""  # data set to evaluate on, or to compare with; "" = the one trained on
 autoencoder = ""  # path of that of a latent model; "" = where it was when the latents were made
-num_images = 400  # >= 1: validation images, or samples
-sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
-steps = 50  # >= 1: of the sampler
-cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+num_images = 0  # >= 0: validation images, or samples, by custom 50,000 for fid; 0 = 400, or all that a file holds
 seed = 0  # >= 0: of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
+# Of samples
+sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
+steps = 50  # >= 1: of the sampler
+cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to judge instead of drawing any
+# Of fid and fd_classifier
+reference_split = "train"  # train|val: all of its images are what samples are compared with, by custom those trained on
+reference = ""  # .npz with mu and sigma to compare with instead, of Inception, as published with ADM and EDM
+save_reference = ""  # write mu and sigma of the data set to this .npz, and judge nothing
+inception = ""  # path of the FID's network; "" = downloaded, once
 config = configure(globals())
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Setup: what is evaluated, and on which data
+
 rank, _, world = get_dist()
-device = init_device(device_type)
+device = init_device(device_type, timeout_s=24 * 3600)  # ranks wait for the first to train a judge, and for the slowest
 compute_dtype = choose_dtype(dtype, device)
 autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
-loaded = load_run(run, device, checkpoint_step, ema)
-num_classes, low_res_size = loaded.num_classes, loaded.config["low_res_size"]
-if not (data or loaded.data["name"]):
-    raise UserError(f"{loaded.source} does not tell what it was trained on: give data=...")
-val_set = open_dataset(data or loaded.data["name"], "val")
-codec = load_codec(loaded.data, device, autoencoder, val_set)
-if num_classes and val_set.num_classes != num_classes:
-    raise UserError(f"data={val_set.name!r} has {val_set.num_classes} classes, {loaded.source} wants {num_classes}")
-if min(num_images, len(val_set)) < world:
-    raise UserError(f"{world} ranks for {min(num_images, len(val_set))} images: num_images={num_images}")
-result = {
-    "metric": metric,
-    "checkpoint": loaded.source,
-    "step": loaded.step,
-    "weights": loaded.weights,
-    "data": val_set.name,
-}
+accepted = {"samples": "class_accuracy, fid, fd_classifier", "reference": "fid", "save_reference": "fid, fd_classifier"}
+for key, metrics in accepted.items():
+    if config[key] and metric not in metrics.split(", "):
+        raise UserError(f"{key}={config[key]!r} does not go with metric={metric}, but with: {metrics}")
+if save_reference and (samples or reference):
+    raise UserError(f"save_reference={save_reference!r} goes neither with samples nor with reference")
+loaded = None if samples or save_reference else load_run(run, device, checkpoint_step, ema)
+num_classes, low_res_size = (loaded.num_classes, loaded.config["low_res_size"]) if loaded else (0, 0)
+source = loaded.source if loaded else samples
+result = {"metric": metric} | (loaded.described() if loaded else {})
+
+dataset, name = None, data or (loaded.data["name"] if loaded else "")
+if not reference:
+    if not name:
+        raise UserError(f"{source or 'save_reference'} does not tell of which data set: give data=...")
+    dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else image_set(name, reference_split)
+    if metric != "fid" and num_classes not in (0, dataset.num_classes):
+        raise UserError(f"data={name!r} has {dataset.num_classes} classes, {source} wants {num_classes}")
+    result["data"] = dataset.name
+if metric in ("loss", "bpd"):
+    codec = load_codec(loaded.data, device, autoencoder, dataset)
+    num_images = min(num_images or 400, len(dataset))
+    if num_images < world:
+        raise UserError(f"{world} ranks for {num_images} images")
+    result["num_images"] = num_images
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluate
 
 if metric == "loss":
     mean, quarters = validation_loss(
-        loaded.model, loaded.process, val_set, num_images, seed, codec, batch_size, device, autocast, low_res_size
+        loaded.model, loaded.process, dataset, num_images, seed, codec, batch_size, device, autocast, low_res_size
     )
-    result |= {"num_images": min(num_images, len(val_set)), "loss": mean}
-    result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # of fewer than 4 images some are NaN
+    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # of few images some are NaN
 
 elif metric == "bpd":
     if not loaded.process.num_timesteps:
-        raise UserError(f"metric=bpd: {loaded.source} was trained with flow matching; accepted: objective eps, x0 or v")
+        raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
     if loaded.data["kind"] != "images":
-        raise UserError(f"metric=bpd: {loaded.source} was trained on latents; accepted: models of pixels")
-    with Progress(min(num_images, len(val_set)), "images", "bits/dim") as bar:
+        raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
+    with Progress(num_images, "images", "bits/dim") as bar:
         terms = bits_per_dim(
-            loaded.model, loaded.process, val_set, num_images, codec, batch_size, device, autocast, low_res_size,
+            loaded.model, loaded.process, dataset, num_images, codec, batch_size, device, autocast, low_res_size,
             bar.update,
         )  # fmt: skip
-    result |= {"num_images": min(num_images, len(val_set)), "timesteps": loaded.process.num_timesteps}
-    result |= {name: value for name, value in terms.items() if name.endswith("bpd")}
+    result |= {"timesteps": loaded.process.num_timesteps}
+    result |= {key: value for key, value in terms.items() if key.endswith("bpd")}
     if rank == 0 and loaded.run_dir:
         path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
-        np.savez(path, **{name: value for name, value in terms.items() if not name.endswith("bpd")})
+        np.savez(path, **{key: value for key, value in terms.items() if not key.endswith("bpd")})
         print0(f"vb, xstart_mse and mse by timestep, first t = T-1: {path}")
 
-elif metric == "class_accuracy":
-    if not num_classes:
-        raise UserError(f"metric={metric}: {loaded.source} was trained without classes")
-    if low_res_size:
-        raise UserError(f"metric={metric}: {loaded.source} is a super-resolution model")
-    sampler = choose_sampler(loaded.process, sampler, steps)
-    cfg_scale = cfg_scale if loaded.has_null_class else 1.0
-    judge = get_judge(open_dataset(data or loaded.data["name"], "train"), val_set, device)
-    labels = torch.arange(num_images) % num_classes
-    share = torch.arange(num_images).tensor_split(world)[rank]
-    with Progress(len(share), "images", "sampling") as bar:
-        images = sample_images(
-            loaded.model, loaded.process, [(seed << 32) + int(i) for i in share], {"y": labels[share]},
-            codec.shape, steps, sampler, batch_size, device, autocast, bar.update, cfg_scale=cfg_scale,
-        )  # fmt: skip
-    hits = (judge.predict(codec.to_pixels(images)) == labels[share]).sum()
-    accuracy = float(sum_over_ranks(hits, device)) / num_images
-    result |= {"num_images": num_images, "sampler": sampler, "steps": steps, "cfg_scale": cfg_scale, "seed": seed}
-    result |= {"class_accuracy": accuracy, "judge_accuracy_on_real_images": judge.accuracy}
+elif save_reference:
+    path = Path(save_reference).expanduser()
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"save_reference={save_reference!r}: cannot write there")
+    network = load_network(metric, name, device, inception)
+    known = reference_features(dataset, network)
+    if rank == 0:
+        save_stats(path, known.mu, known.sigma)
+    result |= {"split": reference_split, "num_images": len(dataset), "network": network.title, "saved": str(path)}
+
+else:
+    # The images: a file's, or samples of the model, drawn as they are looked at
+    if samples:
+        judged = SampleFile(Path(samples).expanduser())
+        num_images = min(num_images or len(judged), len(judged))
+    else:
+        sampler = choose_sampler(loaded.process, sampler, steps)
+        codec = load_codec(loaded.data, device, autoencoder)
+        if low_res_size or codec.obstacle:
+            raise UserError(f"metric={metric}: {codec.obstacle or f'{source} is a super-resolution model'}")
+        guidance = cfg_scale if loaded.has_null_class else 1.0
+        judged = ModelSamples(loaded.model, loaded.process, codec, seed, steps, sampler, guidance, device, autocast)
+        num_images = num_images or 400
+        result |= {"batch_size": batch_size, "dtype": str(compute_dtype)[6:]}
+    result |= judged.protocol | {"num_images": num_images}
+    shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else judged.shape
+    if judged.shape != shape:
+        raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {judged.shape}")
+    if metric == "class_accuracy" and not judged.num_classes:
+        raise UserError(f"metric={metric}: {source} has no classes")
+    if metric != "class_accuracy" and (num_images < 10 or (dataset and len(dataset) < 10)):
+        given = f"{num_images}" + (f", and {len(dataset)} in {name!r}" if dataset else "")
+        raise UserError(f"metric={metric} takes 10 images or more, given: {given}")
+
+    # What is known of those they are compared with
+    network = load_network(metric, name, device, inception)
+    result["network"] = network.title
+    if reference:
+        known = Features(*load_stats(Path(reference).expanduser(), network.num_features))
+        result["reference"] = reference
+    elif metric != "class_accuracy":
+        known = reference_features(dataset, network)
+        result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
+    if metric != "class_accuracy" and num_images < network.num_features:
+        few = f"{num_images:,} images for {network.num_features:,} features"
+        print0(f"note: {few}: the distance is biased upwards, comparable only with others of {num_images:,}")
+
+    found = collect_features(judged.images, num_images, network, batch_size, "samples")
+    if rank == 0 and metric != "class_accuracy":
+        result |= compare(metric, found, known)
+    if rank == 0 and metric != "fid" and judged.num_classes:
+        result["class_accuracy"] = class_accuracy(found.logits.argmax(1), judged.labels(np.arange(num_images)))
+        result["judge_accuracy_on_real_images"] = network.accuracy
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end: every figure with what it depends on, beside the run or the file
 
 for key, value in result.items():
     print0(f"{key:>30}  {value}")
-if rank == 0 and loaded.run_dir:
-    path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json"
-    write_atomic(path, json.dumps(result, indent=1).encode())
-    print0(f"written to {path}")
+path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json" if loaded and loaded.run_dir else None
+if samples:
+    path = judged.path.with_name(f"eval_{metric}_{judged.path.stem}.json")
+if rank == 0 and path:
+    try:
+        write_atomic(path, json.dumps(result, indent=1).encode())
+        print0(f"written to {path}")
+    except OSError as e:
+        print0(f"warning: not written to {path}: {e.strerror}")
 if world > 1:
     dist.barrier()  # gloo may abort a rank that leaves while another still works
     dist.destroy_process_group()

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_process
-from tiny_runs import TIMELESS, make_data, make_run
+from tiny_runs import TIMELESS, TINY, make_data, make_run
 
-from nanodiff import evaluation, judge
+from nanodiff import evaluation, features, judge
+from nanodiff.common import UserError
 from nanodiff.dataloader import to_model_range
 from nanodiff.dataset import open_dataset
+from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.inception import Inception
+from nanodiff.shapes import CLASS_NAMES, draw_shapes
 
 
 @pytest.fixture
@@ -88,17 +92,143 @@ def test_class_accuracy_counts_what_is_right(run_dir, run_script, monkeypatch, r
         labels = torch.where(cond["y"] < right, cond["y"], cond["y"] + 8)
         return to_model_range(labels[:, None, None, None].expand(-1, *shape).to(torch.uint8))
 
-    reader = SimpleNamespace(predict=lambda images: images[:, 0, 0, 0].long(), accuracy=1.0)
+    def read(images):
+        return torch.zeros(len(images), 1), torch.nn.functional.one_hot(images[:, 0, 0, 0].long(), 16)
+
+    reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
     monkeypatch.setattr(evaluation, "sample_images", paint)
-    monkeypatch.setattr(judge, "get_judge", lambda *args: reader)
+    monkeypatch.setattr(features, "get_judge", lambda *args: reader)
     result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=16")
     assert result["class_accuracy"] == right / 8
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Distances
+
+
+def write_npz(path, dataset, num_images=None):
+    """The images of a set as a file of samples."""
+    ids = range(num_images or len(dataset))
+    np.savez(path, arr_0=dataset.images(ids).transpose(0, 2, 3, 1), labels=dataset.labels(ids))
+
+
+FEW = ("--num_images=12", "--steps=2", "--cfg_scale=3", "--seed=5")
+
+
+def test_a_file_of_samples_is_judged_like_the_run_that_drew_it(run_dir, run_script, quick_judge, tmp_path):
+    drawn = evaluate(run_script, run_dir, "fd_classifier", *FEW)
+    given = dict(num_images=12, steps=2, network_evaluations=6, sampler="heun", cfg_scale=3, seed=5, weights="0.999")
+    given |= dict(data="tiny", reference="tiny, train, 24 images", classes="all, balanced")
+    assert given.items() <= drawn.items() and "classifier" in drawn["network"] and "rounding" in drawn
+    run_script("sample", *TIMELESS, *FEW, "--npz", f"--out={tmp_path}/s")
+    run_script("base_eval", *TIMELESS, "--metric=fd_classifier", f"--samples={tmp_path}/s.npz", "--data=tiny")
+    read = json.loads((tmp_path / "eval_fd_classifier_s.json").read_text())
+    assert read["samples_protocol"]["seed"] == 5 and read["num_images"] == 12
+    figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "class_accuracy"]
+    assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
+
+
+def test_the_set_itself_is_at_no_distance(base, run_script, quick_judge, tmp_path):
+    make_data(val=30)
+    for split, other in (("train", "val"), ("val", "train")):
+        write_npz(tmp_path / "s.npz", open_dataset("tiny", split))
+        to = ("--metric=fd_classifier", f"--samples={tmp_path}/s.npz", "--data=tiny")
+        found = {}
+        for against in (split, other):
+            run_script("base_eval", *TIMELESS, *to, f"--reference_split={against}", "--batch_size=5")
+            found[against] = json.loads((tmp_path / "eval_fd_classifier_s.json").read_text())
+        assert found[split]["fd_classifier"] < 1e-6 < found[other]["fd_classifier"]
+        assert (found[split]["precision"], found[split]["recall"]) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["unconditional", "gray"])
+def test_models_without_classes_or_colours(base, run_script, quick_judge, kind):
+    if kind == "gray":
+        with DatasetWriter("tiny", CLASS_NAMES) as writer:
+            for split in ("train", "val"):
+                images, labels = draw_shapes(24, seed=len(split))
+                writer.append(split, images[:, :1], labels)
+    else:
+        make_data()
+    run_dir = make_run(run_script, "a", f"--class_cond={kind == 'gray'}")
+    result = evaluate(run_script, run_dir, "fd_classifier", *FEW)
+    assert result["fd_classifier"] > 0 and ("class_accuracy" in result) == (kind == "gray")
+
+
+@pytest.mark.slow
+def test_fid(base, run_script, monkeypatch, tmp_path, capsys):
+    """With random weights, since those of the FID are not at hand: what holds of any network."""
+    torch.manual_seed(0)
+    network = Inception().requires_grad_(False).eval()
+    monkeypatch.setattr(features, "load_inception", lambda path, device: network)
+    make_data(train=12)
+    run_dir = make_run(run_script, "a", "--class_cond=False")
+    run_script("base_eval", *TIMELESS, "--metric=fid", "--data=tiny", f"--save_reference={tmp_path}/ref.npz")
+    write_npz(tmp_path / "s.npz", open_dataset("tiny"))
+    run_script("base_eval", *TIMELESS, "--metric=fid", f"--samples={tmp_path}/s.npz", f"--reference={tmp_path}/ref.npz")
+    itself = json.loads((tmp_path / "eval_fid_s.json").read_text())
+    assert itself["fid"] < 1e-6 and itself["num_images"] == 12 and "kid" not in itself  # no features at hand
+    capsys.readouterr()
+    result = evaluate(run_script, run_dir, "fid", "--num_images=10", "--steps=2")
+    assert "10 images for 2,048 features" in capsys.readouterr().out
+    assert result["fid"] > itself["fid"] and result["inception_score"] >= 1 and 0 <= result["precision"] <= 1
+    assert {"kid", "kid_std", "recall"} <= result.keys() and "class_accuracy" not in result
+
+
+def test_training_finds_what_base_eval_finds(base, run_script, quick_judge):
+    make_data()
+    same = ("--metric=fd_classifier", "--num_images=12", "--steps=3", "--cfg_scale=3", "--batch_size=8")
+    tiny = [setting for setting in TINY if "num_iterations" not in setting]
+    run_dir = run_script(
+        "base_train", *tiny, "--num_iterations=2", "--fid_every=1", "--fid_images=12", "--fid_metric=fd_classifier",
+        "--sample_steps=3", "--cfg_scale=3", "--model_tag=a", "--save_every=1",
+    )["run_dir"]  # fmt: skip
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["val/fd_classifier"] for line in lines if "val/fd_classifier" in line}
+    assert found.keys() == {1, 2}
+    for step, figure in found.items():
+        run_script("base_eval", *TIMELESS, *same, f"--checkpoint_step={step}")
+        result = json.loads((run_dir / f"eval_fd_classifier_{step:06d}.json").read_text())
+        assert result["fd_classifier"] == pytest.approx(figure, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--metric=loss --samples=s.npz", "samples='s.npz' does not go with metric=loss"),
+        ("--metric=fd_classifier --reference=r.npz", "does not go with metric=fd_classifier, but with: fid"),
+        ("--metric=class_accuracy --save_reference=r.npz", "does not go with metric=class_accuracy"),
+        ("--metric=fid --save_reference=r.npz --samples=s.npz", "goes neither with samples"),
+        ("--metric=fid --save_reference=r.npz", "give data="),
+        ("--metric=fid --save_reference=absent/r.npz --data=tiny", "cannot write"),
+        ("--metric=fid --samples=s.npz", "give data="),
+        ("--metric=fid --samples=absent.npz --data=tiny", "no such file"),
+        ("--metric=fid --samples=s.npz --data=large", r"\(3, 32, 32\), s.npz \(3, 16, 16\)"),
+        ("--metric=fid --num_images=9", "takes 10 images or more, given: 9, and 24 in 'tiny'"),
+        ("--metric=fid --samples=s.npz --data=tiny --inception=absent.pth", "absent.pth cannot be read"),
+        ("--metric=fd_classifier --data=plain", "0 classes"),
+        ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
+        ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),
+    ],
+)
+def test_mistakes(run_dir, run_script, monkeypatch, arguments, message):
+    monkeypatch.chdir(run_dir)
+    make_data("large", resolution=32)
+    with DatasetWriter("plain") as writer:
+        for split in ("train", "val"):
+            writer.append(split, draw_shapes(12, seed=0)[0])
+    np.savez("s.npz", np.zeros((12, 16, 16, 3), np.uint8))
+    with pytest.raises(UserError, match=message):
+        run_script("base_eval", *TIMELESS, *arguments.split())
+
+
 @pytest.mark.slow
 def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_judge):
-    for metric, args in (("loss", ["--batch_size=5"]), ("class_accuracy", ["--num_images=9", "--steps=2"])):
+    few = ["--num_images=13", "--steps=2", "--batch_size=4"]
+    stats = open_dataset("tiny").path / "stats_classifier_train.npz"
+    for metric, args in (("loss", ["--batch_size=5"]), ("fd_classifier", few)):
         one = evaluate(run_script, run_dir, metric, *args)
+        stats.unlink(missing_ok=True)
         run_process("base_eval", *TIMELESS, f"--metric={metric}", *args, ranks=2)
         two = json.loads((run_dir / f"eval_{metric}_000001.json").read_text())
         assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == two

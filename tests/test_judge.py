@@ -73,8 +73,8 @@ def test_shapes_are_learned_and_noise_is_not():
     other = draw_shapes(500, 2)[1]
     assert (predicted.numpy() == other).mean() < 0.25
     # Images of the same distribution lie nearer in its features than images of one class.
-    f = [judge.features(draw_shapes(300, 3, classes=c)[0]).mean(0) for c in (None, 0)]
-    real = judge.features(val.images(np.arange(500))).mean(0)
+    f = [judge.features(draw_shapes(300, 3, classes=c)[0])[0].mean(0) for c in (None, 0)]
+    real = judge.features(val.images(np.arange(500)))[0].mean(0)
     assert (f[0] - real).norm() < 0.5 * (f[1] - real).norm()
 
 
@@ -83,13 +83,15 @@ def test_features_and_labels_of_any_image_size(shape):
     channels, resolution = shape
     judge = Judge(channels, resolution, 5, width=4).eval()
     images = torch.randint(256, (7, channels, resolution, resolution), dtype=torch.uint8)
-    features, labels = judge.features(images), judge.predict(images)
-    assert features.shape == (7, judge.head.in_features) and features.dtype == torch.float32
+    (features, logits), labels = judge.features(images), judge.predict(images)
+    assert features.shape == (7, judge.num_features) and features.dtype == torch.float32
     assert labels.shape == (7,) and labels.dtype == torch.int64 and 0 <= labels.min() <= labels.max() < 5
-    # The labels are a linear function of the features, and neither depends on the batch, or on who holds the images.
-    assert torch.equal(judge.head(features).argmax(1), labels)
-    torch.testing.assert_close(judge.features(images.numpy(), batch_size=2), features, rtol=1e-4, atol=1e-5)
-    assert judge.features(images[:0]).shape == (0, judge.head.in_features) and judge.predict(images[:0]).shape == (0,)
+    # The logits are a linear function of the features, and neither depends on the batch, or on who holds the images.
+    torch.testing.assert_close(judge.head(features), logits)
+    assert torch.equal(logits.argmax(1), labels)
+    alone = judge.features(images.numpy(), batch_size=2)
+    torch.testing.assert_close(alone, (features, logits), rtol=1e-4, atol=1e-5)
+    assert judge.features(images[:0])[0].shape == (0, judge.num_features) and judge.predict(images[:0]).shape == (0,)
 
 
 def test_training_is_a_function_of_the_seed(easy):
@@ -104,7 +106,7 @@ def test_a_judge_is_trained_once(easy, trainings):
     again = get_judge(*easy, "cpu", **TINY)
     assert len(trainings) == 1 and first.accuracy == again.accuracy == 1.0
     images = easy[1].images(np.arange(100))
-    assert torch.equal(first.features(images), again.features(images))
+    assert torch.equal(first.features(images)[0], again.features(images)[0])
     assert sorted(os.listdir(easy[0].path)) == ["judge.pt", "meta.json"]
     saved = torch.load(easy[0].path / "judge.pt", weights_only=True)
     assert saved["accuracy"] == 1.0

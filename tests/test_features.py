@@ -1,0 +1,231 @@
+"""Features are the same whoever takes them, nearest for the same images, and taken once for a set."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import make_data
+
+from nanodiff import features as features_module
+from nanodiff.common import UserError
+from nanodiff.dataset import open_dataset
+from nanodiff.features import SampleFile, collect_features, compare, image_set, reference_features
+from nanodiff.judge import Judge
+from nanodiff.metrics import frechet_distance, load_stats
+from nanodiff.shapes import draw_shapes
+
+
+def make_network(seed=0):
+    """A judge that has learned nothing: random features tell images apart as well."""
+    torch.manual_seed(seed)
+    return Judge(3, 16, 8, width=4).requires_grad_(False).eval()
+
+
+def distance(a, b):
+    return frechet_distance(a.mu, a.sigma, b.mu, b.sigma)
+
+
+def close(a, b):
+    for name in ("mu", "sigma", "some", "logits"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
+
+
+def test_the_order_of_distances():
+    network, images = make_network(), draw_shapes(1200, seed=0)[0]
+    whole = collect_features(images.__getitem__, 1200, network)
+    halves = [collect_features(half.__getitem__, 600, network) for half in (images[:600], images[600:])]
+    blurred = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
+    noise = torch.randint(256, images.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    again = distance(whole, collect_features(images.__getitem__, 1200, network, batch_size=100))
+    apart = distance(*halves)
+    far = [collect_features(x.numpy().__getitem__, 1200, network) for x in (blurred, noise)]
+    assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
+    near, blurry, noisy = (compare("fd_classifier", x, halves[0]) for x in (halves[1], *far))
+    assert near["fd_classifier"] == pytest.approx(apart)
+    assert abs(near["kd_classifier"]) < 0.1 * blurry["kd_classifier"] < noisy["kd_classifier"]
+    for figure in ("precision", "recall"):
+        assert near[figure] > 0.8 and noisy[figure] < 0.1
+
+
+def test_what_is_collected_does_not_depend_on_the_batches():
+    network, images = make_network(), draw_shapes(50, seed=0)[0]
+    one, other = (collect_features(images.__getitem__, 50, network, batch_size=n) for n in (50, 7))
+    close(one, other)
+    x, logits = network.features(images)
+    torch.testing.assert_close(other.logits, logits, rtol=1e-4, atol=1e-5)  # in the order of the images
+    np.testing.assert_allclose(one.sigma, np.cov(x.numpy(), rowvar=False), rtol=1e-4, atol=1e-6)
+
+
+def test_the_features_that_stay_are_a_random_choice(monkeypatch):
+    monkeypatch.setattr(features_module, "KEPT", 20)
+    network, images = make_network(), draw_shapes(60, seed=0)[0]
+    one, other = (collect_features(images.__getitem__, 60, network, batch_size=n) for n in (60, 7))
+    close(one, other)
+    x = network.features(images)[0]
+    where = torch.cdist(one.some, x).argmin(1)
+    torch.testing.assert_close(one.some, x[where], rtol=1e-4, atol=1e-5)
+    assert len(set(where.tolist())) == 20 and where.max() > 40
+    assert where.tolist() != sorted(where.tolist())  # so that the first few are a random choice, too
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_features import draw_shapes, make_network, open_dataset
+from nanodiff import features
+rank, folder, network = int(sys.argv[1]), Path(sys.argv[2]), make_network()
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+images = draw_shapes(41, seed=0)[0]
+few = features.collect_features(images.__getitem__, 3, network)  # one rank has nothing to do
+found = features.collect_features(images.__getitem__, 41, network, batch_size=4)
+known = features.reference_features(open_dataset("tiny"), network)
+again = features.reference_features(open_dataset("tiny"), network)
+torch.save([None if x is None else vars(x) for x in (few, found, known, again)], folder / f"out{rank}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(base):
+    make_data()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), base],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}, cwd=Path(__file__).parents[1],
+        ) for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    network, images, dataset = make_network(), draw_shapes(41, seed=0)[0], open_dataset("tiny")
+    few, found, known, again = (
+        x and features_module.Features(**x) for x in torch.load(base / "out0", weights_only=True)
+    )
+    close(found, collect_features(images.__getitem__, 41, network))
+    close(few, collect_features(images.__getitem__, 3, network))
+    close(known, collect_features(dataset.images, len(dataset), network))
+    assert torch.equal(known.sigma, again.sigma) and again.logits is None  # read from the file
+    assert torch.load(base / "out1", weights_only=True) == [None] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept beside a set
+
+
+@pytest.fixture
+def takings(monkeypatch):
+    """The number of times that features were taken, as the length of a list."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return collect_features(*args, **kwargs)
+
+    monkeypatch.setattr(features_module, "collect_features", counted)
+    return calls
+
+
+def test_features_of_a_set_are_taken_once(base, takings):
+    make_data()
+    dataset, network = open_dataset("tiny"), make_network()
+    first, again = reference_features(dataset, network), reference_features(dataset, network)
+    assert len(takings) == 1 and distance(first, again) < 1e-6 and torch.equal(first.some, again.some)
+    path = dataset.path / "stats_classifier_train.npz"
+    mu, sigma = load_stats(path, network.num_features)  # it is a file of reference statistics
+    assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
+    reference_features(open_dataset("tiny", "val"), network)
+    assert len(takings) == 2 and (dataset.path / "stats_classifier_val.npz").exists()
+
+
+def test_features_of_other_data_or_networks_or_damaged_ones_are_taken_anew(base, takings, capsys):
+    make_data()
+    dataset, network = open_dataset("tiny"), make_network()
+    reference_features(dataset, network)
+    reference_features(dataset, make_network(seed=1))
+    assert len(takings) == 2
+    meta = json.loads((dataset.path / "meta.json").read_text())
+    (dataset.path / "meta.json").write_text(json.dumps(meta))  # without its line breaks
+    reference_features(dataset, make_network(seed=1))
+    assert len(takings) == 3
+    path = dataset.path / "stats_classifier_train.npz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    reference_features(dataset, make_network(seed=1))
+    assert len(takings) == 4 and path.read_bytes() == whole and "made anew" in capsys.readouterr().out
+
+
+def test_a_set_on_a_read_only_disk_is_a_reference_all_the_same(base, monkeypatch, capsys):
+    def refuse(path, data):
+        raise OSError(30, "Read-only file system")
+
+    make_data()
+    monkeypatch.setattr(features_module, "write_atomic", refuse)
+    assert reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
+    assert "cannot be kept" in capsys.readouterr().out
+
+
+def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch):
+    sets = {"photos_sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images"}}
+    opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split)
+    monkeypatch.setattr(features_module, "open_dataset", opened)
+    for name in sets:
+        found = image_set(name, "val")
+        assert (found.name, found.split) == ("photos", "val")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of samples
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
+    images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, channels), np.uint8)
+    save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps({"steps": 7}))
+    file = SampleFile(tmp_path / "s.npz")
+    assert len(file) == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
+    assert file.protocol == {"samples": str(tmp_path / "s.npz"), "samples_protocol": {"steps": 7}}
+    for ids in (range(4), range(4, 20), range(17, 20), range(2, 3)):
+        assert (file.images(np.array(ids)) == images[ids].transpose(0, 3, 1, 2)).all()
+        assert file.labels(np.array(ids)).tolist() == [i % 3 for i in ids]
+
+
+def test_a_file_of_images_alone(tmp_path):
+    np.savez(tmp_path / "s.npz", np.zeros((2, 4, 4, 3), np.uint8))
+    file = SampleFile(tmp_path / "s.npz")
+    assert file.num_classes == 0 and file.protocol.keys() == {"samples"}
+
+
+def npz(**arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (None, "no such file"),
+        (b"text", "damaged"),
+        (npz(arr_0=np.zeros((9, 4, 4, 3), np.uint8))[:-50], "damaged"),
+        (npz(images=np.zeros((9, 4, 4, 3), np.uint8)), "no array arr_0"),
+        (npz(arr_0=np.zeros((9, 4, 4, 3))), "accepted: uint8"),
+        (npz(arr_0=np.zeros((9, 4, 4), np.uint8)), "accepted: uint8"),
+        (npz(arr_0=np.zeros((9, 4, 4, 2), np.uint8)), r"accepted: \(N, H, W, 1\)"),
+        (npz(arr_0=np.array([{}])), "does not fit"),  # a pickle
+        (npz(arr_0=np.zeros((9, 4, 4, 3), np.uint8), labels=np.zeros(8, int)), "labels"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, data, message):
+    path = tmp_path / "s.npz"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        SampleFile(path)
