@@ -45,13 +45,17 @@ class DiTConfig:
             raise UserError(f"depth={self.depth}, width={self.width}; accepted: > 0; a multiple of {4 * self.heads}")
 
     @classmethod
-    def from_depth(cls, depth, image_size, in_channels, out_channels, num_classes, patch_size=0, **kwargs):
-        """The one dial: width = 64 * depth, heads = depth. d12 is DiT-B's shape.
+    def from_depth(
+        cls, depth, image_size, in_channels, out_channels, num_classes, patch_size=0, width=0, heads=0, **kwargs
+    ):
+        """The one dial: width = 64 * depth, a head per 64 of width. d12 is DiT-B's shape. 0 stands for these.
 
         patch_size 0 chooses about 256 tokens: 32 px -> 2, 64 px -> 4, 256 px -> 16; never below 2 (16 px -> 64 tokens).
         """
         patch_size = patch_size or max(2, image_size // 16)
-        return cls(image_size, in_channels, out_channels, patch_size, 64 * depth, depth, depth, num_classes, **kwargs)
+        width = width or 64 * depth
+        heads = heads or max(1, width // 64)
+        return cls(image_size, in_channels, out_channels, patch_size, width, depth, heads, num_classes, **kwargs)
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +80,7 @@ def sincos_table(config: DiTConfig) -> torch.Tensor:
     angles = np.outer(np.arange(grid), omega)  # (grid, C/4), in float64 as published
     line = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)  # (grid, C/2)
     rows, cols = np.divmod(np.arange(grid * grid), grid)
-    return torch.tensor(np.concatenate([line[cols], line[rows]], axis=1), dtype=torch.float32)
+    return torch.from_numpy(np.concatenate([line[cols], line[rows]], axis=1).astype(np.float32))
 
 
 def rope_table(config: DiTConfig) -> torch.Tensor:
@@ -88,7 +92,7 @@ def rope_table(config: DiTConfig) -> torch.Tensor:
     omega = 100.0 ** -(np.arange(dim) / dim)
     rows, cols = np.divmod(np.arange(grid * grid), grid)
     angles = np.concatenate([np.outer(rows, omega), np.outer(cols, omega)], axis=1)  # (T, head_dim/2)
-    return torch.tensor(np.stack([np.cos(angles), np.sin(angles)])[:, :, None, None], dtype=torch.float32)
+    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)])[:, :, None, None].astype(np.float32))
 
 
 def timestep_embedding(t: torch.Tensor, dim: int = T_EMBED_DIM, max_period: float = 10000.0) -> torch.Tensor:
@@ -211,7 +215,7 @@ class DiT(nn.Module):
         self.y_embed = nn.Embedding(config.num_classes + 1, C) if config.num_classes else None
         self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
         self.final = Final(config)
-        self.register_buffer("position", table(config), persistent=False)
+        self.register_buffer("position", table(config), persistent=False)  # made by numpy: real on "meta", too
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -1,6 +1,8 @@
 """From settings and a data set to a backbone and a process, and back from a checkpoint: what every script shares."""
 
 import dataclasses
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -12,11 +14,16 @@ from nanodiff.common import UserError, base_dir
 from nanodiff.dit import DiT, DiTConfig, from_meta
 from nanodiff.flow import FlowMatching
 from nanodiff.gaussian import GaussianDiffusion
+from nanodiff.lora import apply_adapters
+from nanodiff.safetensors import load_safetensors
 from nanodiff.unet import UNet, UNetConfig, config_from_state_dict, from_improved_diffusion
 
 
-def make_process(config: dict):
-    """The diffusion process that the settings name: flow matching, or a Gaussian diffusion that predicts eps, x0, v."""
+def make_process(config: dict, data: dict):
+    """The diffusion process that the settings name: flow matching, or a Gaussian diffusion that predicts eps, x0, v.
+
+    `data`: a codec's facts; predictions of x0 are clipped to [-1, 1] where they are images, not where they are latents.
+    """
     if config["objective"] == "flow":
         return FlowMatching(prediction=config["flow_prediction"])
     return GaussianDiffusion(
@@ -26,6 +33,7 @@ def make_process(config: dict):
         variance=config["variance"],
         loss=config["loss"],
         rescale_timesteps=config["rescale_timesteps"],
+        clip_denoised=data["kind"] == "images",
     )
 
 
@@ -34,9 +42,14 @@ def default_sampler(process) -> str:
     return "heun" if isinstance(process, FlowMatching) else "ddim"
 
 
+def samplers_of(process) -> tuple[str, ...]:
+    """Those that a process can take."""
+    return (flow if isinstance(process, FlowMatching) else gaussian).SAMPLERS
+
+
 def choose_sampler(process, sampler: str, steps: int) -> str:
     """The sampler, "auto" resolved. UserError where this process cannot take it: told at the start, not at the end."""
-    accepted = (flow if isinstance(process, FlowMatching) else gaussian).SAMPLERS
+    accepted = samplers_of(process)
     sampler = default_sampler(process) if sampler == "auto" else sampler
     if sampler not in accepted:
         kind = "flow matching" if isinstance(process, FlowMatching) else "a Gaussian diffusion"
@@ -44,6 +57,17 @@ def choose_sampler(process, sampler: str, steps: int) -> str:
     if process.num_timesteps and steps > process.num_timesteps:
         raise UserError(f"{steps} sampling steps are more than the process has; accepted: 1 to {process.num_timesteps}")
     return sampler
+
+
+def parse_classes(classes: str, num_classes: int) -> list[int]:
+    """Class numbers, comma-separated; "" is all of them, and [0] for a model without. Raises UserError."""
+    try:
+        chosen = [int(c) for c in classes.split(",")] if classes else list(range(max(num_classes, 1)))
+    except ValueError:
+        raise UserError(f"classes={classes!r}; accepted: numbers from 0 to {num_classes - 1}, such as 0,3") from None
+    if classes and not all(0 <= c < num_classes for c in chosen):
+        raise UserError(f"classes={classes!r}: this model has {num_classes or 'no'} classes, numbered from 0")
+    return chosen
 
 
 def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConfig:
@@ -69,31 +93,36 @@ def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConf
         chosen = {key: config[key] for key in keys}
         return UNetConfig.from_depth(config["depth"], attention_resolutions=resolutions, **chosen, **shape)
     block = "classic" if config["arch"] == "dit_classic" else "modern"
-    return DiTConfig.from_depth(config["depth"], patch_size=config["patch_size"], block=block, **shape)
+    sizes = {key: config[key] for key in ("patch_size", "width", "heads")}
+    return DiTConfig.from_depth(config["depth"], block=block, **sizes, **shape)
 
 
-def build_model(model_config: DiTConfig | UNetConfig, device, seed: int | None = None):
-    """The backbone on `device`, initialised from `seed`, or with buffers alone when its weights will be loaded."""
+def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:
+    """The backbone with parameters on "meta": shapes without memory."""
     with torch.device("meta"):
-        model = (UNet if isinstance(model_config, UNetConfig) else DiT)(model_config)
-    model.to_empty(device=device)
-    model.init_weights(torch.Generator().manual_seed(seed or 0))
+        return (UNet if isinstance(model_config, UNetConfig) else DiT)(model_config)
+
+
+def build_model(model_config: DiTConfig | UNetConfig, device, seed: int):
+    """The backbone on `device`, initialised from `seed`."""
+    model = empty_model(model_config).to_empty(device=device)
+    model.init_weights(torch.Generator().manual_seed(seed))
     return model
 
 
 # Settings that make the model what it is: a run cannot go on with others. The rest may change between two starts.
 FIXED = (
-    "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "patch_size",
-    "num_res_blocks", "attention_resolutions", "num_heads", "num_heads_upsample", "use_scale_shift_norm", "dropout",
-    "objective", "flow_prediction", "noise_schedule", "num_timesteps", "variance", "loss", "rescale_timesteps",
-    "timesteps", "label_drop", "total_batch_size", "optimizer", "ema_rates", "ema_ramp",
+    "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "width", "heads",
+    "patch_size", "num_res_blocks", "attention_resolutions", "num_heads", "num_heads_upsample",
+    "use_scale_shift_norm", "dropout", "objective", "flow_prediction", "noise_schedule", "num_timesteps", "variance",
+    "loss", "rescale_timesteps", "timesteps", "label_drop", "total_batch_size", "optimizer", "ema_rates", "ema_ramp",
 )  # fmt: skip
 
 
-def check_settings(config: dict, old: dict, model_tag: str) -> list[str]:
-    """Compare settings with those a checkpoint was made with; UserError on a fixed one, else the changes as text."""
+def check_settings(config: dict, old: dict, model_tag: str, names=FIXED) -> list[str]:
+    """Compare settings with those a checkpoint was made with; UserError on one of `names`, else the changes as text."""
     changed = {key: f"{key}={value!r} (was {old.get(key)!r})" for key, value in config.items() if value != old.get(key)}
-    fixed = [changed[key] for key in FIXED if key in changed]
+    fixed = [changed[key] for key in names if key in changed]
     if fixed:
         raise UserError(f"{model_tag} was trained otherwise: {', '.join(fixed)}; set it back or use another model_tag")
     return list(changed.values())
@@ -115,7 +144,7 @@ def find_run(run: str) -> Path:
 
 @dataclasses.dataclass
 class Loaded:
-    """A trained model with what is needed to use it. `source` and `weights` say which file and which average."""
+    """A trained model with what is needed to use it. `source` and `weights` say which checkpoint and which average."""
 
     model: torch.nn.Module
     process: object
@@ -124,6 +153,7 @@ class Loaded:
     step: int
     source: str
     weights: str
+    weights_path: Path
     run_dir: Path | None = None
 
     @property
@@ -136,15 +166,23 @@ class Loaded:
         """Whether the model has learned to do without a label, which classifier-free guidance needs."""
         return self.num_classes > 0 and self.config["label_drop"] > 0
 
+    def described(self) -> dict:
+        """Which weights these are, for a protocol; the SHA-256 is that of their file."""
+        with open(self.weights_path, "rb") as f:
+            sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+        return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
+
 
 def load_run(run: str, device, step: int = -1, ema: str = "", **published) -> Loaded:
     """Load a model to sample from or evaluate.
 
     `run`: a run folder or tag (checkpoint `step`, -1 = the newest that verifies; `ema` "" = the first rate, "raw" = no
-    average, or a rate), or a file in Meta's DiT or OpenAI's improved-diffusion format, which `published` is for: see
-    load_published.
+    average, or a rate) of base_train or lora_train, a .safetensors of scripts/export.py, or a file in Meta's DiT or
+    OpenAI's improved-diffusion format, which `published` is for: see load_published.
     """
     path = find_run(run)
+    if path.suffix == ".safetensors":
+        return load_exported(path, device)
     if path.is_file():
         return load_published(path, device, **published)
     checkpoint = find_checkpoint(path, None if step < 0 else step)
@@ -155,16 +193,53 @@ def load_run(run: str, device, step: int = -1, ema: str = "", **published) -> Lo
     ema = ema or (rates[0] if rates else "raw")
     if ema not in ("raw", *rates):
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-    make = UNetConfig if meta["arch"] == "unet" else DiTConfig
+    if "lora" in meta:  # a run of scripts/lora_train.py: adapters, to be merged into the weights of another
+        base = load_run(device=device, **meta["lora"]["base"])
+        adapters = path / "adapters" / f"step_{meta['step']:06d}.safetensors"
+        apply_adapters(base, str(adapters))
+        facts = dict(data=meta["data"], step=meta["step"], source=str(checkpoint), weights=ema)
+        return dataclasses.replace(base, **facts, weights_path=adapters, run_dir=path)
+    weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
+    facts = dict(source=str(checkpoint), weights=ema, weights_path=weights_path, run_dir=path)
+    return restore(meta, load_tensors(weights_path), device, **facts)
+
+
+def restore(meta: dict, state_dict: dict, device, source: str, **facts) -> Loaded:
+    """The model that `meta` describes (step, arch, config, model_config, data), with the weights of `state_dict`.
+
+    On the CPU it takes the tensors over, without a copy. Raises UserError where they do not fit.
+    """
     try:
-        process, model_config = make_process(meta["config"]), make(**tuples(meta["model_config"]))
+        make = UNetConfig if meta["arch"] == "unet" else DiTConfig
+        process, model_config = make_process(meta["config"], meta["data"]), make(**tuples(meta["model_config"]))
         needed = meta["config"]["low_res_size"], meta["config"]["label_drop"]
         needed += tuple(meta["data"][key] for key in ("name", "kind", "channels", "resolution", "class_names"))
     except (KeyError, TypeError) as e:
-        raise UserError(f"{checkpoint / 'meta.json'}: settings that this version does not know: {e}") from e
-    model = build_model(dataclasses.replace(model_config, checkpointing=False), device)
-    load_weights(model, load_tensors(checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")), checkpoint)
-    return Loaded(model.eval(), process, meta["config"], meta["data"], meta["step"], str(checkpoint), ema, path)
+        raise UserError(f"{source}: settings that this version does not know: {e}") from e
+    model = empty_model(dataclasses.replace(model_config, checkpointing=False))
+    load_weights(model, state_dict, source, assign=True)
+    return Loaded(model.to(device).eval(), process, meta["config"], meta["data"], meta["step"], source, **facts)
+
+
+def check_guide(guide: Loaded, loaded: Loaded) -> None:
+    """UserError where `guide`, for autoguidance, does not predict the same of the same x_t, t and labels."""
+
+    def facts(of: Loaded) -> dict:
+        model, process, latents = of.model.config, of.process, of.data.get("latents", {})
+        return {
+            "image size": (model.image_size, model.in_channels),
+            "classes": model.num_classes,
+            "low_res": model.low_res,
+            "process": type(process),
+            "noise schedule": [list(getattr(process, table, ())) for table in ("betas", "model_t")],
+            "prediction": process.prediction,
+            "latents": [latents.get(key) for key in ("sha256", "offset", "scale")],
+        }
+
+    ours = facts(loaded)
+    differing = [key for key, value in facts(guide).items() if value != ours[key]]
+    if differing:
+        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
 
 
 def tuples(fields: dict) -> dict:
@@ -172,8 +247,11 @@ def tuples(fields: dict) -> dict:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
-def load_weights(model: torch.nn.Module, state_dict: dict, source) -> None:
-    """Strict load_state_dict; a mismatch is one line that names the first key and both shapes."""
+def load_weights(model: torch.nn.Module, state_dict: dict, source, assign: bool = False) -> None:
+    """Strict load_state_dict; a mismatch is one line that names the first key and both shapes.
+
+    `assign`: the model takes the tensors themselves, so that there are not two of each; else it copies them.
+    """
     own = model.state_dict()
     if not isinstance(state_dict, dict) or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
         raise UserError(f"{source} holds no dictionary of tensors")
@@ -184,7 +262,23 @@ def load_weights(model: torch.nn.Module, state_dict: dict, source) -> None:
         if own[name].shape != state_dict[name].shape:
             given, wanted = tuple(state_dict[name].shape), tuple(own[name].shape)
             raise UserError(f"{source}: {name!r} has shape {given}, the model wants {wanted}")
-    model.load_state_dict(state_dict)
+    if assign:  # as a copy would be: of the model's dtype, in one piece
+        state_dict = {name: value.to(own[name].dtype).contiguous() for name, value in state_dict.items()}
+    model.load_state_dict(state_dict, assign=assign)
+
+
+def load_exported(path: Path, device) -> Loaded:
+    """A .safetensors of scripts/export.py: weights, with what they need in the metadata, as JSON."""
+    state_dict, metadata = load_safetensors(path)
+    wanted = dict(step=int, arch=str, config=dict, model_config=dict, data=dict, ema=str)
+    try:
+        meta = {key: json.loads(metadata[key]) for key in wanted}
+    except (KeyError, ValueError, RecursionError) as e:
+        raise UserError(f"{path}: its metadata lack {e}; accepted: what scripts/export.py writes") from None
+    for key, kind in wanted.items():
+        if not isinstance(meta[key], kind):
+            raise UserError(f"{path}: {key!r} in its metadata is not a {kind.__name__}")
+    return restore(meta, state_dict, device, source=str(path), weights=meta["ema"], weights_path=path)
 
 
 def load_published(
@@ -211,36 +305,40 @@ def load_published(
     try:
         if "x_embedder.proj.weight" in weights:
             model_config, weights = from_meta(weights, **({"heads": num_heads} if num_heads else {}))
-            process = GaussianDiffusion(schedule="linear", variance="learned_range", clip_denoised=False)
-            kind, label_drop = "latents", 0.1
+            process = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False)
+            arch, label_drop = "dit_classic", 0.1
         else:
             lsun = not (config := config_from_state_dict(weights, **known)).use_scale_shift_norm
             model_config = config_from_state_dict(weights, **({"num_heads": 1} if lsun else {}) | known)
             weights = from_improved_diffusion(weights)
-            kind, label_drop = "images", 0.0  # the class table has no null class
+            arch, label_drop = "unet", 0.0  # the class table has no null class
             # By improved-diffusion's README: LSUN and the upsampler are linear, and the unconditional models of 32 and
             # 64 pixels alone rescale t
             linear = lsun or config.low_res
             rescale = not (lsun or config.num_classes)
-            process = GaussianDiffusion(
-                schedule=("linear" if linear else "cosine") if noise_schedule == "auto" else noise_schedule,
+            process = dict(
+                noise_schedule=("linear" if linear else "cosine") if noise_schedule == "auto" else noise_schedule,
                 num_timesteps=num_timesteps or (1000 if lsun else 4000),
-                variance="learned_range" if config.out_channels == 2 * config.in_channels else "fixed_large",
                 rescale_timesteps=rescale if rescale_timesteps == "auto" else rescale_timesteps == "yes",
             )
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
     except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as e:  # shapes that no such model has
         raise UserError(f"{path}: its tensors do not have the shapes of the published models: {e}") from e
-    model = build_model(model_config, device)
-    load_weights(model, weights, path)
     data = dict(
         name="",
-        kind=kind,
+        kind="images" if model_config.in_channels <= 3 else "latents",
         channels=model_config.in_channels,
         resolution=model_config.image_size,
         num_classes=model_config.num_classes,
         class_names=[str(i) for i in range(model_config.num_classes)],
     )
-    config = {"low_res_size": model_config.image_size // 4 if model_config.low_res else 0, "label_drop": label_drop}
-    return Loaded(model.eval(), process, config, data, 0, str(path), "as published")
+    config = process | dict(
+        objective="eps",
+        variance="learned_range" if model_config.out_channels == 2 * model_config.in_channels else "fixed_large",
+        loss="mse",
+        label_drop=label_drop,
+        low_res_size=model_config.image_size // 4 if model_config.low_res else 0,
+    )
+    meta = dict(step=0, arch=arch, config=config, model_config=dataclasses.asdict(model_config), data=data)
+    return restore(meta, weights, device, source=str(path), weights="as published", weights_path=path)

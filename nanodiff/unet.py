@@ -297,6 +297,15 @@ def from_improved_diffusion(state_dict: dict) -> dict:
     return {name: p.squeeze(-1) if p.ndim == 3 else p for name, p in state_dict.items()}
 
 
+def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
+    """The inverse of `from_improved_diffusion`; the null class is left out, for which their table has no row."""
+    conv1d = ("qkv.weight", "proj_out.weight")
+    theirs = {name: p[..., None] if name.endswith(conv1d) else p for name, p in state_dict.items()}
+    if config.num_classes:
+        theirs["label_emb.weight"] = theirs["label_emb.weight"][: config.num_classes].clone()  # of a view all is saved
+    return theirs
+
+
 def config_from_state_dict(state_dict: dict, image_size: int = 0, **known) -> UNetConfig:
     """The UNetConfig that a state dict (published or ours) was made with, read from its names and shapes.
 

@@ -1,0 +1,250 @@
+"""An exported model is the model: its weights, read by the libraries that own each format, and its outputs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import TIMELESS, make_data, make_run, randomise
+
+from nanodiff.common import UserError
+from nanodiff.dit import DiT, DiTConfig, to_meta
+from nanodiff.recipe import load_run
+from nanodiff.safetensors import save_safetensors
+from nanodiff.unet import UNet, UNetConfig
+
+CLASSIC = ("--arch=dit_classic", "--depth=2", "--objective=eps", "--variance=learned_range")
+UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--num_heads=2", "--objective=eps")
+
+
+def outputs(model, seed=1):
+    """Predictions at early and late t, of two classes (and not of the null class, which a format may lack)."""
+    c, g = model.config, torch.Generator().manual_seed(seed)
+    x = torch.randn(2, c.in_channels, c.image_size, c.image_size, generator=g)
+    with torch.no_grad():
+        return model(x, torch.tensor([3.5, 800.0]), torch.tensor([1, 2]) if c.num_classes else None)
+
+
+def assert_equal(given, wanted):
+    assert given.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert given[name].dtype == value.dtype and torch.equal(given[name], value), name
+
+
+@pytest.fixture
+def export(base, run_script):
+    """export(run, *settings) -> path of what scripts/export.py wrote."""
+    return lambda run, *args: run_script("export", f"--run={run}", *args)["path"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file for nanodiff
+
+
+@pytest.mark.parametrize("more", [("--low_res_size=4",), (*CLASSIC, "--class_cond=False"), UNET], ids=lambda m: m[0])
+def test_safetensors_hold_the_model_and_its_description(base, run_script, export, more):
+    safetensors = pytest.importorskip("safetensors.torch", reason="the official reader")
+    make_data()
+    checkpoint = make_run(run_script, "a", *more) / "checkpoints" / "step_000001"
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    for ema, name in (("", "ema_0.999"), ("raw", "model")):
+        path = export("a", f"--ema={ema}")
+        assert path.parent == base / "runs" / "a" / "exports"
+        assert_equal(safetensors.load_file(path), torch.load(checkpoint / f"{name}.pt"))
+        with safetensors.safe_open(path, framework="pt") as file:
+            told = {key: json.loads(value) for key, value in file.metadata().items()}
+        assert told.pop("ema") == (ema or "0.999")
+        assert told == {key: meta[key] for key in ("step", "arch", "model_config", "config", "data")}
+
+
+@pytest.mark.parametrize("more", [(), CLASSIC, UNET], ids=["dit", "dit_classic", "unet"])
+def test_a_safetensors_is_sampled_from_without_its_run(run_script, export, tmp_path, monkeypatch, more):
+    make_data()
+    run_dir = make_run(run_script, "a", *more)
+    sample = (*TIMELESS, "--npz", "--num_images=4", "--steps=3")
+    run_script("sample", *sample, "--run=a", f"--out={tmp_path / 'one'}")
+    file = export("a", f"--out={tmp_path / 'new' / 'model.safetensors'}")
+    run_dir.rename(tmp_path / "gone")
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
+    run_script("sample", *sample, f"--run={file}", f"--out={tmp_path / 'two'}")
+    with np.load(tmp_path / "one.npz") as one, np.load(tmp_path / "two.npz") as two:
+        assert (one["arr_0"] == two["arr_0"]).all() and (one["labels"] == two["labels"]).all()
+
+
+def test_latents_are_not_clipped_images_are(base, run_script, export, tmp_path):
+    make_data()
+    make_run(run_script, "a", *CLASSIC)
+    meta_file(tmp_path / "dit.pt")
+    assert load_run(str(export("a")), "cpu").process.clip_denoised
+    again = load_run(str(export(tmp_path / "dit.pt", f"--out={tmp_path / 'dit.safetensors'}")), "cpu")
+    published = load_run(str(tmp_path / "dit.pt"), "cpu")
+    assert not again.process.clip_denoised and not published.process.clip_denoised
+    assert (again.process.betas == published.process.betas).all() and again.weights == "as published"
+    assert again.data == published.data and again.config == published.config
+    assert torch.equal(outputs(again.model), outputs(published.model))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meta's DiT
+
+
+def meta_file(path, dtype=torch.float32, **sizes):
+    """Random weights under the published names and shapes; returns them."""
+    sizes = dict(image_size=8, in_channels=4, patch_size=2, width=128, depth=2, heads=2, num_classes=5) | sizes
+    config = DiTConfig(**dict(out_channels=2 * sizes["in_channels"], block="classic") | sizes)
+    theirs = to_meta(DiT(config).state_dict(), config)
+    pos_embed = theirs.pop("pos_embed")
+    theirs = {name: value.to(dtype) for name, value in randomise(theirs).items()} | {"pos_embed": pos_embed}
+    torch.save(theirs, path)
+    return theirs
+
+
+def test_a_run_in_metas_format(run_script, export):
+    make_data()
+    make_run(run_script, "a", *CLASSIC, "--depth=1")
+    path = export("a", "--form=meta")
+    theirs = torch.load(path, weights_only=True)
+    D, linear = 64, lambda name, out, into: {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
+    block = {"attn.qkv": (3 * D, D), "attn.proj": (D, D), "mlp.fc1": (4 * D, D), "mlp.fc2": (D, 4 * D)}
+    block["adaLN_modulation.1"] = (6 * D, D)
+    wanted = {"pos_embed": (1, 16, D), "y_embedder.embedding_table.weight": (9, D)}  # 8 classes and the null class
+    wanted |= linear("t_embedder.mlp.0", D, 256) | linear("t_embedder.mlp.2", D, D)
+    wanted |= {"x_embedder.proj.weight": (D, 3, 4, 4), "x_embedder.proj.bias": (D,)}
+    for name, shape in block.items():
+        wanted |= linear(f"blocks.0.{name}", *shape)
+    wanted |= linear("final_layer.linear", 4 * 4 * 6, D) | linear("final_layer.adaLN_modulation.1", 2 * D, D)
+    assert {name: tuple(value.shape) for name, value in theirs.items()} == wanted  # github.com/facebookresearch/DiT
+    loaded = load_run(str(path), "cpu")
+    assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
+    assert loaded.data["kind"] == "images" and loaded.process.clip_denoised
+
+
+@pytest.mark.parametrize("via", ["", ".safetensors"])
+def test_metas_format_comes_back_unchanged(export, tmp_path, via):
+    theirs = meta_file(tmp_path / "dit.pt")
+    run = export(tmp_path / "dit.pt", f"--out={tmp_path / 'x'}{via}") if via else tmp_path / "dit.pt"
+    again = export(run, "--form=meta", f"--out={tmp_path / 'again.pt'}")
+    assert_equal(torch.load(again, weights_only=True), theirs)
+    assert again.stat().st_size < 1.1 * (tmp_path / "dit.pt").stat().st_size
+
+
+def test_half_precision_files_become_single_precision(base, tmp_path):
+    theirs = meta_file(tmp_path / "dit.pt", dtype=torch.float16)
+    params = dict(load_run(str(tmp_path / "dit.pt"), "cpu").model.named_parameters())
+    assert {p.dtype for p in params.values()} == {torch.float32}
+    assert torch.equal(params["blocks.1.fc1.weight"], theirs["blocks.1.mlp.fc1.weight"].float())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# diffusers
+
+
+@pytest.mark.slow  # to import it takes seconds
+@pytest.mark.parametrize("sizes", [dict(), dict(in_channels=3, out_channels=3, patch_size=4, heads=4, depth=1)])
+def test_diffusers_loads_the_folder_and_predicts_the_same(export, tmp_path, sizes):
+    diffusers = pytest.importorskip("diffusers", reason="the library that owns the format")
+    meta_file(tmp_path / "dit.pt", **sizes)
+    folder = export(tmp_path / "dit.pt", "--form=diffusers", f"--out={tmp_path / 'folder'}")
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    theirs, told = diffusers.DiTTransformer2DModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    theirs, ours = theirs.eval(), load_run(str(tmp_path / "dit.pt"), "cpu").model
+    c = ours.config
+    x, y = torch.randn(4, c.in_channels, 8, 8), torch.tensor([0, 1, 4, 5])  # 5 is the null class
+
+    def difference(t):
+        with torch.no_grad():
+            a, b = theirs(x, timestep=t, class_labels=y).sample, ours(x, t, y)
+        assert a.shape == b.shape == (4, c.out_channels, 8, 8)
+        return float((a - b).abs().max() / b.abs().max())
+
+    t = torch.tensor([0.0, 1.0, 500.0, 999.0])
+    assert difference(torch.zeros(4)) < 1e-4
+    for block in theirs.transformer_blocks:  # they embed t with other frequencies, which no config tells
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+    assert difference(t) < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# improved-diffusion's UNet
+
+
+@pytest.mark.parametrize("settings", [dict(out_channels=6), dict(num_classes=3), dict(num_classes=3, low_res=True)])
+def test_improved_diffusion_comes_back_unchanged(export, tmp_path, settings):
+    sizes = dict(image_size=16, model_channels=32, num_res_blocks=1, channel_mult=(1, 2), attention_resolutions=(16,))
+    model = UNet(UNetConfig(null_class=False, **sizes, **settings))
+    theirs = randomise(model.state_dict())
+    for name, value in theirs.items():
+        if "qkv.weight" in name or "proj_out.weight" in name:  # published as Conv1d of width 1
+            theirs[name] = value[..., None]
+    torch.save(theirs, tmp_path / "ema.pt")
+    again = export(tmp_path / "ema.pt", "--form=improved_diffusion", f"--out={tmp_path / 'again.pt'}")
+    assert_equal(torch.load(again, weights_only=True), theirs)
+
+
+def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
+    make_data()
+    make_run(run_script, "a", *UNET)
+    path = export("a", "--form=improved_diffusion")
+    assert "null class" in capsys.readouterr().out
+    ours = load_run("a", "cpu").model
+    loaded = load_run(str(path), "cpu", image_size=16, num_heads=2)
+    assert loaded.num_classes == ours.config.num_classes == 8 and not loaded.has_null_class
+    assert torch.equal(outputs(loaded.model), outputs(ours))
+    assert len(torch.load(path)["label_emb.weight"].untyped_storage()) == 4 * 8 * 128  # no trace of the null class
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "more, args, named",
+    [
+        ((), ("--form=meta",), "dit_classic.* is a dit with 8 classes"),
+        ((), ("--form=diffusers",), "dit_classic.* is a dit with 8 classes"),
+        ((), ("--form=improved_diffusion",), "unet.* is a dit"),
+        (UNET, ("--form=diffusers",), "dit_classic.* is a unet"),
+        ((*CLASSIC, "--class_cond=False"), ("--form=meta",), "no classes"),
+        ((*CLASSIC, "--low_res_size=8"), ("--form=meta",), "low_res"),
+        ((), ("--out=model.pt",), r"model\.pt.*safetensors"),
+        ((), ("--out=file/x.safetensors",), "file/x"),
+        ((), ("--ema=0.5",), "0.5"),
+        ((), ("--checkpoint_step=7",), "step 7"),
+        (CLASSIC, ("--form=meta", "--out=folder.pt"), "folder.pt"),
+        (CLASSIC, ("--form=diffusers", "--out=file"), "file"),
+    ],
+)
+def test_what_a_form_cannot_hold_is_refused_and_nothing_written(
+    run_script, export, tmp_path, monkeypatch, more, args, named
+):
+    make_data()
+    make_run(run_script, "a", *more)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "folder.pt").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=named) as e:
+        export("a", *args)
+    assert "\n" not in str(e.value) and sorted(tmp_path.rglob("*")) == before
+
+
+def test_mlp_ratio_that_diffusers_lacks(export, tmp_path):
+    meta_file(tmp_path / "dit.pt", mlp_ratio=2)
+    with pytest.raises(UserError, match="mlp_ratio=2"):
+        export(tmp_path / "dit.pt", "--form=diffusers")
+
+
+def test_a_safetensors_of_something_else(base, tmp_path):
+    good = dict(step="1", ema='"raw"', arch='"dit"', model_config="{}", config="{}", data="{}")
+    path = tmp_path / "a.safetensors"
+    for metadata, named in [
+        (None, "metadata"),
+        (good | {"config": "{"}, "metadata"),
+        (good | {"step": "[1]"}, "'step'"),
+        (good | {"data": "[]"}, "'data'"),
+        (good, "objective"),
+    ]:
+        save_safetensors({"w": torch.zeros(2)}, path, metadata)
+        with pytest.raises(UserError, match=f"a.safetensors.*{named}"):
+            load_run(str(path), "cpu")
