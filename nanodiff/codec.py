@@ -25,6 +25,18 @@ class Codec:
         """(C, H, W) of x0."""
         return self.facts["channels"], self.facts["resolution"], self.facts["resolution"]
 
+    @property
+    def image_size(self) -> int:
+        """Pixels a side of what to_pixels gives."""
+        return self.facts["resolution"] * self.facts.get("latents", {"downsample": 1})["downsample"]
+
+    def preview(self, x0) -> torch.Tensor:
+        """x0 in the midst of sampling -> uint8 (N, 1 or 3, H, W) on the CPU, at no cost: latents as they are."""
+        return self.to_pixels(x0)
+
+    def keep_loaded(self) -> None:
+        """For a caller of to_pixels batch after batch: load what it needs once rather than each time."""
+
 
 class Pixels(Codec):
     """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]."""
@@ -87,11 +99,18 @@ class Latents(Codec):
         The autoencoder is loaded for as long as it takes, unless training needs it anyway.
         """
         if self.obstacle:
-            return to_uint8(x0[:, :3] / 2 if x0.shape[1] >= 3 else x0[:, :1] / 2).cpu()
+            return self.preview(x0)
         autoencoder = self.autoencoder or self._open().to(self.device)
         z = x0.float().to(self.device) * self.scale + self.offset
         with torch.autocast(self.device.type, enabled=False):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
+
+    def preview(self, x0) -> torch.Tensor:
+        return to_uint8(x0[:, :3] / 2 if x0.shape[1] >= 3 else x0[:, :1] / 2).cpu()
+
+    def keep_loaded(self) -> None:
+        if not self.obstacle:
+            self.autoencoder = self.autoencoder or self._open().to(self.device)
 
     def _open(self):
         if not self.path:
@@ -198,6 +217,10 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None) -> Code
     if dataset is not None:
         source = data_facts(dataset)
         if latents and source["kind"] == "images":  # encoded as they come
+            if not (autoencoder or facts["latents"]["path"]):
+                raise UserError(
+                    "the model's file does not say which autoencoder its latents are of: give --autoencoder=PATH"
+                )
             encoder = open_autoencoder(autoencoder or facts["latents"]["path"]).to(device)
             check_autoencoder(encoder, facts["latents"])
             source |= {"channels": encoder.latent_channels, "resolution": source["resolution"] // encoder.downsample}

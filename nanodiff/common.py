@@ -1,6 +1,7 @@
 """The ground floor: user errors, ranks and devices, dtypes, seeds, files, progress, signals."""
 
 import base64
+import contextlib
 import functools
 import os
 import platform
@@ -117,6 +118,15 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak so far, such as that of compiling; on the CPU this works under Linux alone."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
 
 
 # Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First that is in the device's name wins.

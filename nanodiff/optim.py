@@ -227,6 +227,20 @@ class Optimizer:
             p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
 
     @torch.no_grad()
+    def not_finite(self) -> str:
+        """For an error message: on each rank with gradients that are not finite the worst parameter; a collective."""
+        worst = (0.0, "")
+        for name, p in ((name, p) for bucket in self.buckets for name, p in zip(bucket.names, bucket.params)):
+            if p.grad is not None:
+                worst = max(worst, (1 - float(p.grad.isfinite().double().mean()), name))
+        every = [worst]
+        if self.world > 1:
+            every = [None] * self.world
+            dist.all_gather_object(every, worst)
+        found = [f"rank {rank}: {share:.0%} of {name}" for rank, (share, name) in enumerate(every) if share > 0]
+        return ", ".join(found) or "finite on each rank, not their sum"
+
+    @torch.no_grad()
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, naming the first parameter that is not rank 0's to the bit; collective."""
         for bucket in self.buckets if self.world > 1 else []:

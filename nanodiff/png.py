@@ -43,6 +43,23 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + texts + data + _chunk(b"IEND", b"")
 
 
+def decode_png(data: bytes) -> np.ndarray:
+    """The array (H, W, C) uint8 of what encode_png wrote. Raises ValueError for other files, and for a torn one."""
+    try:
+        chunks, at = {}, 8
+        while at < len(data):
+            size, kind = struct.unpack_from(">I4s", data, at)
+            chunks[kind] = data[at + 8 : at + 8 + size]
+            at += 12 + size
+        width, height = struct.unpack_from(">II", chunks[b"IHDR"])
+        rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
+        if (rows[:, 0] != 1).any():
+            raise ValueError("another filter than 1")
+        return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
+    except (KeyError, ValueError, struct.error, zlib.error) as e:
+        raise ValueError(f"not a PNG of encode_png's: {e}") from e
+
+
 def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1) -> np.ndarray:
     """One picture (H, W, 3) uint8 of images (N, C, H, W) uint8, C = 1 or 3, row by row on black.
 

@@ -1,4 +1,4 @@
-"""Which timesteps to train on: uniform, logit-normal (flow matching), loss-second-moment (Gaussian diffusion).
+"""Which timesteps to train on: uniform, bell-weighted, logit-normal (flow matching), loss-second-moment (Gaussian).
 
 A sampler is given uniform numbers u (N,) in [0, 1), so that the randomness stays the trainer's (who may stratify it),
 and returns t (N,) with the importance weights (N,) that keep the mean of the weighted losses unbiased.
@@ -13,13 +13,17 @@ from nanodiff.common import UserError
 
 
 class Uniform:
-    """t = floor(u T), int64, for a Gaussian process; t = u, float, for flow matching, whose num_timesteps is 0."""
+    """t = floor(u T), int64, for a Gaussian process; t = u, float, for flow matching, whose num_timesteps is 0.
 
-    def __init__(self, process):
-        self.num_timesteps = process.num_timesteps
+    `low` and `high`, in [0, 1], are the part of the range of t that is drawn from.
+    """
+
+    def __init__(self, process, low: float = 0.0, high: float = 1.0):
+        self.num_timesteps, self.low, self.high = process.num_timesteps, low, high
 
     def sample(self, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(t, weight), each (N,) on the device of u; weight, fp32, multiplies the image's loss."""
+        u = self.low + (self.high - self.low) * u
         t = (u * self.num_timesteps).long().clamp(max=self.num_timesteps - 1) if self.num_timesteps else u
         return t, torch.ones_like(u)
 
@@ -31,6 +35,20 @@ class Uniform:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         pass
+
+
+class Bell(Uniform):
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) less its value at the ends, scaled to mean 1 over t in [0, 1].
+
+    What DiffSynth-Studio fine-tunes flow matching with. Like logit-normal t, a choice of loss weighting.
+    """
+
+    def sample(self, u):
+        t, _ = super().sample(u)
+        end = math.exp(-0.5)
+        mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - end  # of the bell above `end`
+        bell = torch.exp(-2 * (t.float() / (self.num_timesteps or 1) - 0.5).square())
+        return t, (bell - end).clamp(min=0) / mean
 
 
 class LogitNormal(Uniform):
@@ -108,12 +126,12 @@ class LossSecondMoment(Uniform):
         self.seen.copy_(state["seen"])
 
 
-TIMESTEPS = {"uniform": Uniform, "logit-normal": LogitNormal, "loss-second-moment": LossSecondMoment}
+TIMESTEPS = {"uniform": Uniform, "bell": Bell, "logit-normal": LogitNormal, "loss-second-moment": LossSecondMoment}
 
 
 def make_timesteps(name: str, process, **options) -> Uniform:
-    """The sampler of that name for a process: "uniform", "logit-normal" (mean=0, std=1; flow matching only) or
-    "loss-second-moment" (history=10, uniform_prob=0.001; Gaussian only). Raises UserError otherwise."""
+    """The sampler of that name for a process: "uniform" or "bell" (low=0, high=1), "logit-normal" (mean=0, std=1; flow
+    matching only) or "loss-second-moment" (history=10, uniform_prob=0.001; Gaussian only). UserError otherwise."""
     if name not in TIMESTEPS:
         raise UserError(f"timesteps={name!r} is not known; accepted: {', '.join(TIMESTEPS)}")
     return TIMESTEPS[name](process, **options)

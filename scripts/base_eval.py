@@ -35,6 +35,7 @@ from nanodiff.features import (
 )
 from nanodiff.metrics import class_accuracy, load_stats, save_stats
 from nanodiff.recipe import choose_sampler, load_run
+from nanodiff.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
 metric = "loss"  # loss|bpd|class_accuracy|fid|fd_classifier: what to measure
@@ -184,6 +185,8 @@ if rank == 0 and path:
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())
         print0(f"written to {path}")
+        if not samples:
+            LiveReport(loaded.run_dir).refresh(last=True)
     except OSError as e:
         print0(f"warning: not written to {path}: {e.strerror}")
 if world > 1:

@@ -9,44 +9,43 @@ Running the same command again continues where the run stopped.
 """
 
 import gc
-import json
 import math
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.amp import LossScaler
-from nanodiff.checkpoint import find_checkpoint, load_meta, load_tensors, lock_run, save_checkpoint, trim_metrics
+from nanodiff.checkpoint import load_meta, load_tensors, lock_run, save_checkpoint
 from nanodiff.codec import check_same_data, make_codec
 from nanodiff.common import (
     StopSignal,
     UserError,
     base_dir,
-    can_compile,
     choose_dtype,
     device_name,
-    environment,
     get_dist,
     init_device,
     make_generator,
     peak_flops,
-    peak_memory_gb,
     print0,
-    start_wandb,
-    write_atomic,
 )
 from nanodiff.dataloader import DataLoader
 from nanodiff.dataset import open_dataset
 from nanodiff.ema import EMA
-from nanodiff.evaluation import bits_per_dim, conditioning, quartile_sums, sample_grid, sum_over_ranks, validation_loss
+from nanodiff.evaluation import (
+    FrechetDistance,
+    bits_per_dim,
+    conditioning,
+    quartile_sums,
+    sample_grid,
+    sum_over_ranks,
+    validation_loss,
+)
 from nanodiff.guidance import drop_labels
 from nanodiff.optim import make_optimizer
-from nanodiff.png import encode_png, terminal_preview
 from nanodiff.recipe import (
     build_model,
     check_settings,
@@ -56,6 +55,17 @@ from nanodiff.recipe import (
     make_process,
 )
 from nanodiff.timesteps import make_timesteps
+from nanodiff.training import (
+    RunLog,
+    compiled,
+    console_line,
+    cut_batch,
+    draw_step,
+    end,
+    metrics_line,
+    resume_point,
+    trapezoid,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value
@@ -78,6 +88,8 @@ low_res_size = 0  # >= 0: train super-resolution from this size in pixels; 0 = o
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 depth = 4  # >= 1: the dial: a DiT has depth blocks of width 64*depth, a UNet 32*depth channels
+width = 0  # >= 0: of a DiT off the dial, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
+heads = 0  # >= 0: of a DiT's attention; 0 = one per 64 of width
 patch_size = 0  # >= 0: side of a DiT token in pixels or latents; 0 = for about 256 tokens
 num_res_blocks = 3  # >= 1: of the UNet, per resolution
 attention_resolutions = "16,8"  # of the UNet, in pixels of its feature maps, comma-separated
@@ -121,6 +133,9 @@ eval_every = 250  # >= -1: validation loss
 eval_images = 1024  # >= 1: validation images it is taken over
 bpd_every = -1  # >= -1: bits/dim, of a Gaussian diffusion
 bpd_images = 64  # >= 1: validation images it is taken over, each at every timestep
+fid_every = -1  # >= -1: Frechet distance of samples, drawn like those of the grid, to the training images
+fid_images = 2000  # >= 2: samples it is taken over
+fid_metric = "fid"  # fid|fd_classifier: as Inception sees them, a download, or a classifier trained on the labelled set
 sample_every = 250  # >= -1: grid of samples
 sample_steps = 25  # >= 1: of the sampler
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
@@ -129,6 +144,7 @@ save_every = 1000  # >= -1: checkpoint
 checkpoints_kept = 2  # >= 1 or -1: the newest that stay; -1 = all
 log_every = 10  # >= 1: steps between lines
 
+defaults = configure(globals(), argv=[])  # so that config.json tells what was changed, and from what
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,17 +166,13 @@ print0(f"data: {data}: {len(train_set):,} + {len(val_set):,} images of {codec.sh
 if codec.obstacle:
     print0(f"grids will show latents, not pixels: {codec.obstacle}")
 
-process = make_process(config)
+process = make_process(config, facts)
 model_config = make_model_config(config, facts, process)
 model = raw_model = build_model(model_config, device, seed)
 num_params, flops_per_image = sum(p.numel() for p in model.parameters()), raw_model.estimate_flops()
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
-device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
-if total_batch_size % (device_batch_size * world):
-    micro = f"device_batch_size x ranks = {device_batch_size} x {world}"
-    raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {micro}")
-grad_accum_steps = total_batch_size // (device_batch_size * world)
+device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
 if num_iterations < 0:
@@ -187,20 +199,7 @@ scaler = LossScaler(enabled=compute_dtype == torch.float16)
 sampler = choose_sampler(process, sampler, sample_steps)
 if bpd_every >= 0 and (not process.num_timesteps or facts["kind"] != "images"):
     raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion (objective eps, x0 or v) of pixels; -1 = never")
-
-
-def lr_multiplier(step):
-    """Warmup, constant, warmdown: a factor on every learning rate."""
-    if lr_schedule == "linear":
-        return 1 - step / num_iterations
-    warmup, warmdown = warmup_ratio * num_iterations, warmdown_ratio * num_iterations
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if step <= num_iterations - warmdown:
-        return 1.0
-    left = (num_iterations - step) / warmdown
-    return left + (1 - left) * final_lr_frac
-
+frechet = FrechetDistance(fid_metric, data, fid_images, codec, low_res_size, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
@@ -208,13 +207,7 @@ def lr_multiplier(step):
 model_tag = model_tag or f"{train_set.name}_{arch}_d{depth}"
 run_dir = base_dir() / "runs" / model_tag
 lock = lock_run(run_dir) if rank == 0 else None
-(run_dir / "samples").mkdir(parents=True, exist_ok=True)
-if resume not in ("auto", "never") and not resume.isdigit():
-    raise UserError(f"resume={resume!r}: accepted are auto, never or the step of a checkpoint")
-checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
-if checkpoint and resume == "never":
-    raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-
+checkpoint = resume_point(run_dir, resume)
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None}  # all state of the loop that is not in tensors
 if checkpoint:
     meta = load_meta(checkpoint)
@@ -228,38 +221,22 @@ if checkpoint:
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
     loop |= meta["loop"]
+optim.check_replicas()  # all ranks start from the same weights, bit for bit
 step = start_step = loop["step"]
 
-if rank == 0:
-    sizes = dict(num_params=num_params, flops_per_image=flops_per_image, num_iterations=num_iterations)
-    described = dict(config=config, data=facts, model=asdict(model_config), **sizes, environment=environment(device))
-    write_atomic(run_dir / "config.json", json.dumps(described, indent=1).encode())
-    trim_metrics(run_dir / "metrics.jsonl", step)
-    metrics_file = open(run_dir / "metrics.jsonl", "a")
-wandb_run = start_wandb(run, config, run_dir, loop["wandb_id"])
-loop["wandb_id"] = wandb_run.id
-
-
-def log_metrics(line):
-    """One JSON object to metrics.jsonl and, the same, to wandb."""
-    if rank == 0:
-        metrics_file.write(json.dumps(line) + "\n")
-        metrics_file.flush()
-        wandb_run.log(line, step=line["step"])
-
+described = dict(config=config, data=facts, model=asdict(model_config), num_params=num_params)
+described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
+log = RunLog(run, run_dir, device, described, defaults, step, loop["wandb_id"])
+loop["wandb_id"] = log.wandb_id
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
 
-if compile:
-    obstacle = can_compile(device)
-    print0(f"not compiled: {obstacle}" if obstacle else "torch.compile: the first step takes longer")
-    model = raw_model if obstacle else torch.compile(raw_model, dynamic=False)
+model = compiled(raw_model, device) if compile else raw_model
 evaluation = dict(
     codec=codec, device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size
 )
 guidance = cfg_scale if label_drop else 1.0  # a model that never went without labels has no null class to guide from
-draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, rank, world, seed, start_step=step, device=device)
 images, labels = next(loader)  # (B, C, H, W) uint8, (B,) int64
 stop = StopSignal()
@@ -294,7 +271,7 @@ while True:
         by_t = " ".join(f"{q:.4f}" for q in quarters)
         print0(f"step {step:05d} | val loss {val_loss:.4f} | of the average {val_loss_ema:.4f}, by quarter of t {by_t}")
         line = {f"val/loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # NaN: no image
-        log_metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | line)
+        log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | line)
 
     # Bits/dim, of the average
     if due(bpd_every) and not stopping:
@@ -303,7 +280,16 @@ while True:
             bpd = bits_per_dim(raw_model, process, val_set, bpd_images, **evaluation)["total_bpd"]
         raw_model.train()
         print0(f"step {step:05d} | {bpd:.4f} bits/dim")
-        log_metrics({"step": step, "val/bpd": bpd})
+        log.metrics({"step": step, "val/bpd": bpd})
+
+    # Frechet distance of samples to the training images, of the average
+    if due(fid_every) and not stopping:
+        raw_model.eval()
+        with ema.applied():
+            distance = frechet.measure(raw_model, process, sample_steps, sampler, guidance, **evaluation)
+        raw_model.train()
+        print0(f"step {step:05d} | {fid_metric} {distance:.3f} of {fid_images:,} samples")
+        log.metrics({"step": step, f"val/{fid_metric}": distance})
 
     # A grid of samples with fixed noise and classes; the other ranks go on and wait in the next step
     if due(sample_every) and not stopping and rank == 0:
@@ -311,10 +297,8 @@ while True:
         with ema.applied():
             grid = sample_grid(raw_model, process, val_set, sample_steps, sampler, guidance, **evaluation)
         raw_model.train()
-        png, path = encode_png(grid), run_dir / "samples" / f"step_{step:06d}.png"
-        write_atomic(path, png)
-        wandb_run.log_png("samples", png, step)
-        print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
+        log.grid(grid, step)
+    log.report(last=bool(stopping) or due(0))
 
     if step >= num_iterations or stopping:
         break
@@ -322,23 +306,20 @@ while True:
     # One step. All that is random in it is drawn here, for the whole batch of all ranks: so the model does not depend
     # on how the batch is cut up, and resuming needs no state of a random number generator.
     t0, wait_s = time.perf_counter(), 0.0
-    generator = make_generator(seed, step, device=draw_device)
-    u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=generator, device=draw_device).to(device)
-    noise = torch.randn(total_batch_size, *codec.shape, generator=generator, device=draw_device).to(device)
-    if codec.draws:  # a latent is a distribution, of which each step takes another sample
-        latent_eps = torch.randn(noise.shape, generator=generator, device=draw_device).to(device)
-    t, t_weight = timestep_sampler.sample(u_t)  # the weight makes up for a t that is drawn more often than others
+    draw = draw_step(seed, step, total_batch_size, codec, device)
+    t, t_weight = timestep_sampler.sample(draw.u_t)  # the weight makes up for a t that is drawn more often than others
     micro_steps = []
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        eps = latent_eps[rows] if codec.draws else None
-        x0 = codec.to_x0(images, u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W) in [-1, 1], or latents
-        y = drop_labels(labels, u_drop[rows], label_drop, num_classes)
+        eps = draw.eps[rows] if codec.draws else None
+        x0 = codec.to_x0(images, draw.u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W) in [-1, 1], or latents
+        y = drop_labels(labels, draw.u_drop[rows], label_drop, num_classes)
         if dropout:
             torch.manual_seed(make_generator(seed, step, first).initial_seed())
+        cond = conditioning(x0, y, num_classes, low_res_size)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(x0, y, num_classes, low_res_size))
+            terms = process.losses(model, x0, t[rows], draw.noise[rows], **cond)
         terms["loss"] = terms["loss"] * t_weight[rows]  # (B,)
         scaler.scale(terms["loss"].mean() / grad_accum_steps).backward()
         micro_steps.append({name: x.detach() for name, x in terms.items()} | {"t": t[rows], "w": t_weight[rows]})
@@ -350,8 +331,12 @@ while True:
     grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # the only exchange of gradients; waits for the device
     overflow = not math.isfinite(grad_norm)
     if overflow and not scaler.enabled:
-        raise FloatingPointError(f"step {step}: gradient not finite, loss {terms['loss'].mean():g}; no update was done")
-    lrm = lr_multiplier(step)
+        where = optim.not_finite()  # all weights are as they were, and so is the newest checkpoint
+        raise FloatingPointError(f"step {step}: loss {terms['loss'].mean():g}, gradient not finite ({where})")
+    if lr_schedule == "linear":
+        lrm = 1 - step / num_iterations
+    else:
+        lrm = trapezoid(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
     if not overflow:
@@ -374,45 +359,15 @@ while True:
 
     if step % log_every == 0 or step == num_iterations or stopping:
         sums = {name: sum_over_ranks(quartile_sums(step_t, x, process), device) for name, x in terms.items()}
-        steps, seconds, data_s = since_log
-        images_per_sec = steps * total_batch_size / seconds
-        line = {
-            "step": step,
-            "images_seen": step * total_batch_size,
-            "total_training_flops": step * total_batch_size * flops_per_image,
-            "total_training_time_s": loop["train_time_s"],
-            "train/loss": float(sums["loss"][0].sum()) / total_batch_size,  # over all ranks and micro-steps
-            "train/grad_norm": grad_norm,
-            "train/lrm": lrm,
-            "train/dt_ms": 1000 * seconds / steps,
-            "train/data_ms": 1000 * data_s / steps,
-            "train/images_per_sec": images_per_sec,
-            "train/mfu": 100 * flops_per_image * images_per_sec / (peak * world) if peak else 0.0,
-        }
-        for name, x in sums.items():
-            line |= {f"train/{name}_q{i}": float(total / n) for i, (total, n) in enumerate(x.T) if n}
-        if scaler.enabled:
-            line["train/lg_loss_scale"] = scaler.lg_loss_scale
-        log_metrics(line)
-        minutes, dt_ms = loop["train_time_s"] / 60, line["train/dt_ms"]
-        print0(
-            f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) "
-            f"| loss {line['train/loss']:.4f} | grad {grad_norm:.2f} | lr {lrm:.2f} | dt {dt_ms:.1f} ms "
-            f"| img/s {images_per_sec:,.0f} | mfu {line['train/mfu']:.1f} | {minutes:.1f} m "
-            f"| eta {(num_iterations - step) * dt_ms / 60000:.1f} m"
-        )
+        speed = flops_per_image, device, loop["train_time_s"], since_log
+        line = metrics_line(step, total_batch_size, *speed, sums, grad_norm, lrm, scaler)
+        log.metrics(line)
+        print0(console_line(line, num_iterations))
         since_log = [0, 0.0, 0.0]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The end
 
 loader.close()
-wandb_run.finish()
-if stopping:
-    print0(f"stopped by signal {stopping} after step {step}: the same command continues")
-minutes, memory_gb = loop["train_time_s"] / 60, peak_memory_gb(device)
-print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
-print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={model_tag}")
-if world > 1:
-    dist.barrier()  # gloo may abort a rank that leaves while another still works
-    dist.destroy_process_group()
+log.finish()
+end(step, stopping, loop["train_time_s"], device, run_dir)

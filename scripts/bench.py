@@ -4,6 +4,7 @@ Measure a training step against the published recipe, side by side in one run.
     python -m scripts.bench                                     # d4, patch 2, 32x32x3, batch 32
     python -m scripts.bench --archs=unet --depth=2 --batch_size=16
     python -m scripts.bench --depth=12 --batch_size=128         # on a GPU
+    python -m scripts.bench --autoencoder=taef2_encoder.pth     # encoding on the fly against cached latents
 
 The reference is what users would otherwise run: the same backbone as published (DiT's classic block, or the UNet),
 eager, fp32 (TF32 on GPUs), torch's AdamW, EMA in a loop over the parameters. Each candidate is a process of its own, so
@@ -20,7 +21,18 @@ from dataclasses import replace
 import torch
 
 from configurator import configure
-from nanodiff.common import can_compile, choose_dtype, device_name, init_device, peak_flops, peak_memory_gb, synchronize
+from nanodiff.autoencoder import open_autoencoder
+from nanodiff.codec import Latents, latent_facts
+from nanodiff.common import (
+    can_compile,
+    choose_dtype,
+    device_name,
+    init_device,
+    peak_flops,
+    peak_memory_gb,
+    reset_peak_memory,
+    synchronize,
+)
 from nanodiff.dit import DiTConfig
 from nanodiff.ema import EMA
 from nanodiff.flow import FlowMatching
@@ -32,7 +44,7 @@ from nanodiff.unet import UNetConfig
 archs = "dit_classic,dit"  # what to measure against the reference, comma-separated: dit_classic, dit, unet
 depth = 4  # >= 1: the dial
 patch_size = 2  # >= 1: of the DiT
-image_size = 32  # >= 1: pixels
+image_size = 32  # >= 1: pixels, also with an autoencoder
 channels = 3  # >= 1: of the images
 num_classes = 10  # >= 0: 0 = unconditional
 num_res_blocks = 3  # >= 1: of the UNet
@@ -41,6 +53,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: of the candidates; the referenc
 optimizer = "adamw"  # adamw|muon: of the candidates
 compile = True  # torch.compile of the candidates
 checkpointing = False  # a further candidate that recomputes activations
+autoencoder = ""  # path: instead of the above, a step that encodes images against one on its cached latents
 rounds = 5  # >= 1: turns that each candidate takes
 steps = 4  # >= 1: steps in a turn
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
@@ -49,10 +62,21 @@ as_json = False  # one JSON object instead of the table
 
 def make_step(spec, device):
     """A function that does one training step on fixed random data, and the FLOPs of an image."""
-    shape = dict(image_size=spec["image_size"], in_channels=spec["channels"], num_classes=spec["num_classes"])
+    size, channels, g = spec["image_size"], spec["channels"], torch.Generator().manual_seed(1)
+    if spec["autoencoder"]:
+        encoder = open_autoencoder(spec["autoencoder"]).to(device)
+        path, size, channels = spec["autoencoder"], size // encoder.downsample, encoder.latent_channels
+        codec = Latents({"latents": latent_facts(encoder, path, "")}, device, encoder)
+        if spec["online"]:
+            stored = torch.randint(256, (spec["batch_size"], 3, *2 * [spec["image_size"]]), generator=g)
+            stored = stored.to(device, torch.uint8)
+        else:
+            stored = torch.randn(spec["batch_size"], encoder.parts * channels, size, size, generator=g)
+            stored = stored.to(device, torch.float16)
+    shape = dict(image_size=size, in_channels=channels, num_classes=spec["num_classes"])
     # both recipes of the reference learn the variance: twice the channels
     learned = spec["reference"] or spec["arch"] != "dit"
-    shape["out_channels"] = spec["channels"] * (2 if learned else 1)
+    shape["out_channels"] = channels * (2 if learned else 1)
     if spec["arch"] == "unet":
         model_config = UNetConfig.from_depth(spec["depth"], num_res_blocks=spec["num_res_blocks"], **shape)
     else:
@@ -62,8 +86,7 @@ def make_step(spec, device):
     process = GaussianDiffusion(variance="learned_range") if learned else FlowMatching()
     model = raw_model = build_model(model_config, device, 0)
 
-    g = torch.Generator().manual_seed(1)
-    x0 = torch.randn(spec["batch_size"], spec["channels"], spec["image_size"], spec["image_size"], generator=g)
+    x0 = torch.randn(spec["batch_size"], channels, size, size, generator=g)
     x0, noise = x0.clamp(-1, 1).to(device), torch.randn(x0.shape, generator=g).to(device)
     t = (torch.rand(len(x0), generator=g) * (process.num_timesteps or 1)).to(device)
     t = t.long() if process.num_timesteps else t
@@ -91,8 +114,9 @@ def make_step(spec, device):
         model = torch.compile(model, dynamic=False)
 
     def step():
+        images = codec.to_x0(stored, eps=noise) if spec["autoencoder"] else x0
         with autocast:
-            loss = process.losses(model, x0, t, noise, **cond)["loss"].mean()
+            loss = process.losses(model, images, t, noise, **cond)["loss"].mean()
         loss.backward()
         norm = float(optim.sync_grads())
         optim.step(grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
@@ -112,6 +136,7 @@ def worker(connection, spec):
     connection.send((time.perf_counter() - start, flops))
     for _ in range(2):
         step()
+    reset_peak_memory(device)  # that of compiling
     while count := connection.recv():
         times = []
         for _ in range(count):
@@ -129,11 +154,14 @@ def main():
     names = [arch.strip() for arch in archs.split(",")]
     specs = []
     for arch in names:
-        specs.append(config | {"arch": arch, "reference": False, "checkpointing": False})
+        specs.append(config | {"arch": arch, "reference": False, "checkpointing": False, "online": False})
         if checkpointing:
             specs.append(specs[-1] | {"checkpointing": True})
-    reference = "unet" if "unet" in names else "dit_classic"
-    specs.insert(0, config | {"arch": reference, "reference": True, "checkpointing": False})
+    if autoencoder:  # of each, first the one that encodes
+        specs = [spec | {"online": online} for spec in specs for online in (True, False)]
+    else:
+        reference = "unet" if "unet" in names else "dit_classic"
+        specs.insert(0, config | {"arch": reference, "reference": True, "checkpointing": False})
 
     # one process each, started one after the other; then in turns
     spawn, workers = multiprocessing.get_context("spawn"), []
@@ -157,6 +185,7 @@ def main():
         label = f"{spec['arch']}, as published: eager, fp32, AdamW" if spec["reference"] else (
             f"{spec['arch']}, {str(choose_dtype(dtype, device))[6:]}, {optimizer}"
             + ", compiled" * compile + ", checkpointing" * spec["checkpointing"]
+            + (", encoding on the fly" if spec["online"] else ", cached latents") * bool(autoencoder)
         )  # fmt: skip
         step_ms = 1000 * median
         rows.append({

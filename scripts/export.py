@@ -21,6 +21,7 @@ from configurator import configure
 from nanodiff.common import UserError, print0, write_atomic
 from nanodiff.diffusers_format import to_diffusers
 from nanodiff.dit import to_meta
+from nanodiff.lora import apply_adapters
 from nanodiff.recipe import load_run
 from nanodiff.safetensors import save_safetensors
 from nanodiff.unet import UNetConfig, to_improved_diffusion
@@ -28,6 +29,8 @@ from nanodiff.unet import UNetConfig, to_improved_diffusion
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
+lora = ""  # adapters of scripts/lora_train.py to merge into the weights: .safetensors files, comma-separated
+lora_scale = "1"  # how much of them: a number for each, comma-separated, or one for all
 form = "safetensors"  # safetensors|meta|diffusers|improved_diffusion: what to write
 out = ""  # path of the file, or of the folder for diffusers; "" = exports/ in the run's folder
 config = configure(globals())
@@ -36,6 +39,7 @@ suffix = {"safetensors": ".safetensors", "diffusers": ""}.get(form, ".pt")
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
 loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
+apply_adapters(loaded, lora, lora_scale)
 model_config, state_dict = loaded.model.config, loaded.model.state_dict()
 is_unet = isinstance(model_config, UNetConfig)
 arch = "unet" if is_unet else "dit_classic" if model_config.block == "classic" else "dit"

@@ -3,12 +3,15 @@
 python -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, a sub-folder per class
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
+python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some classes alone
 python -m scripts.prepare_data --verify=photos                                     compares all files with their SHA-256
 """
 
 import os
 import shutil
 import time
+
+import numpy as np
 
 from configurator import configure
 from nanodiff.common import Progress, UserError
@@ -24,6 +27,7 @@ path = ""  # the file or folder to read; "" for shapes, and for cifar10 download
 name = ""  # of the set; "" takes the source's, or that of the file or folder
 resolution = 0  # 0 or [4, 4096]: pixels a side; other sizes are scaled and cropped; 0 keeps images of one size
 labels = "auto"  # auto|folder|file|none: the class is a sub-folder, or the file name up to "_"; none ignores classes
+classes = ""  # names of those to take, comma-separated; "" = all; the images of others are left out
 val_fraction = 0.05  # [0, 0.9]: held out for validation where the source has no split of its own; 0 disables
 seed = 0  # >= 0: of that choice, and of the drawing of shapes
 workers = 0  # >= 0: processes that decode image files; 0 = one per core
@@ -41,12 +45,16 @@ def main():
         return
     if source == "auto" and not path:
         raise UserError("give --path=... of the images, or --source=shapes or --source=cifar10")
+    if classes and not name:
+        raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
     start = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     options = source, path, resolution, labels, val_fraction, seed, workers or cores, sha256
 
     with DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(*options)
+        if classes:
+            choose_classes(images_in)
         writer.class_names = images_in.class_names
         check_room(images_in.num_images)
         with Progress(images_in.num_images, "images", "preparing") as bar:
@@ -65,10 +73,10 @@ def main():
     parts = writer.meta["splits"]
     counts = {split: parts[split]["num_images"] for split in SPLITS if split in parts}
     channels, size = writer.meta["channels"], writer.meta["resolution"]
-    classes = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
+    labelled = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
     print(
         f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "
-        f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {channels}x{size}x{size}, {classes}; "
+        f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {channels}x{size}x{size}, {labelled}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"
     )
 
@@ -79,6 +87,22 @@ def default_name() -> str:
         return f"shapes{resolution}" if source == "shapes" and resolution not in (0, 16) else source
     stem = os.path.basename(os.path.abspath(path))
     return source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
+
+
+def choose_classes(images_in) -> None:
+    """Keep the images of `classes` alone, whose numbers become 0, 1, ... in the source's order."""
+    names, wanted = images_in.class_names, classes.split(",")
+    for unknown in [name for name in wanted if name not in names]:
+        raise UserError(f"classes={classes!r}: no class {unknown!r}; the source has: {', '.join(names) or 'none'}")
+    kept = np.array([i for i, name in enumerate(names) if name in wanted])
+    images_in.class_names = [names[i] for i in kept]
+
+    def chosen(blocks):
+        for images, ids, is_val in blocks:
+            rows = np.isin(ids, kept)
+            yield images[rows], np.searchsorted(kept, ids[rows]), is_val[rows]
+
+    images_in.blocks = chosen(images_in.blocks)
 
 
 def check_room(num_images: int) -> None:

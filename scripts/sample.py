@@ -34,6 +34,7 @@ from nanodiff.common import (
     write_atomic,
 )
 from nanodiff.evaluation import network_evaluations, sample_images, sum_over_ranks
+from nanodiff.lora import apply_adapters
 from nanodiff.png import encode_png, make_grid
 from nanodiff.recipe import check_guide, choose_sampler, load_run, parse_classes
 from nanodiff.sample_store import GRID_IMAGES, SampleStore
@@ -41,6 +42,8 @@ from nanodiff.sample_store import GRID_IMAGES, SampleStore
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
+lora = ""  # adapters of scripts/lora_train.py to merge into the weights: .safetensors files, comma-separated
+lora_scale = "1"  # how much of them: a number for each, comma-separated, or one for all
 num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers, comma-separated, in turn; "" = all in turn
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
@@ -76,6 +79,7 @@ autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(d
 published = dict(num_heads=num_heads, image_size=image_size, noise_schedule=noise_schedule)
 published |= dict(num_timesteps=num_timesteps, rescale_timesteps=rescale_timesteps)
 loaded = load_run(run, device, checkpoint_step, ema, **published)
+apply_adapters(loaded, lora, lora_scale)
 codec = load_codec(loaded.data, device, autoencoder)
 codec.keep_loaded()
 if codec.obstacle:
@@ -115,7 +119,7 @@ protocol = loaded.described() | {
     "sampler": sampler, "steps": steps,
     "network_evaluations": network_evaluations(loaded.model, loaded.process, steps, sampler, **guidance),
     "cfg_scale": cfg_scale, "cfg_interval": [low, high], "cfg_channels": cfg_channels or "all",
-    "guide": guide and guide.described(),
+    "guide": guide and guide.described(), "lora": lora, "lora_scale": lora_scale if lora else "",
     "classes": classes or "all, balanced", "num_images": num_images, "seed": seed, "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"), "autoencoder_sha256": latents.get("sha256"),
     "rounding": "round(127.5 (x + 1)), clamped to 0..255", "dtype": str(compute_dtype)[6:],

@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
-from conftest import run_process
+from conftest import ROOT, run_process
 
 from nanodiff.common import UserError
 from nanodiff.dataset_writer import DatasetWriter
@@ -194,6 +198,47 @@ def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monk
     run_script("base_train", *TINY, "--num_iterations=3", "--eval_every=-1", "--model_tag=a", "--warmup_ratio=0")
     scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
     assert scale == pytest.approx([20.001, 19.001, 19.002])
+
+
+INJECTED = """
+import os, runpy, sys
+from nanodiff.flow import FlowMatching
+honest, calls = FlowMatching.losses, []
+def losses(*args, **kwargs):
+    calls.append(1)
+    loss = honest(*args, **kwargs)["loss"]
+    return {"loss": loss * float("inf") if (len(calls), os.environ["RANK"]) == (6, "1") else loss}
+FlowMatching.losses = losses
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_of_two(tiny, tmp_path):
+    """In fp16 both ranks skip the step and go on alike; in fp32 the run ends, and says where it happened."""
+    script = tmp_path / "injected.py"
+    script.write_text(INJECTED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    args = (*TINY, "--num_iterations=8", "--eval_every=-1", "--warmup_ratio=0", "--device_batch_size=8")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def run(*more):
+        return subprocess.run([*launcher, *args, *more], env=env, capture_output=True, text=True, timeout=120)
+
+    done = run("--dtype=float16", "--model_tag=a", "--save_every=1", "--checkpoints_kept=-1")
+    assert done.returncode == 0, done.stderr
+    scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
+    assert np.diff(scale)[3:] == pytest.approx([0.001, -1, 0.001, 0.001])  # the first ones are too large for fp16
+    before, skipped, after = (weights(tiny, "a", step) for step in (5, 6, 7))
+    assert_identical(before["model.pt"], skipped["model.pt"])
+    assert_identical(before["optim.pt"], skipped["optim.pt"])
+    assert not torch.equal(skipped["model.pt"]["final.linear.weight"], after["model.pt"]["final.linear.weight"])
+    assert all(x.isfinite().all() for x in weights(tiny, "a", 8)["model.pt"].values())
+
+    done = run("--model_tag=b", "--save_every=1")
+    assert done.returncode != 0 and "step 5: loss" in done.stderr
+    assert "gradient not finite (rank 1: 100% of " in done.stderr and "rank 0:" not in done.stderr
+    assert weights(tiny, "b", 5)["model.pt"]["final.linear.weight"].isfinite().all()
 
 
 @pytest.mark.slow

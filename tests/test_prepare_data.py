@@ -218,6 +218,23 @@ def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base)
 
 
 @pytest.mark.slow
+def test_some_classes_alone(tmp_path):
+    """Their images in the order they had, numbered anew in the source's order, not that of the names given."""
+    make_folder(path := tmp_path / "in", classes=["a", "b", "c"], per_class=6)
+    prepare(path, labels="folder", name="whole", val_fraction=0.25)
+    prepare(path, labels="folder", name="part", val_fraction=0.25, classes="c,a")
+    assert open_dataset("part", "train").class_names == ["a", "c"]
+    for split in ("train", "val"):
+        images, labels = everything("whole", split)
+        chosen, numbers = everything("part", split)
+        np.testing.assert_array_equal(chosen, images[labels != 1])
+        np.testing.assert_array_equal(2 * numbers, labels[labels != 1])
+    with pytest.raises(UserError, match="no class 'd'; the source has: a, b, c"):
+        prepare(path, labels="folder", name="none", classes="a,d")
+    with pytest.raises(UserError, match="give this part of a set a --name of its own"):
+        prepare(path, labels="folder", name="", classes="a")
+
+
 def test_the_command_line_tells_mistakes_with_exit_code_2(tmp_path):
     for args, message in (
         (["--source=tapes"], "shapes|cifar10|mnist|idx|npz|folder|tar|zip"),

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# CIFAR-10 on one GPU: download and check, train, look, measure. Meant for about ten minutes; not yet timed.
+#   bash runs/cifar10.sh                          further arguments go to base_train: --num_iterations=500
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+[ -f "${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data/cifar10/meta.json" ] ||
+    python -m scripts.prepare_data --source=cifar10 --name=cifar10
+python -m scripts.base_train runs/cifar10.py "$@"
+python -m scripts.base_eval --run=cifar10 --metric=fd_classifier --num_images=10000
+python -m scripts.sample --run=cifar10 --num_images=100

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# ImageNet at 256 px on a node of eight GPUs, from raw images to FID. Not yet run as a whole.
+#   bash runs/speedrun.sh IMAGENET_TRAIN_FOLDER SD_VAE_FOLDER [arguments of base_train]
+# IMAGENET_TRAIN_FOLDER has a folder of JPEGs per class; SD_VAE_FOLDER is stabilityai/sd-vae-ft-ema as diffusers has it.
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+[ $# -ge 2 ] || { echo "error: give two folders: that of ImageNet's training images and that of the autoencoder" >&2; exit 2; }
+images=$1 autoencoder=$2
+shift 2
+data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
+run=(torchrun --standalone --nproc_per_node="${GPUS:-8}" -m)
+
+[ -f "$data/imagenet256/meta.json" ] ||
+    python -m scripts.prepare_data --path="$images" --resolution=256 --name=imagenet256 --val_fraction=0.01
+[ -f "$data/imagenet256_latents/meta.json" ] ||
+    "${run[@]}" scripts.cache_latents -- --data=imagenet256 --autoencoder="$autoencoder" --name=imagenet256_latents --flip
+"${run[@]}" scripts.base_train -- runs/imagenet256.py "$@"
+"${run[@]}" scripts.sample -- --run=imagenet256 --num_images=50000 --npz --sampler=heun --steps=50 --cfg_scale=1.5 --out=imagenet256
+"${run[@]}" scripts.base_eval -- --run=imagenet256 --metric=fid --samples=imagenet256.npz

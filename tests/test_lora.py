@@ -1,0 +1,296 @@
+"""Adapters change nothing until they have learned, have the rank they say, add up, and merge into the weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.dataset import open_dataset
+from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.dit import DiT, DiTConfig
+from nanodiff.flow import FlowMatching
+from nanodiff.lora import (
+    add_lora,
+    apply_adapters,
+    find_layers,
+    fingerprint,
+    identity,
+    match_classes,
+    read_adapters,
+    save_adapters,
+    trained,
+)
+from nanodiff.recipe import Loaded
+from nanodiff.safetensors import load_safetensors, save_safetensors
+from nanodiff.shapes import draw_shapes
+from nanodiff.unet import UNet, UNetConfig
+
+NAMES = ["circle", "ring", "bar"]
+SHAPE = dict(image_size=8, in_channels=3, out_channels=3, num_classes=3)
+CONFIGS = {
+    "modern": DiTConfig(patch_size=4, width=64, depth=2, heads=1, **SHAPE),
+    "classic": DiTConfig(patch_size=4, width=64, depth=2, heads=1, block="classic", **SHAPE),
+    "unet": UNetConfig(model_channels=32, num_res_blocks=1, channel_mult=(1, 2), attention_resolutions=(4,), **SHAPE),
+    "published unet": UNetConfig(
+        model_channels=32, num_res_blocks=1, channel_mult=(1,), attention_resolutions=(8,), null_class=False, **SHAPE
+    ),
+}
+
+
+def make_loaded(kind="modern", seed=0):
+    """A model with random weights everywhere, as load_run would give it."""
+    config = CONFIGS[kind]
+    model = (UNet if isinstance(config, UNetConfig) else DiT)(config)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    data = dict(name="", kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
+    settings = dict(label_drop=0.1, low_res_size=0)
+    path = Path("base.pt")
+    return Loaded(model.eval(), FlowMatching(), settings, data, 0, str(path), "as published", weights_path=path)
+
+
+def inputs(n=6, num_classes=3):
+    generator = torch.Generator().manual_seed(9)
+    x, t = torch.randn(n, 3, 8, 8, generator=generator), torch.linspace(0, 999, n)
+    return x, t, torch.arange(n) % (num_classes + 1)
+
+
+def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
+    """Give the adapters random values instead of learned ones, and write them; the model with its adapters."""
+    origin = identity(loaded)
+    add_lora(loaded.model, rank, alpha, targets, list(rows), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in trained(loaded.model).values():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    names = [*loaded.data["class_names"], None]
+    save_adapters(path, loaded.model, rank, alpha, targets, [names[i] for i in rows], origin)
+    return loaded.model
+
+
+def weights(model):
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_new_adapters_leave_every_bit_of_the_output_as_it_was(kind):
+    model = make_loaded(kind).model
+    x, t, y = inputs(num_classes=2)
+    before = model(x, t, y)
+    add_lora(model, 4, 8.0, "all", [0, 2], seed=3)
+    assert torch.equal(model(x, t, y), before)
+    with torch.autocast("cpu", torch.bfloat16):
+        after = model(x, t, y)
+        assert torch.equal(after, make_loaded(kind).model(x, t, y))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
+    adapted = train(make_loaded(kind), tmp_path / "a.safetensors", rows=[0, 2])
+    merged = make_loaded(kind)
+    x, t, y = inputs(num_classes=2)
+    base = merged.model(x, t, y)
+    apply_adapters(merged, str(tmp_path / "a.safetensors"))
+    assert [*merged.model.state_dict()] == [*make_loaded(kind).model.state_dict()]  # a plain model again
+    torch.testing.assert_close(merged.model(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
+    assert (merged.model(x, t, y) - base).abs().max() > 1e-2
+
+
+def test_scale_0_is_the_base_and_adapters_add_up(tmp_path):
+    """W(a, b) - W = s_a (W(a) - W) + s_b (W(b) - W), rows of the class table included."""
+    train(make_loaded(), a := tmp_path / "a.safetensors", rank=2, rows=[0, 1], seed=1)
+    train(make_loaded(), b := tmp_path / "b.safetensors", rank=5, targets="qkv,fc1", rows=[1, 3], seed=2)
+    base = weights(make_loaded().model)
+
+    def change(lora, scale):
+        loaded = make_loaded()
+        apply_adapters(loaded, lora, scale)
+        return {name: x - base[name] for name, x in loaded.model.state_dict().items()}
+
+    assert all((x == 0).all() for x in change(f"{a},{b}", "0").values())
+    only_a, only_b = change(str(a), "1"), change(str(b), "1")
+    for name, x in change(f"{a}, {b}", "0.8,-0.5").items():
+        torch.testing.assert_close(x, 0.8 * only_a[name] - 0.5 * only_b[name], rtol=0, atol=2e-6)
+    assert change(f"{a},{b}", "1")["y_embed.weight"].abs().amax(1).gt(0).tolist() == [True, True, False, True]
+
+
+def test_a_change_is_of_the_rank_that_was_asked_for(tmp_path):
+    train(make_loaded(), tmp_path / "a.safetensors", rank=3)
+    merged, base = make_loaded(), weights(make_loaded().model)
+    apply_adapters(merged, str(tmp_path / "a.safetensors"))
+    for name, x in merged.model.state_dict().items():
+        if x.ndim == 2 and name != "y_embed.weight":
+            singular = torch.linalg.svdvals((x - base[name]).double())
+            assert singular[2] > 1e-3 and singular[3:].max() < 1e-5, name
+        else:
+            assert torch.equal(x, base[name]), name
+
+
+def test_targets_are_the_ends_of_names_as_with_peft():
+    modern, unet = make_loaded().model, make_loaded("unet").model
+    assert find_layers(modern, "qkv, proj") == [f"blocks.{i}.{name}" for i in (0, 1) for name in ("qkv", "proj")]
+    assert find_layers(modern, "blocks.1.ada,patch_embed") == ["patch_embed", "blocks.1.ada"]
+    assert len(find_layers(modern, "all")) == 1 + 2 + 2 * 5 + 2
+    assert {name.split(".")[-1] for name in find_layers(unet, "qkv,proj_out")} == {"qkv", "proj_out"}
+    with pytest.raises(UserError, match="named 'k_proj'; accepted: all, ada, fc1, fc2, linear, patch_embed, proj, qkv"):
+        find_layers(modern, "qkv,k_proj")
+    add_lora(modern, 2, 2.0, "proj", [1])
+    assert {name.rpartition(".")[0] for name in trained(modern)} == {
+        "blocks.0.proj.lora_A", "blocks.0.proj.lora_B", "blocks.1.proj.lora_A", "blocks.1.proj.lora_B", "y_embed",
+    }  # fmt: skip
+
+
+def test_the_file_has_the_names_of_peft(tmp_path):
+    """As its documentation of the checkpoint format has it: base_model.model, the module, lora_A or lora_B."""
+    train(make_loaded(), tmp_path / "a.safetensors", rank=2, targets="qkv", rows=[1])
+    tensors, info = load_safetensors(tmp_path / "a.safetensors")
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == {
+        "base_model.model.blocks.0.qkv.lora_A.weight": (2, 64),
+        "base_model.model.blocks.0.qkv.lora_B.weight": (192, 2),
+        "base_model.model.blocks.1.qkv.lora_A.weight": (2, 64),
+        "base_model.model.blocks.1.qkv.lora_B.weight": (192, 2),
+        "base_model.model.y_embed.token_adapter.trainable_tokens_delta": (1, 64),
+    }
+    assert info["rank"] == "2" and info["alpha"] == "3.0" and info["targets"] == "qkv" and info["classes"] == '["ring"]'
+    assert info["base_sha256"] == fingerprint(make_loaded().model.state_dict())
+
+
+def test_peft_reads_the_file_and_predicts_the_same(tmp_path):
+    peft = pytest.importorskip("peft", reason="the library whose names the file has")
+    adapted = train(make_loaded(), tmp_path / "a.safetensors", rank=2, targets="qkv,fc2", rows=[0, 3])
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=["qkv", "fc2"], trainable_token_indices={"y_embed": [0, 3]}
+    )
+    model = make_loaded().model
+    model.config = {}  # which peft takes for a dict
+    theirs = peft.get_peft_model(model, config)
+    tensors, _ = read_adapters(str(tmp_path / "a.safetensors"))
+    assert {*peft.get_peft_model_state_dict(theirs)} == {*tensors}
+    result = peft.set_peft_model_state_dict(theirs, tensors)
+    assert not result.unexpected_keys
+    model.config = CONFIGS["modern"]
+    x, t, y = inputs()
+    torch.testing.assert_close(theirs(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes
+
+
+def make_set(name, classes, numbers=None):
+    """Two images of each class, under the given numbers of `classes`."""
+    numbers = list(range(len(classes))) if numbers is None else numbers
+    with DatasetWriter(name, classes) as writer:
+        images, labels = draw_shapes(2 * max(len(numbers), 1), seed=0, resolution=8)
+        labels[:] = (numbers or [0]) * 2
+        writer.append("train", images, labels if classes else None)
+    return open_dataset(name, "train")
+
+
+def test_classes_are_matched_by_name_and_new_ones_start_as_no_class(base):
+    """The set's dots and bar are the model's 3 (new) and 2; the base's classes and the null class stay as they were."""
+    loaded, (x, t, y) = make_loaded(), inputs()
+    before = loaded.model(x, t, y)
+    dataset, names, rows = match_classes(loaded, make_set("new", ["dots", "bar"]), "new")
+    assert names == [*NAMES, "dots"] and rows == [3] and loaded.model.config.num_classes == 4
+    assert dataset.labels([0, 1, 2, 3]).tolist() == [3, 2, 3, 2] and len(dataset) == 4 and dataset.name == "new"
+    assert torch.equal(loaded.model(x, t, torch.where(y == 3, 4, y)), before)
+    null = torch.full_like(y, 4)
+    assert torch.equal(loaded.model(x, t, torch.full_like(y, 3)), loaded.model(x, t, null))
+
+
+def test_which_rows_learn(base):
+    some = make_set("some", ["bar", "dots"])
+    for train_classes, rows in (("new", [3]), ("all", [2, 3, 4]), ("circle,dots", [0, 3])):
+        assert match_classes(make_loaded(), some, train_classes)[2] == rows
+    known = make_set("known", ["ring"])
+    assert match_classes(make_loaded(), known, "new")[2] == match_classes(make_loaded(), known, "none")[2] == []
+    unlabelled = make_set("unlabelled", [])
+    dataset, _, rows = match_classes(make_loaded(), unlabelled, "all")
+    assert rows == [3] and dataset.labels([0, 1]).tolist() == [3, 3]
+    with pytest.raises(UserError, match="no class 'star'; accepted: new, all, none, circle, ring, bar, dots"):
+        match_classes(make_loaded(), some, "star")
+    with pytest.raises(UserError, match="train_classes=none, but base.pt lacks class 'dots'"):
+        match_classes(make_loaded(), some, "none")
+    with pytest.raises(UserError, match="'unlabelled' has no labels, and base.pt has no null class"):
+        match_classes(make_loaded("published unet"), unlabelled, "new")
+
+
+def test_without_a_null_class_a_new_one_starts_as_the_mean(base):
+    loaded = make_loaded("published unet")
+    before = loaded.model.label_emb.weight
+    match_classes(loaded, make_set("some", ["dots", "cross"]), "new")
+    after = loaded.model.label_emb.weight
+    assert torch.equal(after[:3], before) and after.shape[0] == 5
+    torch.testing.assert_close(after[3:], before.mean(0).expand(2, -1))
+
+
+def test_adapters_bring_their_classes_along(base, tmp_path):
+    """Two files that each taught another class, and one both: the classes come in the order of the files."""
+    for name, value, classes in (("a", 0.5, ["dots"]), ("b", 0.25, ["cross", "bar"])):
+        loaded, origin = make_loaded(), identity(make_loaded())
+        _, names, rows = match_classes(loaded, make_set(name, classes), "all")
+        add_lora(loaded.model, 2, 2.0, "qkv", rows)
+        torch.nn.init.constant_(loaded.model.y_embed.delta, value)
+        save_adapters(tmp_path / name, loaded.model, 2, 2.0, "qkv", [[*names, None][i] for i in rows], origin)
+    loaded, original = make_loaded(), make_loaded().model.y_embed.weight
+    apply_adapters(loaded, f"{tmp_path / 'a'},{tmp_path / 'b'}", "1,2")
+    assert loaded.data["class_names"] == [*NAMES, "dots", "cross"]
+    assert loaded.num_classes == loaded.data["num_classes"] == 5
+    change = loaded.model.y_embed.weight - original[[0, 1, 2, 3, 3, 3]]
+    expected = torch.tensor([0, 0, 0.5, 0.5, 0.5, 1.0])[:, None].expand_as(change)
+    torch.testing.assert_close(change, expected, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+def test_mistakes_are_one_line_and_change_no_weight(tmp_path):
+    train(make_loaded(), good := tmp_path / "good", rank=2, targets="qkv", rows=[1])
+    train(make_loaded(seed=5), tmp_path / "other")
+    tensors, info = load_safetensors(good)
+    data = good.read_bytes()
+    (tmp_path / "short").write_bytes(data[:-1])
+    (tmp_path / "flipped").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    save_safetensors(tensors, tmp_path / "plain")
+    qkv, rows = "base_model.model.blocks.0.qkv", "base_model.model.y_embed.token_adapter.trainable_tokens_delta"
+
+    def forge(name, change, **more):
+        changed = {k: x for k, x in (tensors | change).items() if x is not None}
+        save_safetensors(changed, tmp_path / name, info | {"sha256": fingerprint(changed)} | more)
+
+    forge("shape", {f"{qkv}.lora_A.weight": torch.zeros(2, 60)})
+    forge("rank", {}, rank="3")
+    forge("half", {f"{qkv}.lora_B.weight": None})
+    forge("stranger", {"base_model.model.blocks.7.qkv.lora_A.weight": torch.zeros(2, 64)})
+    forge("table", {rows: torch.zeros(2, 64)})
+    forge("words", {}, rank="two")
+    forge("deep", {}, classes="[" * 100000)
+    faults = {
+        "absent": "absent: cannot be read: No such file",
+        "short": "short: 2,943 bytes of data follow|data follow the header",
+        "flipped": "flipped is damaged: its tensors do not have the SHA-256 in its metadata",
+        "plain": "plain was not made by lora_train: its metadata lack 'rank'",
+        "other": r"other is for other weights, those of base.pt, not for base.pt",
+        "shape": r"'base_model.model.blocks.0.qkv.lora_A.weight' has shape \(2, 60\), the model wants \(2, 64\)",
+        "rank": r"has shape \(192, 2\), the model wants \(192, 3\)|has shape \(2, 64\), the model wants \(3, 64\)",
+        "half": "'base_model.model.blocks.0.qkv.lora_A.weight' fits nothing in this model",
+        "stranger": "'base_model.model.blocks.7.qkv.lora_A.weight' fits nothing in this model",
+        "table": r"trainable_tokens_delta' has shape \(2, 64\), the model wants \(1, 64\)",
+        "words": "words: rank, alpha or classes in its metadata cannot be read",
+        "deep": "deep: rank, alpha or classes in its metadata cannot be read",
+    }
+    loaded = make_loaded()
+    for name, fault in faults.items():
+        with pytest.raises(UserError, match=fault):
+            apply_adapters(loaded, f"{good},{tmp_path / name}")
+    for scale in ("", "one", "1,2,3", "nan"):
+        with pytest.raises(UserError, match=r"lora_scale='.*'; accepted: a number, or 2 of them, comma-separated"):
+            apply_adapters(loaded, f"{good},{good}", scale)
+    apply_adapters(loaded, "")
+    assert fingerprint(loaded.model.state_dict()) == fingerprint(make_loaded().model.state_dict())

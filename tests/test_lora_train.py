@@ -1,0 +1,236 @@
+"""Fine-tuning as a whole: the base stays; the same adapters whatever the ranks, micro-batches and interruptions."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_process
+from tiny_runs import TIMELESS, make_data, make_run
+
+from nanodiff.common import UserError
+from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.dit import DiT, DiTConfig, to_meta
+from nanodiff.flow import FlowMatching
+from nanodiff.gaussian import GaussianDiffusion
+from nanodiff.lora import apply_adapters
+from nanodiff.recipe import load_run
+from nanodiff.safetensors import load_safetensors
+from nanodiff.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.timesteps import make_timesteps
+
+# Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class
+TINY = (
+    "--base=old --data=tuned --rank=2 --total_batch_size=16 --num_iterations=6 --log_every=1 --sample_every=-1 "
+    "--compile=False --dtype=float32 --device_type=cpu --flip --lr=0.01"
+).split()  # fmt: skip
+NEW = ["star", "bar"]  # the first is unknown to the base
+
+
+@pytest.fixture
+def old(base, run_script):
+    """A base of random weights, and a set of 40 images of a class that it lacks and one that it knows."""
+    make_data()
+    run_dir = make_run(run_script, "old")
+    with DatasetWriter("tuned", NEW) as writer:
+        for split, n in (("train", 40), ("val", 8)):
+            images, labels = draw_shapes(n, seed=n)
+            writer.append(split, images, labels % 2)
+    return run_dir
+
+
+def metrics(base, tag):
+    """[{...}] of metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (base / "runs" / tag / "metrics.jsonl").read_text().splitlines()]
+    clock = ("total_training_time_s", "train/dt_ms", "train/data_ms", "train/images_per_sec", "train/mfu")
+    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
+
+
+def losses(base, tag):
+    return [line["train/loss"] for line in metrics(base, tag)]
+
+
+def adapters(base, tag, step=6):
+    return load_safetensors(base / "runs" / tag / "adapters" / f"step_{step:06d}.safetensors")
+
+
+def assert_same(a, b, **close):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=name, **(close or dict(rtol=0, atol=0)))
+
+
+def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
+    run_script("lora_train", *TINY, "--device_batch_size=8", "--model_tag=whole")
+    # The other run loses its process after step 4; what it logged after its newest checkpoint is logged again
+    part = (*TINY, "--device_batch_size=8", "--model_tag=parts", "--save_every=2")
+    done = run_script("lora_train", *part)
+    shutil.rmtree(done["run_dir"] / "checkpoints" / "step_000006")
+    assert run_script("lora_train", *part)["start_step"] == 4
+    assert metrics(base, "parts") == metrics(base, "whole")
+    assert_same(adapters(base, "parts")[0], adapters(base, "whole")[0])
+    assert adapters(base, "parts")[1] == adapters(base, "whole")[1]
+
+
+def test_device_batch_size_does_not_change_the_adapters(base, old, run_script):
+    for size in (16, 4):
+        run_script("lora_train", *TINY, f"--device_batch_size={size}", f"--model_tag=b{size}")
+    assert losses(base, "b4") == pytest.approx(losses(base, "b16"), rel=1e-4)
+    assert_same(adapters(base, "b4")[0], adapters(base, "b16")[0], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
+    args = (*TINY, "--device_batch_size=4", "--weight_decay=0.1", "--targets=qkv")
+    run_script("lora_train", *args, "--model_tag=one")
+    run_process("lora_train", *args, "--model_tag=two", ranks=2)
+    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+    # and a checkpoint of two ranks goes on with one
+    for tag in ("one", "two"):
+        run_script("lora_train", *args, f"--model_tag={tag}", "--num_iterations=7")
+    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+    assert_same(adapters(base, "two", 7)[0], adapters(base, "one", 7)[0], rtol=1e-2, atol=1e-4)
+
+
+def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_script):
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    done = run_script("lora_train", *TINY, "--model_tag=a", "--targets=qkv,fc2", "--sample_every=0", "--sample_steps=2")
+    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    tuned, plain = done["raw_model"], load_run("old", "cpu").model.state_dict()
+    for name, x in tuned.state_dict().items():
+        if "lora" not in name and not name.startswith("y_embed"):
+            assert torch.equal(x, plain[name]), name
+    assert torch.equal(tuned.y_embed.weight[:8], plain["y_embed.weight"][:8])
+    tensors, _ = adapters(base, "a")
+    assert {name.removeprefix("base_model.model.") for name in tensors} == {
+        "y_embed.token_adapter.trainable_tokens_delta",
+        *(f"blocks.0.{layer}.lora_{part}.weight" for layer in ("qkv", "fc2") for part in "AB"),
+    }
+    assert all(x.abs().max() > 0 for x in tensors.values())
+    saved = torch.load(done["run_dir"] / "checkpoints/step_000006/model.pt", weights_only=True)
+    assert sum(x.numel() for x in saved.values()) == sum(x.numel() for x in tensors.values()) == done["num_trained"]
+    assert (done["run_dir"] / "samples" / "step_000006.png").stat().st_size > 1000
+
+
+def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_path):
+    """By its tag, or as base and file: the same model, with the class that it has learned."""
+    run_script("lora_train", *TINY, "--model_tag=a", "--lr=0.001")
+    run, by_hand = load_run("a", "cpu"), load_run("old", "cpu")
+    apply_adapters(by_hand, str(base / "runs/a/adapters/step_000006.safetensors"))
+    assert_same(run.model.state_dict(), by_hand.model.state_dict())
+    assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
+    assert run.num_classes == 9 and run.step == 6 and run.run_dir == base / "runs" / "a" and run.data["name"] == "tuned"
+    run_script("sample", *TIMELESS, "--run=a", "--num_images=9", "--steps=2", f"--out={tmp_path / 'a'}", "--npz")
+    with np.load(tmp_path / "a.npz") as file:
+        assert file["labels"].tolist() == [*range(9)] and file["arr_0"].shape == (9, 16, 16, 3)
+        images = file["arr_0"]
+    lora = f"--lora={base / 'runs/a/adapters/step_000006.safetensors'}"
+    merged = (*TIMELESS, "--run=old", lora, "--num_images=9", "--steps=2", "--npz")
+    for scale, same in ((1, True), (0, False)):
+        run_script("sample", *merged, f"--lora_scale={scale}", f"--out={tmp_path / f'scale{scale}'}")
+        with np.load(tmp_path / f"scale{scale}.npz") as file:
+            assert np.array_equal(file["arr_0"], images) is same
+    # and one can be fine-tuned again
+    again = [arg for arg in TINY if "--base" not in arg]
+    done = run_script("lora_train", *again, "--base=a", "--model_tag=b", "--num_iterations=1")
+    assert done["learned"] == [] and done["class_names"] == [*CLASS_NAMES, "star"]
+    assert load_run("b", "cpu").step == 1
+
+
+def test_training_learns_and_the_rate_follows_its_schedule(base, old, run_script):
+    """A few percent of the weights bring the loss of a random model far down."""
+    args = [arg for arg in TINY if "iterations" not in arg]
+    done = run_script("lora_train", *args, "--num_iterations=80", "--warmup_ratio=0", "--warmdown_ratio=0.5")
+    log = metrics(base, "old_tuned_lora")
+    loss = [line["train/loss"] for line in log]
+    assert np.mean(loss[-10:]) < 0.7 * np.mean(loss[:10])
+    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 41 + [1 - i / 40 for i in range(1, 40)])
+    assert done["num_trained"] < 0.05 * done["num_params"]
+
+
+def test_epochs_and_what_is_saved_after_each(base, old, run_script):
+    """40 images in steps of 16: the third and the fifth step end an epoch."""
+    args = [arg for arg in TINY if "iterations" not in arg]
+    done = run_script("lora_train", *args, "--num_epochs=2", "--save_epochs", "--model_tag=a")
+    assert done["num_iterations"] == 5
+    assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000005"]
+
+
+def test_part_of_t_and_the_bell():
+    """t in [t_min, t_max]; the bell is DiffSynth-Studio's: symmetric, 0 at the ends, of mean 1 over all of t."""
+    u = (torch.arange(4000) + 0.5) / 4000
+    t, weight = make_timesteps("uniform", FlowMatching(), low=0.25, high=0.75).sample(u)
+    assert (weight == 1).all() and 0.25 <= t.min() < 0.2502 and 0.7498 < t.max() <= 0.75
+    t, weight = make_timesteps("bell", FlowMatching()).sample(u)
+    torch.testing.assert_close(weight, weight.flip(0), rtol=0, atol=1e-5)
+    assert weight.mean().item() == pytest.approx(1, abs=1e-4) and weight[0] < 1e-3 and weight.argmax() in (1999, 2000)
+    ratio = (weight[1000] - weight[500]) / (weight[2000] - weight[500])
+    expected = [math.exp(-2 * (t[i].item() - 0.5) ** 2) for i in (500, 1000, 2000)]
+    assert ratio.item() == pytest.approx((expected[1] - expected[0]) / (expected[2] - expected[0]), abs=1e-4)
+    process = GaussianDiffusion(num_timesteps=100)
+    t, weight = make_timesteps("bell", process, low=0.5, high=1.0).sample(u)
+    assert t.dtype == torch.int64 and t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
+
+
+@pytest.mark.slow
+def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
+    """UNet, Gaussian diffusion, super-resolution, unlabelled data, recomputed activations, and a published file."""
+    make_data()
+    with DatasetWriter("plain") as writer:
+        writer.append("train", draw_shapes(24, seed=0)[0])
+    end = [arg for arg in TINY if not arg.startswith(("--base", "--data"))] + ["--num_iterations=2"]
+    kinds = {
+        "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1", "--checkpointing"),
+        "eps": ("--objective=eps", "--variance=learned_range", "--num_timesteps=50", "--arch=dit_classic"),
+        "small": ("--low_res_size=4", "--class_cond=False"),
+    }
+    for tag, settings in kinds.items():
+        make_run(run_script, tag, *settings)
+        more = ("--sample_every=0", "--sample_steps=2", "--checkpointing", "--t_max=0.5", "--train_classes=all")
+        done = run_script("lora_train", *end, *more, f"--base={tag}", "--data=plain", f"--model_tag={tag}_lora")
+        assert done["learned"] == ([] if tag == "small" else [None])
+        loaded = load_run(f"{tag}_lora", "cpu")
+        assert loaded.num_classes == (0 if tag == "small" else 8)
+    for name, channels in (("pixels", 3), ("latents", 4)):
+        config = DiTConfig(16, channels, 2 * channels, 4, 64, 1, 1, num_classes=5, block="classic")
+        (model := DiT(config)).init_weights()
+        torch.save(to_meta(model.state_dict(), config), tmp_path / f"{name}.pt")
+    run_script("lora_train", *end, f"--base={tmp_path / 'pixels.pt'}", "--data=tiny", "--model_tag=pixels_lora")
+    assert load_run("pixels_lora", "cpu").data["class_names"] == [*"01234", *CLASS_NAMES]
+    with pytest.raises(UserError, match="which autoencoder its latents are of: give --autoencoder=PATH"):
+        run_script("lora_train", *end, f"--base={tmp_path / 'latents.pt'}", "--data=tiny")
+
+
+def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
+    make_data("large", resolution=32)
+    faults = {
+        "--base=": "give --base=..., a run or a published file, and --data=..., a data set",
+        "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
+        "--base=none": "run='none' is no folder, file or tag; known tags: old",
+        "--data=none": "no data set 'none'",
+        "--data=large": r"\(3, 32\), the model wants \(3, 16\)",
+        "--targets=k": "no linear layer is named 'k'; accepted: all, ada, fc1",
+        "--train_classes=moon": "no class 'moon'",
+        "--t_min=0.8": "t_min=0.8 and t_max=0.5; accepted: t_min < t_max",
+        "--total_batch_size=6": "is not a multiple of device_batch_size x ranks = 4 x 1",
+        "--base_step=7": "has no checkpoint of step 7; it has: 0, 1",
+        "--resume=9": "has no checkpoint of step 9",
+        "--model_tag=old": "old is a run of base_train; use another model_tag",
+    }
+    for arg, fault in faults.items():
+        with pytest.raises(UserError, match=fault):
+            run_script("lora_train", *TINY, "--t_max=0.5", "--device_batch_size=4", "--model_tag=a", arg)
+    assert not list(base.glob("runs/*/adapters"))
+
+
+def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_script):
+    run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=1")
+    assert run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=2", "--lr=0.1")["step"] == 2
+    with pytest.raises(
+        UserError, match=r"a was trained otherwise: rank=3 \(was 2\), t_min=0.1 \(was 0.0\); set it back"
+    ):
+        run_script("lora_train", *TINY, "--model_tag=a", "--rank=3", "--t_min=0.1")
+    with pytest.raises(UserError, match=r"a was trained on old at step 1 \(0.999\), not on old at step 0 \(0.999\)"):
+        run_script("lora_train", *TINY, "--model_tag=a", "--base_step=0")

@@ -1,0 +1,85 @@
+"""Headless Chromium for tests, by the W3C WebDriver protocol: JSON over HTTP, so that no package is needed."""
+
+import base64
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+
+CHROMEDRIVER = shutil.which("chromedriver")
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which the protocol hands out elements
+FLAGS = (
+    "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update "
+    "disable-sync hide-scrollbars"
+).split()
+
+
+class Browser:
+    """A window of `size` (width, height) CSS pixels, `dark` or light. `profile` is a folder for what it stores."""
+
+    def __init__(self, profile, size=(1200, 800), dark=False):
+        self.driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
+        line = next(line for line in self.driver.stdout if "started successfully on port" in line)
+        port = re.search(r"port (\d+)", line)[1]
+        self.url = f"http://127.0.0.1:{port}/session"
+        args = [f"--{flag}" for flag in FLAGS] + [f"--user-data-dir={profile}"]
+        options = {"goog:chromeOptions": {"args": args}, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self.call("POST", "", {"capabilities": {"alwaysMatch": {"browserName": "chrome"} | options}})
+        self.url += "/" + session["sessionId"]
+        # A window cannot be as narrow as a phone; the emulation of one can
+        metrics = dict(width=size[0], height=size[1], deviceScaleFactor=1, mobile=size[0] < 500)
+        self.devtools("Emulation.setDeviceMetricsOverride", metrics)
+        self.devtools("Emulation.setTouchEmulationEnabled", dict(enabled=size[0] < 500))
+        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
+        self.devtools("Emulation.setEmulatedMedia", dict(features=[scheme]))
+
+    def call(self, method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def devtools(self, command, params):
+        return self.call("POST", "/goog/cdp/execute", dict(cmd=command, params=params))
+
+    def open(self, url):
+        self.call("POST", "/url", dict(url="about:blank"))  # the same page with another #... would not be loaded anew
+        self.call("POST", "/url", dict(url=url))
+
+    def run(self, script, *args):
+        """The value of a script's `return`."""
+        return self.call("POST", "/execute/sync", dict(script=script, args=args))
+
+    def wait(self, expression, timeout_s=30):
+        """The first true value of a JavaScript expression."""
+        end = time.monotonic() + timeout_s
+        while not (value := self.run(f"return {expression}")):
+            assert time.monotonic() < end, f"in vain: {expression}; {self.logs()}"
+            time.sleep(0.05)
+        return value
+
+    def click(self, css):
+        found = self.call("POST", "/element", {"using": "css selector", "value": css})
+        self.call("POST", f"/element/{found[ELEMENT]}/click", {})
+
+    def press(self, *keys):
+        """Keys one after the other, as text or as WebDriver's code points."""
+        actions = [dict(type=kind, value=key) for key in keys for kind in ("keyDown", "keyUp")]
+        self.call("POST", "/actions", dict(actions=[dict(type="key", id="keys", actions=actions)]))
+
+    def logs(self):
+        """Messages of the console since the last time: errors of scripts, and what the page's policy blocked."""
+        return [entry["message"] for entry in self.call("POST", "/se/log", dict(type="browser"))]
+
+    def screenshot(self, path):
+        path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.call("DELETE", "")
+        self.driver.terminate()
+        self.driver.wait()
+        self.driver.stdout.close()
