@@ -135,24 +135,25 @@ class LocalHandler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """Refuses, with 403, whatever was not asked for by our own page or by a program of this person's."""
-        head, after = [], self.rfile  # http.server itself would take 6 MB of headers, and 25 MB to hold them
-        while sum(map(len, head)) <= MAX_BODY and (line := after.readline(MAX_BODY)):
-            head.append(line)
+        head, after = io.BytesIO(), self.rfile  # http.server itself would take 6 MB of headers, and 25 MB to hold them
+        while head.tell() <= MAX_BODY and (line := after.readline(MAX_BODY)):
+            head.write(line)
             if line in (b"\r\n", b"\n"):
                 break
-        if sum(map(len, head)) > MAX_BODY:
+        if head.tell() > MAX_BODY:
             self.command = self.request_version = self.requestline = ""
             return self.refuse(431, f"the headers have more than {MAX_BODY} bytes")
-        self.rfile = io.BytesIO(b"".join(head))
+        head.seek(0)
+        self.rfile = head
         accepted = super().parse_request()
         self.rfile = after
         if not accepted:
             return False
         hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
         if len(hosts) != 1 or hosts[0].strip().lower() not in self.server.hosts:
-            return self.refuse(403, f"Host is {', '.join(hosts)!r}; accepted: {', '.join(self.server.hosts)}")
+            return self.refuse(403, f"Host is {', '.join(hosts)[:80]!r}; accepted: {self.server.hosts}")
         if any(origin.strip().lower() not in self.server.origins for origin in origins):
-            return self.refuse(403, f"Origin is {', '.join(origins)!r}; accepted: {', '.join(self.server.origins)}")
+            return self.refuse(403, f"Origin is {', '.join(origins)[:80]!r}; accepted: {self.server.origins}")
         return True
 
     def read_body(self) -> bytes | None:
@@ -166,7 +167,7 @@ class LocalHandler(BaseHTTPRequestHandler):
             return self.refuse(413, f"the request has {lengths[0][:18]} bytes; accepted: {MAX_BODY}")
         body = self.rfile.read(int(lengths[0]))
         if len(body) < int(lengths[0]):
-            return self.refuse(408, f"only {len(body)} bytes of {lengths[0]} came within {self.timeout:g} s")
+            return self.refuse(408, f"only {len(body)} bytes of {lengths[0]} came within {self.server.timeout_s:g} s")
         return body
 
     def start(self, status: int, content_type: str, headers: dict) -> None:

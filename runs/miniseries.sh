@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Models of several depths at equal FLOPs, and a page with their curves and a table. On the embedded shapes by default:
-# 1e13 FLOPs are a few minutes for each of four depths on two CPU cores.
+# 3e12 FLOPs are a few minutes for each of four depths on two CPU cores.
 #   DEPTHS="4 6 8 12" FLOPS=1e17 bash runs/miniseries.sh --data=cifar10 --flip      arguments go to base_train
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 tags=()
 for depth in ${DEPTHS:-1 2 3 4}; do
-    tags+=("mini_${FLOPS:-1e13}_d$depth")
-    python -m scripts.base_train --depth="$depth" --target_flops="${FLOPS:-1e13}" --eval_every=100 --sample_every=0 \
-        --model_tag="mini_${FLOPS:-1e13}_d$depth" "$@"
+    tags+=("mini_${FLOPS:-3e12}_d$depth")
+    python -m scripts.base_train --depth="$depth" --target_flops="${FLOPS:-3e12}" --eval_every=100 --sample_every=0 \
+        --model_tag="mini_${FLOPS:-3e12}_d$depth" "$@"
 done
 python -m nanodiff.report "${tags[@]}"
