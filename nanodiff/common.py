@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import functools
 import os
 import platform
@@ -27,10 +28,20 @@ class UserError(ValueError):
     """A mistake of the user's: what was given, what is accepted. Ends a program with this one line and exit code 2."""
 
 
+class LostRank(RuntimeError):
+    """Another rank hangs or is gone. Ends a program with one line and exit code 1; torchrun then ends the others."""
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if issubclass(kind, UserError):
+    if isinstance(error, OSError) and error.errno in NO_ROOM:  # whatever was being written
+        where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
+        error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
+    if isinstance(error, (UserError, LostRank)):
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-        sys.exit(2)  # honoured by the interpreter: the exit code of an uncaught exception would be 1
+        sys.exit(2 if isinstance(error, UserError) else 1)  # honoured by the interpreter, which alone would make it 1
     otherwise(kind, error, traceback)
 
 
@@ -79,6 +90,33 @@ def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device
         # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits
         sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
     return device
+
+
+@contextlib.contextmanager
+def collective(name: str):
+    """What the ranks exchange within it (also as a decorator), for the message with which a hanging or dead rank ends
+    the others: gloo tells only what its socket did. On GPUs NCCL's watchdog names the operation and ends the process.
+
+    Raises LostRank once the timeout of init_device is over, or at once where another rank's process is gone.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
+        rank, _, world = get_dist()
+        waited = f"after {time.monotonic() - start:.1f} s of waiting"
+        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or is gone: {cause}") from e
+
+
+def leave_together() -> None:
+    """Wait for the other ranks, then leave the process group: gloo may abort a rank while another still works."""
+    if dist.is_initialized():
+        with collective("the wait for all ranks to finish"):
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -221,11 +259,22 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def names_file(path: str | Path):
+    """Within it an OSError names the file, which that of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno and not e.filename:
+            e.filename = str(path)
+        raise
+
+
 def write_atomic(path: Path, *parts) -> None:
     """Write bytes, one after the other, as a whole file or nothing: temporary file beside it, fsync, rename."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "wb") as f:
+        with names_file(path), os.fdopen(fd, "wb") as f:
             for part in parts:
                 f.write(part)
             f.flush()
@@ -320,5 +369,6 @@ class StopSignal:
         if not dist.is_initialized():
             return self.received
         number = torch.tensor(self.received, device=device)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
+        with collective("the agreement on whether to stop"):
+            dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)

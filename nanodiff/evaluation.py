@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, get_dist, make_generator
+from nanodiff.common import StackedGenerator, UserError, collective, get_dist, make_generator
 from nanodiff.features import collect_features, image_set, load_network, reference_features
 from nanodiff.guidance import make_denoiser
 from nanodiff.metrics import frechet_distance
@@ -31,6 +31,7 @@ def quartile_sums(t, values, process) -> torch.Tensor:
     return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, both)
 
 
+@collective("a sum over ranks")
 def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
     """The sum over ranks of a CPU tensor, on every rank."""
     if not dist.is_initialized():

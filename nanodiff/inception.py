@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, base_dir, get_dist, print0, write_atomic
+from nanodiff.common import UserError, base_dir, collective, get_dist, print0, write_atomic
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE_NAME}"
@@ -209,7 +209,8 @@ def load_inception(path: str | Path | None = None, device="cpu") -> Inception:
     if not path and get_dist()[0] == 0 and not default.exists():
         download(default)
     if not path and dist.is_initialized():
-        dist.barrier()
+        with collective("the wait for the first rank's download"):
+            dist.barrier()
     path = Path(path or default)
     try:
         data = path.read_bytes()

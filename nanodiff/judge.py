@@ -12,7 +12,16 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import Progress, UserError, choose_dtype, get_dist, make_generator, print0, write_atomic
+from nanodiff.common import (
+    Progress,
+    UserError,
+    choose_dtype,
+    collective,
+    get_dist,
+    make_generator,
+    print0,
+    write_atomic,
+)
 
 MAX_RESOLUTION = 32  # larger images are averaged down to this first, so that judging costs the same for every set
 VERSION = 1  # of the network and its training: raise it when either changes, and kept judges are trained anew
@@ -190,7 +199,8 @@ def get_judge(train, val, device, **settings) -> Judge:
             save_judge(path, key, judge)
     if dist.is_initialized():
         shared = [None if judge is None else (judge.config, {k: v.cpu() for k, v in judge.state_dict().items()})]
-        dist.broadcast_object_list(shared, src=0)
+        with collective("the broadcast of the judge"):
+            dist.broadcast_object_list(shared, src=0)
         judge = judge or restore(*shared[0], device)
     return judge
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, make_generator, write_atomic
+from nanodiff.common import UserError, collective, make_generator, write_atomic
 
 
 def class_accuracy(predicted: torch.Tensor, labels: torch.Tensor) -> float:
@@ -42,6 +42,7 @@ class FeatureStats:
         """Add all that another has seen."""
         self.count, self.sum, self.outer = self.count + other.count, self.sum + other.sum, self.outer + other.outer
 
+    @collective("the sum of feature statistics over ranks")
     def all_reduce(self) -> None:
         """Merge with all other ranks; a collective, to be called once, by every rank. Nothing to do on one."""
         if not dist.is_initialized():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from nanodiff.common import UserError, choose_dtype
+from nanodiff.common import UserError, choose_dtype, collective
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two updates
@@ -177,6 +177,7 @@ class Optimizer:
     `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
     """
 
+    @collective("the broadcast of the first weights")
     @torch.no_grad()
     def __init__(self, groups, muon_options, adamw_options):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -192,6 +193,7 @@ class Optimizer:
         """Bytes that this rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
         return sum(2 * (self.world - 1) * 4 * bucket.own.numel() for bucket in self.buckets)
 
+    @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def sync_grads(self) -> torch.Tensor:
         """Average the gradients over ranks, once per step; a collective. `p.grad` itself is left as it is.
@@ -204,6 +206,7 @@ class Optimizer:
             dist.all_reduce(norm_sq)
         return norm_sq.sqrt() / self.world  # `grad` holds sums over ranks; step() turns them into means
 
+    @collective("the all-gather of the weights")
     @torch.no_grad()
     def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
         """One update with the gradients of sync_grads times `grad_scale` (clipping, 1 / loss scale); a collective."""
@@ -226,6 +229,7 @@ class Optimizer:
         for p in (p for bucket in self.buckets for p in bucket.params):
             p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
 
+    @collective("the gathering of what is not finite")
     @torch.no_grad()
     def not_finite(self) -> str:
         """For an error message: on each rank with gradients that are not finite the worst parameter; a collective."""
@@ -240,6 +244,7 @@ class Optimizer:
         found = [f"rank {rank}: {share:.0%} of {name}" for rank, (share, name) in enumerate(every) if share > 0]
         return ", ".join(found) or "finite on each rank, not their sum"
 
+    @collective("the comparison of the ranks' weights")
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, naming the first parameter that is not rank 0's to the bit; collective."""
@@ -252,6 +257,7 @@ class Optimizer:
                 if not view.all():
                     raise RuntimeError(f"{name} differs between ranks")
 
+    @collective("the all-gather of the optimizer's state")
     @torch.no_grad()
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.

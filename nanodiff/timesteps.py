@@ -9,7 +9,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, collective
 
 
 class Uniform:
@@ -97,6 +97,7 @@ class LossSecondMoment(Uniform):
         weight = 1 / (len(p) * p[t])
         return t.to(u.device), weight.to(u.device, torch.float32)
 
+    @collective("the gathering of losses by timestep")
     @torch.no_grad()
     def update(self, t, losses):
         pairs = torch.stack([t.float(), losses.detach().float()])  # (2, N): one collective; fp32 holds any t exactly

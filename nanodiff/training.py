@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nanodiff.checkpoint import find_checkpoint, trim_metrics
 from nanodiff.common import (
@@ -14,7 +13,9 @@ from nanodiff.common import (
     can_compile,
     environment,
     get_dist,
+    leave_together,
     make_generator,
+    names_file,
     peak_flops,
     peak_memory_gb,
     print0,
@@ -65,8 +66,9 @@ class RunLog:
     def metrics(self, line: dict) -> None:
         """One JSON object to metrics.jsonl and, the same, to wandb."""
         if self.file:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+            with names_file(self.file.name):
+                self.file.write(json.dumps(line) + "\n")
+                self.file.flush()
             self.wandb.log(line, step=line["step"])
             self.news |= any(key.startswith("val/") for key in line)
 
@@ -175,6 +177,4 @@ def end(step: int, stopping: int, train_time_s: float, device: torch.device, run
     minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
     print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={run_dir.name}")
-    if dist.is_initialized():
-        dist.barrier()  # gloo may abort a rank that leaves while another still works
-        dist.destroy_process_group()
+    leave_together()

@@ -3,4 +3,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 python -m ruff check .
 python -m ruff format --check .
-python -m pytest "$@"
+python -m pytest -n auto --maxprocesses=4 --dist=worksteal "$@"

@@ -78,6 +78,7 @@ seed = 42  # >= 0: of the weights, the order of the images, and all that is draw
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products; weights and their averages stay in float32
 compile = True  # torch.compile
+rank_timeout = 600.0  # > 0: seconds that ranks wait for one that hangs, or draws a grid alone, before the run ends
 # Data
 data = "shapes"  # name of a data set (see scripts/prepare_data.py), or the path of its folder
 flip = False  # mirror half of the images
@@ -151,7 +152,7 @@ config = configure(globals())
 # Setup: device, data, model, sizes
 
 rank, local_rank, world = get_dist()
-device = init_device(device_type)
+device = init_device(device_type, rank_timeout)
 compute_dtype = choose_dtype(dtype, device)
 autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
 peak = peak_flops(device)

@@ -21,7 +21,17 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.autoencoder import open_autoencoder
 from nanodiff.codec import latent_facts
-from nanodiff.common import Progress, UserError, fsync_dir, get_dist, init_device, print0, write_atomic
+from nanodiff.common import (
+    Progress,
+    UserError,
+    collective,
+    fsync_dir,
+    get_dist,
+    init_device,
+    leave_together,
+    print0,
+    write_atomic,
+)
 from nanodiff.dataloader import to_model_range
 from nanodiff.dataset import open_dataset
 from nanodiff.dataset_writer import (
@@ -86,7 +96,8 @@ if rank == 0:
     write_atomic(plan_file, plan_json)
     todo = [[i for i, (split, k, _) in enumerate(shards) if not (parts_dir / f"{split}_{k:03d}.json").is_file()]]
 if world > 1:
-    dist.broadcast_object_list(todo, src=0)
+    with collective("the broadcast of what is to be done"):
+        dist.broadcast_object_list(todo, src=0)
 todo = todo[0]
 num_images = sum(len(dataset) for dataset in splits.values())
 left = sum(len(shards[i][2]) for i in todo)
@@ -129,7 +140,8 @@ with Progress(sum(len(shards[i][2]) for i in mine), "images", "encoding") as bar
 # The end: labels, statistics, the name
 
 if world > 1:
-    dist.barrier()
+    with collective("the wait for the other ranks' shards"):
+        dist.barrier()
 if rank == 0:
     meta = {"format": FORMAT, "kind": "latents", "channels": channels, "resolution": latent_size}
     meta |= {"source": source.name, "seed": source.meta["seed"], "class_names": source.class_names, "splits": {}}
@@ -161,6 +173,4 @@ if rank == 0:
         f"{size / 1e6:,.1f} MB, mean {mean.mean():.3f}, std {std.mean():.3f}; "
         f"train on it: python -m scripts.base_train --data={path.name}"
     )
-if world > 1:
-    dist.barrier()
-    dist.destroy_process_group()
+leave_together()

@@ -41,6 +41,7 @@ seed = 42  # >= 0: of the adapters, the order of the images, and all that is dra
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products; adapters and weights stay in float32
 compile = True  # torch.compile
+rank_timeout = 600.0  # > 0: seconds that ranks wait for one that hangs, or draws a grid alone, before the run ends
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
@@ -83,7 +84,7 @@ config = configure(globals())
 # Setup: device, base, data, adapters
 
 ddp_rank, _, world = get_dist()
-device = init_device(device_type)
+device = init_device(device_type, rank_timeout)
 compute_dtype = choose_dtype(dtype, device)
 autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {str(compute_dtype)[6:]}, torch {torch.__version__}")

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Several machines, one training: start this on each of them, with the same arguments. They meet at the first, HEAD, and
+# share $NANODIFF_BASE_DIR (a network file system). After the death of a worker all go on from the newest checkpoint.
+#   NNODES=2 HEAD=node0:29500 bash runs/multinode.sh runs/imagenet256.py --depth=24
+# Under Slurm, where srun starts it on each machine:
+#   sbatch --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --wrap='srun bash runs/multinode.sh runs/imagenet256.py'
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    NNODES=${NNODES:-$SLURM_NNODES}
+    HEAD=${HEAD:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500}
+fi
+[ -n "${HEAD:-}" ] || { echo "error: give HEAD=HOST:PORT, the first machine, and NNODES=2, their number" >&2; exit 2; }
+
+torchrun --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \
+    --rdzv_backend=c10d --rdzv_endpoint="$HEAD" -m scripts.base_train -- "$@"
