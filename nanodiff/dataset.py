@@ -67,6 +67,38 @@ class Dataset:
         return indices
 
 
+class Relabelled:
+    """A data set whose label k is called numbers[k]; all else is as it was."""
+
+    def __init__(self, dataset, numbers: list[int]):
+        self.dataset, self.numbers = dataset, np.asarray(numbers, np.int64)
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def labels(self, indices):
+        return self.numbers[self.dataset.labels(indices)]
+
+
+def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
+    """The number in `known` of each class in `names`: a fine-tuned model has its new classes last, a part of a set only
+    some. Names of which some are strange are taken by their order, as those of published models are mere numbers.
+
+    Raises UserError, beginning with `what`, if there are not as many.
+    """
+    if set(names) <= set(known):
+        return [known.index(name) for name in names]
+    if len(names) != len(known):
+        strange = next(name for name in names if name not in known)
+        raise UserError(
+            f"{what}: {strange!r} of the {len(names)} classes here is none of the {len(known)} classes there"
+        )
+    return list(range(len(names)))
+
+
 def list_datasets() -> list[str]:
     """The names of the whole sets in data_dir()."""
     return sorted(p.parent.name for p in data_dir().glob("[!.]*/meta.json"))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import Progress, UserError, get_dist, make_generator, print0, write_atomic
+from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0, write_atomic
 from nanodiff.dataset import Dataset, open_dataset
 from nanodiff.image_arrays import open_npz
 from nanodiff.image_files import ARCHIVE_ERRORS
@@ -55,7 +55,8 @@ class SampleFile:
     """An .npz of images as scripts/sample.py, ADM and EDM write it, read in pieces.
 
     `shape` (C, H, W); `num_classes`, 0 where there are no labels but 0; `protocol`, a dict: which file, and what the
-    images are samples of if it tells. Raises UserError for a file that is absent, damaged, or holds something else.
+    images are samples of if it tells; `class_names` likewise, else None. Raises UserError for a file that is absent,
+    damaged, or holds something else.
     """
 
     def __init__(self, path: Path):
@@ -69,6 +70,8 @@ class SampleFile:
         self.protocol = {"samples": str(path)}
         with suppress(ValueError):  # none, or not JSON
             self.protocol["samples_protocol"] = json.loads(stored_protocol(path))
+        drawn = self.protocol.get("samples_protocol")
+        self.class_names = drawn.get("class_names") if isinstance(drawn, dict) else None
 
     def __len__(self) -> int:
         return self.num_images
@@ -125,7 +128,8 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
     stats.all_reduce()
     if dist.is_initialized():
         parts = [None] * world if rank == 0 else None
-        dist.gather_object(rows, parts)
+        with collective("the gathering of features"):
+            dist.gather_object(rows, parts)
         if rank > 0:
             return None
         rows = {k: row for part in parts for k, row in part.items()}
@@ -151,7 +155,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         features = read_features(path, key, network.num_features)
     there = [features is not None]
     if dist.is_initialized():
-        dist.broadcast_object_list(there, src=0)  # what the first rank has found
+        with collective("the broadcast of what the first rank has found"):
+            dist.broadcast_object_list(there, src=0)
     if there[0]:
         return features
     print0(f"taking features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, base_dir
+from nanodiff.dataset import Relabelled
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
 PREFIX = "base_model.model."  # peft's names: this, the module's, and one of these three
@@ -146,22 +147,6 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     rows = sorted({names.index(name) for name in chosen}) + (null if train_classes == "all" else [])
     add_classes(loaded.model, len(new))
     return Relabelled(dataset, numbers), names, rows
-
-
-class Relabelled:
-    """A data set whose label k is called numbers[k]; all else is as it was."""
-
-    def __init__(self, dataset, numbers: list[int]):
-        self.dataset, self.numbers = dataset, torch.tensor(numbers).numpy()
-
-    def __getattr__(self, name):
-        return getattr(self.dataset, name)
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def labels(self, indices):
-        return self.numbers[self.dataset.labels(indices)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,12 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.codec import load_codec
-from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_device, print0, write_atomic
-from nanodiff.dataset import open_dataset
+from nanodiff.common import (
+    Progress,
+    UserError,
+    choose_dtype,
+    get_dist,
+    init_device,
+    leave_together,
+    print0,
+    write_atomic,
+)
+from nanodiff.dataset import Relabelled, match_labels, open_dataset
 from nanodiff.evaluation import ModelSamples, bits_per_dim, validation_loss
 from nanodiff.features import (
     Features,
@@ -83,10 +91,12 @@ if not reference:
     if not name:
         raise UserError(f"{source or 'save_reference'} does not tell of which data set: give data=...")
     dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else image_set(name, reference_split)
-    if metric != "fid" and num_classes not in (0, dataset.num_classes):
-        raise UserError(f"data={name!r} has {dataset.num_classes} classes, {source} wants {num_classes}")
     result["data"] = dataset.name
 if metric in ("loss", "bpd"):
+    if num_classes and not dataset.num_classes:
+        raise UserError(f"data={name!r} has no labels, {source} has {num_classes} classes")
+    if num_classes:
+        dataset = Relabelled(dataset, match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
     if num_images < world:
@@ -149,6 +159,10 @@ else:
         raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {judged.shape}")
     if metric == "class_accuracy" and not judged.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
+    asked = judged.labels(np.arange(num_images))  # the classes that samples should be of, as the data set counts them
+    names = loaded.data["class_names"] if loaded else judged.class_names
+    if metric != "fid" and judged.num_classes and names:
+        asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
     if metric != "class_accuracy" and (num_images < 10 or (dataset and len(dataset) < 10)):
         given = f"{num_images}" + (f", and {len(dataset)} in {name!r}" if dataset else "")
         raise UserError(f"metric={metric} takes 10 images or more, given: {given}")
@@ -170,7 +184,12 @@ else:
     if rank == 0 and metric != "class_accuracy":
         result |= compare(metric, found, known)
     if rank == 0 and metric != "fid" and judged.num_classes:
-        result["class_accuracy"] = class_accuracy(found.logits.argmax(1), judged.labels(np.arange(num_images)))
+        seen = found.logits.argmax(1)
+        result["class_accuracy"] = class_accuracy(seen, asked)
+        of_class = {name: asked == k for k, name in enumerate(dataset.class_names)}
+        result["class_accuracy_of"] = {
+            name: round(class_accuracy(seen[rows], asked[rows]), 4) for name, rows in of_class.items() if rows.any()
+        }
         result["judge_accuracy_on_real_images"] = network.accuracy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,6 +208,4 @@ if rank == 0 and path:
             LiveReport(loaded.run_dir).refresh(last=True)
     except OSError as e:
         print0(f"warning: not written to {path}: {e.strerror}")
-if world > 1:
-    dist.barrier()  # gloo may abort a rank that leaves while another still works
-    dist.destroy_process_group()
+leave_together()

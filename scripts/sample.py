@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.codec import load_codec
@@ -30,6 +29,7 @@ from nanodiff.common import (
     device_name,
     get_dist,
     init_device,
+    leave_together,
     print0,
     write_atomic,
 )
@@ -120,7 +120,8 @@ protocol = loaded.described() | {
     "network_evaluations": network_evaluations(loaded.model, loaded.process, steps, sampler, **guidance),
     "cfg_scale": cfg_scale, "cfg_interval": [low, high], "cfg_channels": cfg_channels or "all",
     "guide": guide and guide.described(), "lora": lora, "lora_scale": lora_scale if lora else "",
-    "classes": classes or "all, balanced", "num_images": num_images, "seed": seed, "batch_size": batch_size,
+    "classes": classes or "all, balanced", "class_names": loaded.data["class_names"][:num_classes],
+    "num_images": num_images, "seed": seed, "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"), "autoencoder_sha256": latents.get("sha256"),
     "rounding": "round(127.5 (x + 1)), clamped to 0..255", "dtype": str(compute_dtype)[6:],
     "device": device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
@@ -175,8 +176,6 @@ elif rank == 0:
     except OSError as e:
         raise UserError(f"out={out!r}: cannot write {stem}: {e.strerror}; the same command goes on from there") from e
     store.close()
-if world > 1:
-    dist.barrier()  # gloo may abort a rank that leaves while another still works
-    dist.destroy_process_group()
+leave_together()
 if stopped:
     sys.exit(128 + stopped)  # as a shell would say it: 0 means that the file is there

@@ -232,3 +232,31 @@ def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_judge):
         run_process("base_eval", *TIMELESS, f"--metric={metric}", *args, ranks=2)
         two = json.loads((run_dir / f"eval_{metric}_000001.json").read_text())
         assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == two
+
+
+def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
+    """A data set whose classes are in another order, and one of more classes, give what they should."""
+    loss = evaluate(run_script, run_dir, "loss")["loss"]
+    images, labels = draw_shapes(24, seed=24)  # those of the validation split, called otherwise
+    for name, extra in (("turned", []), ("more", ["another"])):
+        names = extra + CLASS_NAMES[::-1]
+        with DatasetWriter(name, names) as writer:
+            for split in ("train", "val"):
+                writer.append(split, images, np.array([names.index(CLASS_NAMES[k]) for k in labels]))
+    assert evaluate(run_script, run_dir, "loss", "--data=turned")["loss"] == loss
+
+    def paint(model, process, seeds, cond, shape, *args, **kwargs):
+        return to_model_range(cond["y"][:, None, None, None].expand(-1, *shape).to(torch.uint8))
+
+    def read(pictures):  # a judge that sees the model's class and calls it by the number of the set
+        return torch.zeros(len(pictures), 1), torch.nn.functional.one_hot(named[pictures[:, 0, 0, 0].long()], 16)
+
+    reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
+    monkeypatch.setattr(evaluation, "sample_images", paint)
+    monkeypatch.setattr(features, "get_judge", lambda *args: reader)
+    for shift, name in enumerate(("turned", "more")):
+        named = torch.tensor([CLASS_NAMES[::-1].index(name) for name in CLASS_NAMES]) + shift
+        result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=16", f"--data={name}")
+        assert result["class_accuracy"] == 1 and result["class_accuracy_of"] == dict.fromkeys(CLASS_NAMES, 1.0)
+    with pytest.raises(UserError, match="'another' of the 9 classes here is none of the 8 classes there"):
+        run_script("base_eval", *TIMELESS, "--data=more", "--metric=loss")
