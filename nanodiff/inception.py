@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, base_dir, collective, get_dist, print0, write_atomic
+from nanodiff.common import Progress, UserError, base_dir, collective, get_dist, print0, write_atomic
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE_NAME}"
@@ -228,9 +228,12 @@ def load_inception(path: str | Path | None = None, device="cpu") -> Inception:
 
 def download(path: Path) -> None:
     print0(f"downloading {URL} ({NUM_BYTES / 1e6:.0f} MB, once)")
+    data = bytearray()
     try:
-        with urllib.request.urlopen(URL, timeout=60) as response:
-            data = response.read(NUM_BYTES + 1)
+        with urllib.request.urlopen(URL, timeout=60) as response, Progress(NUM_BYTES, "bytes", "downloading") as bar:
+            while part := response.read(min(2**20, NUM_BYTES + 1 - len(data))):
+                data += part
+                bar.update(len(part))
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise UserError(f"cannot download {URL} ({error}); get it by other means and put it at {path}") from None
     check(data, URL)

@@ -253,10 +253,29 @@ def strip(run: Run, name: str, per_step: int, budget: int) -> str:
 def evaluation(e: dict, name: str) -> str:
     """What base_eval wrote: its floats were measured (but for a setting of the sampler), the rest is the protocol."""
     measured = {k: v for k, v in e.items() if type(v) is float and k != "cfg_scale"}
-    protocol = " · ".join(f"{k} {v}" for k, v in e.items() if k not in measured and k not in ("metric", "step"))
+    known = (*measured, "metric", "step", "rows")
+    protocol = " · ".join(f"{k} {v}" for k, v in e.items() if k not in known)
     measured = {k.replace("_", " "): v for k, v in measured.items()}
     heading = f"<h3>{shown(e.get('metric'))} <small>{escape(name)}, step {shown(e.get('step'))}</small></h3>"
-    return f'{heading}{facts(measured, "tiles")}<p class="muted">{escape(protocol)}</p>'
+    return f'{heading}{facts(measured, "tiles")}{samplers(e.get("rows"))}<p class="muted">{escape(protocol)}</p>'
+
+
+def samplers(rows) -> str:
+    """What compare_samplers wrote: quality over evaluations of the network, of samplers; "" if it is anything else."""
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    rows = [row for row in rows if type(row.get("evaluations")) is int and 0 < row["evaluations"] < 2**31]
+    x = sorted({row["evaluations"] for row in rows if row["evaluations"] <= 100})
+    pictures = ""
+    for key in ("fd_classifier", "error"):
+        curves = []
+        for i, name in enumerate(dict.fromkeys(str(row.get("sampler")) for row in rows)):
+            y = {row["evaluations"]: row.get(key) for row in rows if str(row.get("sampler")) == name}
+            y = [float(y[v]) if type(y.get(v)) in (int, float) else math.nan for v in x]
+            curves.append(Curve(name, np.array(y), i % 8, "dots"))
+        pictures += chart(f"{key}, up to 100 evaluations", np.array(x), curves, "log", "evaluations") if x else ""
+    columns = [{k: v for k, v in row.items() if k not in ("sampler", "steps")} for row in rows]
+    head = [f"{row.get('sampler')}, {row.get('steps')}" for row in rows]
+    return f'<div class="charts">{pictures}</div>{table(head, columns)}' if rows else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
