@@ -91,8 +91,9 @@ def cast(kind: str, value):
         return int(value)
     if kind == "float" and number and abs(value) <= sys.float_info.max:  # false for inf, nan and 10**400
         return float(value)
-    if kind == "str" and isinstance(value, list | tuple) and all(cast("str", item) is not None for item in value):
-        return ",".join(cast("str", item) for item in value)
+    if kind == "str" and isinstance(value, list | tuple):  # flat: what is nested has no place in a comma string
+        items = [None if isinstance(item, list | tuple) else cast("str", item) for item in value]
+        return None if None in items else ",".join(items)
     return str(value) if kind == "str" and (number or isinstance(value, str)) else None
 
 
@@ -142,7 +143,7 @@ def lookup(settings: dict[str, Setting], name: str, where: str = "") -> Setting:
 
 def read_preset(settings: dict[str, Setting], path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
-    found = [p for p in (Path(path), Path(__file__).parent / path) if p.is_file()]
+    found = [p for p in (Path(path), Path(__file__).parent / path) if os.path.isfile(p)]  # no name is too long for it
     if not found:
         raise ValueError(f"preset {path!r} not found, neither here nor in the repository")
     values = {}

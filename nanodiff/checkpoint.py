@@ -22,6 +22,7 @@ import torch
 from nanodiff.common import UserError, fsync_dir, print0, write_atomic
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
+FILE_NAME = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
 
 
 class _HashingFile:
@@ -104,11 +105,15 @@ def why_broken(checkpoint: Path, hashes: bool = True) -> str:
         return "manifest.json is missing"
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return "manifest.json cannot be read"
+    if not all(type(size) is int and isinstance(sha256, str) for size, sha256 in files.values()):
+        return "manifest.json has a size or hash that is none"
     if "meta.json" not in files or "model.pt" not in files:
         return "manifest.json does not list the model"
     for name, (size, sha256) in files.items():
+        if not FILE_NAME.fullmatch(name):
+            return f"manifest.json lists a file {name[:100]!r}"
         path = checkpoint / name
-        if Path(name).name != name or not path.is_file():
+        if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes of {size}"

@@ -27,6 +27,10 @@ import torch.distributed as dist
 class UserError(ValueError):
     """A mistake of the user's: what was given, what is accepted. Ends a program with this one line and exit code 2."""
 
+    def __str__(self):
+        """One line, without what would steer a terminal: names in it may come from any file."""
+        return "".join(c if c.isprintable() else "?" for c in " ".join(super().__str__().splitlines()))
+
 
 class LostRank(RuntimeError):
     """Another rank hangs or is gone. Ends a program with one line and exit code 1; torchrun then ends the others."""

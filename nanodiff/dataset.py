@@ -189,19 +189,13 @@ def read_meta(path: Path) -> dict:
     for key, high in (("channels", 4096), ("resolution", 65536)):
         require(is_int(meta.get(key), 1, high), f"{key} {meta.get(key)!r}, accepted: an integer in 1..{high}")
     if kind == "latents":
-        info = meta.get("latents")
-        fields = dict(autoencoder=str, sha256=str, path=str, source=str, downsample=int, parts=int, copies=int)
-        fields |= dict(offset=list, scale=list, mean=list, std=list)
-        require(isinstance(info, dict) and info.keys() == fields.keys(), f"latents are not described by {list(fields)}")
-        require(all(type(info[key]) is kind for key, kind in fields.items()), "a field of latents is of a wrong type")
-        sizes = info["parts"] in (1, 2) and info["copies"] in (1, 2) and info["downsample"] > 0
-        require(sizes, "parts or copies of latents are neither 1 nor 2, or downsample is not positive")
-        for key in ("offset", "scale", "mean", "std"):
-            numbers = all(type(x) in (int, float) and math.isfinite(x) for x in info[key])
-            require(numbers and min(info["scale"] + info["std"], default=0) > 0, f"{key} of latents is wrong")
-            require(len(info[key]) * info["parts"] * info["copies"] == meta["channels"], f"{key} does not fit channels")
+        fault = latents_fault(info := meta.get("latents"), ("offset", "scale", "mean", "std"))
+        require(not fault, fault)
+        channels = len(info["offset"]) * info["parts"] * info["copies"]
+        require(channels == meta["channels"], "the numbers of latents do not fit channels")
     names = meta.get("class_names")
-    require(isinstance(names, list) and all(isinstance(n, str) for n in names), "class_names is not a list of strings")
+    printable = isinstance(names, list) and all(isinstance(name, str) and name.isprintable() for name in names)
+    require(printable, "class_names is not a list of printable strings")
     splits = meta.get("splits")
     require(isinstance(splits, dict) and splits and set(splits) <= set(SPLITS), "splits are not among train and val")
     for split, part in splits.items():
@@ -212,6 +206,24 @@ def read_meta(path: Path) -> dict:
         require(sum(s["num_images"] for s in shards) == part["num_images"], f"{split}: shards do not add up")
         require(is_file(labels) if names else labels is None, f"{split}: labels do not fit class_names")
     return meta
+
+
+def latents_fault(info, numbers: tuple) -> str:
+    """What is wrong with a description of latents whose lists `numbers` have an entry per channel, or ""."""
+    fields = dict(autoencoder=str, sha256=str, path=str, source=str, downsample=int, parts=int, copies=int)
+    fields |= dict.fromkeys(numbers, list)
+    if not isinstance(info, dict) or info.keys() != fields.keys():
+        return f"latents are not described by {list(fields)}"
+    if not all(type(info[key]) is kind for key, kind in fields.items()):
+        return "a field of latents is of a wrong type"
+    if not (info["parts"] in (1, 2) and info["copies"] in (1, 2) and 1 <= info["downsample"] <= 1024):
+        return "parts or copies of latents are neither 1 nor 2, or downsample is not in 1..1024"
+    for key in numbers:
+        if not all(type(x) in (int, float) and abs(x) < 1e30 for x in info[key]):  # False for nan
+            return f"{key} of latents is not a list of finite numbers"
+        if (key in ("scale", "std") and min(info[key], default=0) <= 0) or len(info[key]) != len(info["offset"]):
+            return f"{key} of latents has too few numbers, or one that is not positive"
+    return ""
 
 
 def _open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:

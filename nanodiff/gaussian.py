@@ -17,6 +17,7 @@ from nanodiff.gaussian_samplers import SAMPLERS, ddim_reverse_step, ddim_step, d
 SCHEDULES = ("linear", "cosine")
 PREDICTIONS = ("eps", "x0", "x_prev", "v")
 VARIANCES = ("fixed_small", "fixed_large", "learned", "learned_range")
+MAX_TIMESTEPS = 10**6  # a dozen tables have as many entries
 LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
 
 
@@ -29,8 +30,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
     """betas (T,) in float64: "linear" from 1e-4 to 0.02 at T = 1000, scaled by 1000/T elsewhere (Ho et al. 2020), or
     "cosine", alpha_bar(s) = cos^2((s + 0.008) / 1.008 * pi/2), betas capped at 0.999 (IDDPM eq. 17)."""
     _check("schedule", schedule, SCHEDULES)
-    if num_timesteps < 1:
-        raise UserError(f"num_timesteps={num_timesteps} must be at least 1")
+    if not 1 <= num_timesteps <= MAX_TIMESTEPS:
+        raise UserError(f"num_timesteps={num_timesteps}; accepted: 1 to {MAX_TIMESTEPS:,}")
     if schedule == "linear":
         return np.linspace(0.1 / num_timesteps, 20 / num_timesteps, num_timesteps)
     s = np.arange(num_timesteps + 1) / num_timesteps

@@ -19,6 +19,7 @@ CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bi
 IDX_SUFFIXES = ("", ".idx", ".idx3", ".idx3-ubyte")  # before .gz
 MAX_SIDE, MAX_IMAGES = 8192, 10**8  # beyond, a header is taken for damaged
 BLOCK_BYTES = 2**24  # read at once
+MAX_RATIO = 1032  # of what deflate makes of a file's bytes: more than this no header can claim
 
 
 def read_cifar10(path: Path) -> Source:
@@ -62,12 +63,15 @@ def array_blocks(f, shape: tuple, labels: np.ndarray, is_val: np.ndarray, path: 
 
 
 def check_shape(path: Path, shape: tuple) -> None:
+    """Raises UserError where no file of that size holds so many images, before memory is taken for their labels."""
     if not (len(shape) in (3, 4) and 1 <= shape[0] <= MAX_IMAGES and all(1 <= side <= MAX_SIDE for side in shape[1:3])):
         raise UserError(
             f"{path} has shape {shape}; accepted: up to {MAX_IMAGES:,} images of up to {MAX_SIDE} pixels a side"
         )
     if len(shape) == 4 and shape[3] not in (1, 3):
         raise UserError(f"{path} has shape {shape}; accepted: (N, H, W, 1) or (N, H, W, 3)")
+    if math.prod(shape) > MAX_RATIO * (size := path.stat().st_size):
+        raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold images of shape {shape}")
 
 
 def names_of(labels: np.ndarray | None) -> list[str]:
@@ -177,7 +181,10 @@ def open_npz(path: Path):
             g, label_shape, label_dtype = open_npy(archive, name, path)
             if label_dtype.kind not in "iu" or label_shape != shape[:1]:
                 raise UserError(f"{path}: {name} is {label_dtype} of shape {label_shape} for {shape[0]:,} images")
-            labels = np.frombuffer(g.read(), label_dtype).astype(np.int64)
+            data = g.read()
+            if len(data) != shape[0] * label_dtype.itemsize:
+                raise EOFError(f"{name} ends before label {shape[0]:,}")
+            labels = np.frombuffer(data, label_dtype).astype(np.int64)
             if labels.min() < 0 or labels.max() >= 2**20:
                 raise UserError(f"{path}: {name} has labels {labels.min()}..{labels.max()}; accepted: 0..N-1")
     except ARCHIVE_ERRORS as error:

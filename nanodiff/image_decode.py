@@ -21,6 +21,7 @@ from nanodiff.common import UserError
 MAX_FILE_BYTES = 2**28  # of one image file; larger ones are skipped
 MAX_PIXELS = 2**26  # of one image after scaling: a strip of 1 x 60,000 pixels is no picture
 CHUNK_BYTES = 2**22  # of pixels, decoded as one task of a worker
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # by content; for others Pillow may start Ghostscript
 
 
 def import_pillow():
@@ -60,7 +61,7 @@ def decode(payload, resolution: int) -> np.ndarray:
     if isinstance(payload, np.ndarray):
         image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
     else:
-        with Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload) as file:
+        with Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS) as file:
             image = upright(file, Image)
             image.load()
         if image.mode == "I" or image.mode.startswith("I;16"):

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import posixpath
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -20,7 +21,11 @@ from nanodiff.image_decode import MAX_FILE_BYTES, decode_all, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
-ARCHIVE_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError)
+ARCHIVE_ERRORS = (
+    OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError,
+    UnicodeDecodeError, OverflowError, struct.error,  # of names and numbers in a zip that are none
+)  # fmt: skip
+MAX_TAR_NAME = 2**16  # bytes of a long name, or of what else a tar says of a file
 
 
 @dataclass
@@ -73,6 +78,34 @@ def open_folder(path: Path):
     return names, lambda wanted: ((name, os.path.join(path, name)) for name in wanted)
 
 
+class _Member(tarfile.TarInfo):
+    """A damaged header is an error, for tarfile is content that the archive ends there; so is a name without end."""
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+            raise tarfile.ReadError(f"a damaged header: {error}") from None
+        if member.type in b"LKxgX" and member.size > MAX_TAR_NAME:  # all of these tarfile reads into memory
+            raise tarfile.ReadError(f"a name or attributes of {member.size:,} bytes")
+        return member
+
+
+class _TarStream:
+    """A file that tarfile does not read on and on behind its end, where a member claims to be larger than there is."""
+
+    def __init__(self, file):
+        self.file, self.ended = file, False
+
+    def read(self, size):
+        if self.ended:
+            raise EOFError("it ends within a file")
+        data = self.file.read(size)
+        self.ended = not data
+        return data
+
+
 def read_tar(path: Path, wanted: Callable) -> Iterator:
     """(TarInfo, bytes) of the regular files of a tar (.gz, .bz2, .xz or plain) that `wanted(TarInfo)` accepts.
 
@@ -86,14 +119,17 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
                 raw.seek(max(-1024, -raw.seek(0, 2)), 2)
                 if raw.read().strip(b"\0"):
                     raise tarfile.ReadError("the end is missing")
-        with opener(path, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        with (
+            opener(path, "rb") as stream,
+            tarfile.open(fileobj=_TarStream(stream), mode="r|", tarinfo=_Member) as tar,
+        ):
             while (member := tar.next()) is not None:
                 if member.isreg() and wanted(member):
                     yield member, tar.extractfile(member).read() if member.size <= MAX_FILE_BYTES else None
                 tar.members.clear()  # else the list of a large archive fills the memory
             while stream.read(2**20):  # up to the checksum at the end of the stream
                 pass
-    except ARCHIVE_ERRORS as error:
+    except (*ARCHIVE_ERRORS, ValueError) as error:  # tarfile converts what should be numbers
         raise UserError(f"{path} is damaged or truncated: {error}") from None
 
 

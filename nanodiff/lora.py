@@ -190,6 +190,8 @@ def read_adapters(path: str) -> tuple[dict[str, torch.Tensor], dict]:
         info |= dict(rank=int(info["rank"]), alpha=float(info["alpha"]), classes=json.loads(info["classes"]))
         if info["rank"] < 1 or not math.isfinite(info["alpha"]) or not isinstance(info["classes"], list):
             raise ValueError
+        if not all(name is None or (isinstance(name, str) and name.isprintable()) for name in info["classes"]):
+            raise ValueError
     except (ValueError, RecursionError):
         raise UserError(f"{path}: rank, alpha or classes in its metadata cannot be read") from None
     if fingerprint(tensors) != info["sha256"]:

@@ -15,6 +15,7 @@ from nanodiff.dit import DiT, DiTConfig, from_meta
 from nanodiff.flow import FlowMatching
 from nanodiff.gaussian import GaussianDiffusion
 from nanodiff.lora import apply_adapters
+from nanodiff.model_meta import check_data, read_model_config
 from nanodiff.safetensors import load_safetensors
 from nanodiff.unet import UNet, UNetConfig, config_from_state_dict, from_improved_diffusion
 
@@ -173,12 +174,13 @@ class Loaded:
         return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
 
-def load_run(run: str, device, step: int = -1, ema: str = "", **published) -> Loaded:
+def load_run(run: str, device, step: int = -1, ema: str = "", within: tuple = (), **published) -> Loaded:
     """Load a model to sample from or evaluate.
 
     `run`: a run folder or tag (checkpoint `step`, -1 = the newest that verifies; `ema` "" = the first rate, "raw" = no
     average, or a rate) of base_train or lora_train, a .safetensors of scripts/export.py, or a file in Meta's DiT or
-    OpenAI's improved-diffusion format, which `published` is for: see load_published.
+    OpenAI's improved-diffusion format, which `published` is for: see load_published. `within`: checkpoints of adapters
+    whose base it is.
     """
     path = find_run(run)
     if path.suffix == ".safetensors":
@@ -194,9 +196,15 @@ def load_run(run: str, device, step: int = -1, ema: str = "", **published) -> Lo
     if ema not in ("raw", *rates):
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
     if "lora" in meta:  # a run of scripts/lora_train.py: adapters, to be merged into the weights of another
-        base = load_run(device=device, **meta["lora"]["base"])
+        base = meta["lora"].get("base") if isinstance(meta["lora"], dict) else None
+        kinds = dict(run=str, step=int, ema=str)
+        named = isinstance(base, dict) and "run" in base and all(type(x) is kinds.get(key) for key, x in base.items())
+        if not named or checkpoint in within:
+            raise UserError(f"{checkpoint} does not say which weights its adapters are for")
+        base = load_run(device=device, within=(*within, checkpoint), **base)
         adapters = path / "adapters" / f"step_{meta['step']:06d}.safetensors"
         apply_adapters(base, str(adapters))
+        check_data(meta["data"], checkpoint, base.model.config)
         facts = dict(data=meta["data"], step=meta["step"], source=str(checkpoint), weights=ema)
         return dataclasses.replace(base, **facts, weights_path=adapters, run_dir=path)
     weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
@@ -209,14 +217,19 @@ def restore(meta: dict, state_dict: dict, device, source: str, **facts) -> Loade
 
     On the CPU it takes the tensors over, without a copy. Raises UserError where they do not fit.
     """
+    check_tensors(state_dict, source)
+    model_config = read_model_config(meta, source, len(state_dict))
     try:
-        make = UNetConfig if meta["arch"] == "unet" else DiTConfig
-        process, model_config = make_process(meta["config"], meta["data"]), make(**tuples(meta["model_config"]))
-        needed = meta["config"]["low_res_size"], meta["config"]["label_drop"]
-        needed += tuple(meta["data"][key] for key in ("name", "kind", "channels", "resolution", "class_names"))
+        process = make_process(meta["config"], meta["data"])
+        model = empty_model(dataclasses.replace(model_config, checkpointing=False))
     except (KeyError, TypeError) as e:
         raise UserError(f"{source}: settings that this version does not know: {e}") from e
-    model = empty_model(dataclasses.replace(model_config, checkpointing=False))
+    except UserError as e:
+        raise UserError(f"{source}: {e}") from None
+    except (ValueError, RuntimeError, OverflowError) as e:  # torch's, of sizes that fit no layer
+        raise UserError(f"{source}: its model_config describes no model: {e}") from e
+    if process.out_channels(model_config.in_channels) != model_config.out_channels:
+        raise UserError(f"{source}: out_channels={model_config.out_channels} does not fit the variance or objective")
     load_weights(model, state_dict, source, assign=True)
     return Loaded(model.to(device).eval(), process, meta["config"], meta["data"], meta["step"], source, **facts)
 
@@ -242,9 +255,16 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
         raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
 
 
-def tuples(fields: dict) -> dict:
-    """JSON has no tuples; the model configs have nothing else."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+def check_tensors(state_dict, source) -> None:
+    """UserError unless it is a dictionary of tensors with names, each with all of its numbers in memory: one of a
+    stride of 0 may be of any size, until it is copied."""
+    whole = isinstance(state_dict, dict) and all(
+        isinstance(name, str) and isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type != "meta"
+        and not (x.is_complex() or x.is_quantized) and x.numel() * x.itemsize <= x.untyped_storage().nbytes()
+        for name, x in state_dict.items()
+    )  # fmt: skip
+    if not whole:
+        raise UserError(f"{source} holds no dictionary of tensors")
 
 
 def load_weights(model: torch.nn.Module, state_dict: dict, source, assign: bool = False) -> None:
@@ -253,8 +273,7 @@ def load_weights(model: torch.nn.Module, state_dict: dict, source, assign: bool 
     `assign`: the model takes the tensors themselves, so that there are not two of each; else it copies them.
     """
     own = model.state_dict()
-    if not isinstance(state_dict, dict) or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-        raise UserError(f"{source} holds no dictionary of tensors")
+    check_tensors(state_dict, source)
     for name in (*own, *state_dict):
         if name not in state_dict or name not in own:
             where = "lacks" if name not in state_dict else "has an unknown"
@@ -291,14 +310,11 @@ def load_published(
     any other file.
     """
     weights = load_tensors(path)
-    if not isinstance(weights, dict) or not all(isinstance(key, str) for key in weights):
-        raise UserError(f"{path} is no dictionary of tensors")
-    if isinstance(weights.get("ema"), dict):  # Meta's training checkpoint: model, ema, opt, args
+    if isinstance(weights, dict) and isinstance(weights.get("ema"), dict):  # Meta's training checkpoint, with opt, args
         weights = weights["ema"]
-    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path} is no dictionary of tensors")
+    check_tensors(weights, path)
     if not weights.keys() & {"x_embedder.proj.weight", "time_embed.0.weight"}:
-        first = next(iter(weights))
+        first = next(iter(weights), "none")
         raise UserError(f"{path}: neither Meta's DiT nor improved-diffusion's UNet; its first tensor is {first!r}")
     known = {"num_heads": num_heads, "image_size": image_size}
     known = {key: value for key, value in known.items() if value}

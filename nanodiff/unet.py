@@ -318,7 +318,10 @@ def config_from_state_dict(state_dict: dict, image_size: int = 0, **known) -> UN
         raise UserError(f"state dict begins with {list(shapes)[:3]}; accepted: improved-diffusion's UNet, plain or EMA")
     width, cin = shapes["input_blocks.0.0.weight"][:2]
     mult, num_res_blocks, level, attention = [], 0, 0, set()
-    for i in range(1, 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("input_blocks."))):
+    last = max(int(name.split(".")[1]) for name in shapes if name.startswith("input_blocks."))
+    if last > 2 * len(shapes):  # not every block has tensors, but every other
+        raise UserError(f"state dict has input block {last:,}, and {len(shapes):,} tensors")
+    for i in range(1, 1 + last):
         conv = shapes.get(f"input_blocks.{i}.0.in_layers.2.weight")
         if conv is None:  # a downsampling, which has no parameters at all where conv_resample=False
             level += 1
