@@ -87,6 +87,8 @@ class _Member(tarfile.TarInfo):
             member = super().frombuf(buf, encoding, errors)
         except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
             raise tarfile.ReadError(f"a damaged header: {error}") from None
+        if member.size < 0:
+            raise tarfile.ReadError(f"a file of {member.size:,} bytes")
         if member.type in b"LKxgX" and member.size > MAX_TAR_NAME:  # all of these tarfile reads into memory
             raise tarfile.ReadError(f"a name or attributes of {member.size:,} bytes")
         return member

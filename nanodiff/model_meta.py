@@ -57,6 +57,7 @@ def read_model_config(meta: dict, source, num_tensors: int) -> DiTConfig | UNetC
     low_res, drop = config.get("low_res_size"), config.get("label_drop")
     require(fits(low_res, int) and (low_res > 0) == model_config.low_res, "low_res_size does not fit the model")
     require(fits(drop, float) and drop < 1, "label_drop is missing or not in [0, 1)")
+    require(fits(config.get("num_timesteps", 0), int), f"num_timesteps={config.get('num_timesteps')!r:.100}")
     return model_config
 
 

@@ -339,7 +339,7 @@ def load_published(
             )
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
-    except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as e:  # shapes that no such model has
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as e:  # shapes that no such model has
         raise UserError(f"{path}: its tensors do not have the shapes of the published models: {e}") from e
     data = dict(
         name="",

@@ -190,12 +190,31 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys, name, d
 
 @pytest.mark.parametrize(
     "manifest",
-    ["[]", "null", "{}", '{"model.pt": 3}', '{"model.pt": {"size": 1}}', "[" * 100_000, b"\xff", '{"../x": {}}'],
+    [
+        "[]",
+        "null",
+        "{}",
+        '{"model.pt": 3}',
+        '{"model.pt": {"size": 1}}',
+        "[" * 100_000,
+        b"\xff",
+        '{"../x": {}}',
+        '{"model.pt": {"size": 1, "sha256": ""}, "meta.json": {"size": 1, "sha256": 1}}',
+        '{"model.pt": {"size": 1, "sha256": ""}, "meta.json": {"size": "9\\n", "sha256": []}}',
+    ],
 )
 def test_a_manifest_of_another_kind(tmp_path, manifest):
     path = save(tmp_path, 1)
     (path / "manifest.json").write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
     assert why_broken(path).startswith("manifest.json")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0", "", "/", "a\nb", "\ud800", "\x1b[2J"])
+def test_a_manifest_of_odd_names(tmp_path, name):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text()) | {name: {"size": 1, "sha256": ""}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert why_broken(path).startswith("manifest.json lists a file") and why_broken(path).isprintable()
 
 
 def test_a_manifest_does_not_lead_elsewhere(tmp_path):

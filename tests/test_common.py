@@ -78,6 +78,10 @@ def test_a_mistake_is_one_line_with_exit_code_2():
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: lr=x is wrong\n")
 
 
+def test_a_mistake_cannot_steer_the_terminal():
+    assert str(common.UserError("a\x1b[2J\u202e\ud800.png\nis damaged")) == "a?[2J??.png is damaged"
+
+
 def test_other_exceptions_keep_their_traceback(capsys):
     try:
         raise KeyError("a fault of ours")

@@ -50,7 +50,7 @@ BUDGET = {
     "arguments": 700, "presets": 1200, "safetensors": 900, "safetensors header": 800,
     "idx": 400, "npz header": 500, "npz": 500, "zip": 400, "dataset.json": 200, "tar": 800, "cifar": 200,
     "images": 1200, "data set": 500, "latent set": 400, "manifest": 400, "checkpoint": 200,
-    "dit": 400, "unet": 200, "published": 300,
+    "dit": 400, "unet": 200, "published": 200,
 }  # fmt: skip
 RAN = Counter()
 MAX_BYTES = 2**30  # of memory, more than there was at the start
@@ -122,7 +122,8 @@ def told(name):
 
 NASTY_BYTES = (
     b"\0", b"\xff", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\0\0\0\x80", b"\xff" * 8,
-    b"\0" * 8, b"\1\0\0\0\0\0\0\0", b"9" * 12, b"-1", b"1e999", b"[", b"{", b'"', b"\n", b"../", b"\xc3\x28", b"(" * 300,
+    b"\0" * 8, b"\1\0\0\0\0\0\0\0", b"9" * 12, b"-1", b"1e999", b"[", b"{", b'"', b"\n", b"../", b"\xc3\x28",
+    b"(" * 300,
 )  # fmt: skip
 NASTY_VALUES = (
     0, -1, 1, 2, 3, 7, 10**6, 2**31, 2**53, 2**63 - 1, 2**63, 10**30, -(10**30), 10**400, 0.5, -0.0, 1e308, -1e308,
@@ -212,8 +213,8 @@ def prepare_all(name, path, **settings):
     done = False
     with told(name):
         prepare(path, val_fraction=0.3, **settings)
-        for split in open_dataset("toy").meta["splits"]:
-            verify(open_dataset("toy", split))
+        assert all(len(open_dataset("toy", split)) for split in open_dataset("toy").meta["splits"])
+        verify(open_dataset("toy"))
         done = True
     if not done and (data / "toy").exists():  # of an earlier case
         verify(open_dataset("toy"))
@@ -238,19 +239,23 @@ KINDS = dict(depth=int, lr=float, dtype=str, compile=bool, tag=str, rates=str, l
 TRACE = "executed"
 RUNS = f"open({TRACE!r}, 'w')"
 EXPRESSIONS = [
-    "1", "-1", "0.5", "1e999", "nan", "'a'", "None", "True", "...", "b'a'", "1j", "'é'", "(0.9, 0.99)", "[1, 'a']", "{}",
+    "1", "-1", "0.5", "1e999", "nan", "'a'", "None", "True", "...", "b'a'", "1j", "'é'", "(0.9, 0.99)", "[1, 'a']",
+    "{}",
     "{1: 2}", "set()", "10**10**10", "'a'*10**12", "9**9**9", "1<<10**12", "[0]*10**12", "0x" + "f" * 6000, "1" * 6000,
     "1_000", f"{RUNS}", f"[{RUNS} for _ in 'a']", f"(x := {RUNS})", f"f'{{{RUNS}}}'", f"lambda: {RUNS}",
     "__import__('os').mkdir('executed')", f"eval({RUNS!r})", "().__class__.__base__.__subclasses__()", f"{{{RUNS}: 1}}",
-    f"1 if {RUNS} else 2", f"not {RUNS}", "-'a'", "'\\ud800'", "'a\\nb'", "'" + "a" * 5000 + "'", "await x", "yield", "*a",
+    f"1 if {RUNS} else 2", f"not {RUNS}", "-'a'", "'\\ud800'", "'a\\nb'", "'" + "a" * 5000 + "'", "await x", "yield",
+    "*a",
     "(" * 60 + "1" + ",)" * 60, "[" * 150 + "1" + "]" * 150, "(" * 300, "-" * 5000 + "1", "1" + "+1" * 5000,
     "a" + ".a" * 5000, "'\\x'", "'\\N{x}'", "0777", "1 2", "'\\d'", "'''", "# only a comment", "1if 1else 2", "{*()}",
 ]  # fmt: skip
 STATEMENTS = [
-    "{n} = {e}", "{n} = {e}", "{n} = {e}", "{n} = {e}", "{n}: {e} = 1", "{n} += {e}", "{n} = {n} = {e}", "{n}, lr = {e}", "{e}",
+    "{n} = {e}", "{n} = {e}", "{n} = {e}", "{n} = {e}", "{n}: {e} = 1", "{n} += {e}", "{n} = {n} = {e}",
+    "{n}, lr = {e}", "{e}",
     "{n}.x = {e}", "{n}[0] = {e}", "import os", "from os import *", "if {e}: pass", "def f(x={e}): pass", "del {n}",
     "class A({e}): pass", "@{e}\ndef f(): pass", "with {e}: pass", "for {n} in {e}: pass", "assert {e}", "\t{n} = {e}",
-    "global {n}", "{n} = {e};{n} = {e}", "match {n}:\n case {e}: pass", "\0", "# coding: utf-16", "\x0c", "{n} = ({e}", "\\",
+    "global {n}", "{n} = {e};{n} = {e}", "match {n}:\n case {e}: pass", "\0", "# coding: utf-16", "\x0c",
+    "{n} = ({e}", "\\",
 ]  # fmt: skip
 names = st.sampled_from([*DEFAULTS, *DEFAULTS, "dept", "__class__", "configure", "print", "é", ""])
 expressions = st.sampled_from(EXPRESSIONS)
@@ -260,7 +265,8 @@ lines = st.builds(
     lambda form, n, e: form.format(n=n, e=e), st.sampled_from(STATEMENTS), names, expressions | expressions | nested
 )
 texts = st.sampled_from(
-    ["", "1", "0", "-1", "1.5", "1e3", "nan", "inf", "-inf", "1e999", "auto", "None", "True", "x.py", "\ud800", "\udcff",
+    ["", "1", "0", "-1", "1.5", "1e3", "nan", "inf", "-inf", "1e999", "auto", "None", "True", "x.py", "\ud800",
+    "\udcff",
      "a\nb", "9" * 5000, "a" * 10_000, "0x10", "１", "1_0", "(1,)", "__import__('os')", "\x1b[2J", "../../x", "--", "=",
      "\u2028", "1e-400", "²"]
 )  # fmt: skip
@@ -432,7 +438,8 @@ def test_dataset_json(folder, edits, moves):
 
 
 TAR_NAMES = (
-    "cat/0.png", "cat/1.png", "dog/2.png", "../../x/3.png", "/etc/cat/4.png", "cat/../../5.png", "a\nb/6.png", "\udcff/7.png",
+    "cat/0.png", "cat/1.png", "dog/2.png", "../../x/3.png", "/etc/cat/4.png", "cat/../../5.png", "a\nb/6.png",
+    "\udcff/7.png",
      "-x/8.png", ".x/9.png", "😀/10.png", "a" * 300 + "/11.png", "CAT/0.png", "12.png", "", "cat/", "cat//13.png",
      "a\x1b[2J/14.png", "train/cat/15.png", "val/cat/16.png", "/17.png", "a/b/c/d/18.png", "cat/19.PNG", "a,b/20.png",
 )  # fmt: skip
@@ -448,15 +455,18 @@ HEADER_FIELDS = (
     (345, 155),
 )  # mode, size, ...
 NASTY_FIELDS = (
-    b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"\xff" * 11 + b"\0", b"-1", b"", b"9", b"x", b"\x80" + b"\0" * 6 + b"\1" + b"\0" * 4,
+    b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"\xff" * 11 + b"\0", b"-1", b"", b"9", b"x",
+    b"\x80" + b"\0" * 6 + b"\1" + b"\0" * 4,
     b"\xc3\x28",
 )  # fmt: skip
 pax = st.dictionaries(
     st.sampled_from(
-        ["path", "size", "mtime", "linkpath", "GNU.sparse.map", "GNU.sparse.size", "GNU.sparse.major", "GNU.sparse.name",
+        ["path", "size", "mtime", "linkpath", "GNU.sparse.map", "GNU.sparse.size", "GNU.sparse.major",
+        "GNU.sparse.name",
          "GNU.sparse.realsize", "GNU.sparse.minor", "hdrcharset", "uid"]
     ),
-    st.sampled_from(["-1", "0", "1", "nan", "x", "1e999", "9" * 30, "9" * 5000, "0,1,2", "../x.png", "\0", "é", "BINARY"]),
+    st.sampled_from(["-1", "0", "1", "nan", "x", "1e999", "9" * 30, "9" * 5000, "0,1,2", "../x.png", "\0", "é",
+    "BINARY"]),
     max_size=2,
 )  # fmt: skip
 
@@ -517,10 +527,13 @@ def encoded() -> dict[str, bytes]:
     exif = image.getexif()
     exif[0x0112], exif[0x010E] = 6, "text"
     variants = {
-        "png": (image, dict(exif=exif, icc_profile=b"icc" * 40)), "palette png": (image.quantize(7), dict(format="PNG")),
+        "png": (image, dict(exif=exif, icc_profile=b"icc" * 40)), "palette png": (image.quantize(7),
+        dict(format="PNG")),
         "gray png": (image.convert("I;16"), dict(format="PNG")), "jpg": (image, dict(format="JPEG", exif=exif)),
-        "progressive": (image, dict(format="JPEG", progressive=True)), "cmyk": (image.convert("CMYK"), dict(format="JPEG")),
-        "gif": (image, dict(save_all=True, append_images=[image.rotate(90)])), "tif": (image, dict(format="TIFF", compression="tiff_lzw")),
+        "progressive": (image, dict(format="JPEG", progressive=True)), "cmyk": (image.convert("CMYK"),
+        dict(format="JPEG")),
+        "gif": (image, dict(save_all=True, append_images=[image.rotate(90)])), "tif": (image, dict(format="TIFF",
+        compression="tiff_lzw")),
         "bmp": (image, {}), "webp": (image, dict(exif=exif)), "ppm": (image, {}),
     }  # fmt: skip
     for name, (picture, options) in variants.items():
@@ -677,6 +690,8 @@ def test_published_weights(folder, number, moves):
     for move in moves:
         name, other, change = pick(move, [*weights], (*weights, *NASTY_NAMES), range(8))
         x = weights[name]
+        if not isinstance(x, torch.Tensor) or x.is_meta or x.is_sparse or not x.numel():
+            continue  # changed already, into what cannot be changed further
         sizes = pick(move >> 16, *[(0, 1, 2, 3, 64, 10**6, 10**12)] * 4)
         if change == 0:
             del weights[name]

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import struct
+import tarfile
 import zipfile
 
 import numpy as np
@@ -150,6 +152,104 @@ def test_unreadable_files_are_skipped_and_counted(tmp_path):
     assert {line.split("'")[1].split("/")[1] for line in source.skipped} == {
         "empty.jpg", "text.jpg", "link.png", "cut.png", "bomb.png", "strip.png",
     }  # fmt: skip
+
+
+def encode(image, format, **options):
+    image.save(file := io.BytesIO(), format, **options)
+    return file.getvalue()
+
+
+def test_images_of_other_kinds_than_their_names_tell(tmp_path):
+    """CMYK, a wrong suffix, EXIF rotation in a JPEG, animations: all are read, to within what JPEG loses."""
+    flat = np.full((8, 16, 3), (200, 30, 90), np.uint8)
+    flat[:, 8:] = (20, 180, 90)
+    image = Image.fromarray(flat)
+    (folder := tmp_path / "in").mkdir()
+    turned = image.getexif()
+    turned[0x0112] = 3  # by 180 degrees
+    files = {
+        "a.jpg": encode(image.convert("CMYK"), "JPEG", quality=100), "b.png": encode(image, "JPEG", quality=100),
+        "c.jpg": encode(image, "PNG"), "d.gif": encode(image, "WEBP", lossless=True),
+        "e.jpg": encode(image.rotate(180), "JPEG", quality=100, exif=turned),
+        "f.png": encode(image, "PNG", save_all=True, append_images=[image.rotate(180)]),
+        "g.webp": encode(image, "WEBP", lossless=True, save_all=True, append_images=[image.rotate(180)]),
+    }  # fmt: skip
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    source = image_sources.open_source("auto", str(folder), 8, "auto", 0, 0, 1)
+    images = np.concatenate([block[0] for block in source.blocks])
+    assert len(images) == len(files) and not source.skipped
+    for found in images:  # the middle 8 x 8 pixels, less those beside the edge
+        assert np.abs(found[:, :, :3].transpose(1, 2, 0) - flat[0, 0].astype(int)).max() < 16
+        assert np.abs(found[:, :, 5:].transpose(1, 2, 0) - flat[0, -1].astype(int)).max() < 16
+
+
+def test_bombs_and_other_languages_are_skipped(tmp_path, monkeypatch):
+    """Headers of billions of pixels, and PostScript, for which Pillow would start Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("a program was started"))
+    jpeg, gif = bytearray(encode(Image.new("RGB", (8, 8)), "JPEG")), bytearray(encode(Image.new("P", (8, 8)), "GIF"))
+    at = jpeg.index(b"\xff\xc0") + 5
+    jpeg[at : at + 4] = struct.pack(">HH", 60_000, 60_000)
+    gif[6:10] = struct.pack("<HH", 60_000, 60_000)
+    files = {"a.jpg": bytes(jpeg), "b.gif": bytes(gif), "c.png": encode(Image.new("RGB", (8, 8)), "EPS"), "d.png": b""}
+    files["e.png"] = encode_png(noise(8, 8))
+    for name, data in files.items():
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data)
+    source = image_sources.open_source("auto", str(tmp_path / "in"), 8, "auto", 0, 0, 1)
+    assert sum(len(block[0]) for block in source.blocks) == 1
+    assert [line.split("'")[1] for line in source.skipped] == ["a.jpg", "b.gif", "c.png", "d.png"], source.skipped
+
+
+ODD_NAMES = {  # a class's folder -> what it is called; None: not seen, as hidden folders are
+    b"a\nb": "a?b", "\U0001f600".encode(): "\U0001f600", b"-rf": "-rf", b"--help": "--help", b".hidden": None,
+    b"x" * 255: "x" * 255, b"Cat": "Cat", b"cat": "cat", b"\xff\xfe": "??", b"\x1b[2J": "?[2J", b"a b ": "a b ",
+    b"'; rm": "'; rm", b"__MACOSX": None, "e\u0301".encode(): "e\u0301", "\u00e9".encode(): "\u00e9",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_class_folders_with_odd_names(tmp_path, kind):
+    for i, name in enumerate(ODD_NAMES):
+        folder = os.path.join(os.fsencode(tmp_path), b"in", name)
+        try:
+            os.makedirs(folder)
+        except OSError:
+            pytest.skip("this file system does not know such names")
+        with open(os.path.join(folder, b"0.png"), "wb") as f:
+            f.write(encode_png(np.full((8, 8, 3), i, np.uint8)))
+    prepare(
+        tmp_path / "in" if kind == "folder" else archive(tmp_path / "in", "tar", tmp_path / "a.tar"), val_fraction=0
+    )
+    images, labels = everything()
+    names = open_dataset("toy").class_names
+    assert {int(image[0, 0, 0]): names[label] for image, label in zip(images, labels)} == {
+        i: shown for i, shown in enumerate(ODD_NAMES.values()) if shown is not None
+    }
+
+
+def test_a_tar_that_leads_elsewhere(tmp_path):
+    """Names with .. and from the root are classes like others, and nothing is written there; links are no images."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for i, name in enumerate(["../../evil/0.png", "/etc/evil/1.png", "a/../../b/2.png", "good/3.png"]):
+            info = tarfile.TarInfo(name)
+            info.size = len(data := encode_png(np.full((8, 8, 3), i, np.uint8)))
+            tar.addfile(info, io.BytesIO(data))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+            info = tarfile.TarInfo("good/link.png")
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+    before = sorted(tmp_path.iterdir())
+    prepare(tmp_path / "a.tar", val_fraction=0)
+    images, labels = everything()
+    names = open_dataset("toy").class_names
+    assert {int(image[0, 0, 0]): names[label] for image, label in zip(images, labels)}[3] == "good"
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "base"])
+    assert sorted(p.name for p in (tmp_path / "base").rglob("*")) == sorted(
+        ["data", ".toy.lock", "toy", "meta.json", "train_images_000.npy", "train_labels.npy"]
+    )
 
 
 def test_class_in_the_file_name(tmp_path):

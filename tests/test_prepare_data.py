@@ -90,6 +90,65 @@ def zipped(tmp, table):
     return archive(tmp / "in", "zip", tmp / "a.zip")
 
 
+def lying_npz(tmp, shape):
+    """Its directory says that arr_0 has as many bytes as the shape tells; the file has none of them."""
+    path = raw_npz(tmp, SHAPE % ("|u1", shape), 0)
+    data, size = bytearray(path.read_bytes()), 128 + np.prod(shape)
+    directory = data.index(b"PK\1\2")
+    data[directory + 24 : directory + 28] = struct.pack("<I", size)
+    path.write_bytes(data)
+    return path
+
+
+def short_labels(tmp):
+    """Two labels, with the checksum of two; the header and the directory say that there are four."""
+    path, header = tmp / "a.npz", (SHAPE % ("<i8", "(4,)")).ljust(117).encode() + b"\n"
+    label_file = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(16)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        np.save(image_file := io.BytesIO(), IMAGES)
+        z.writestr("arr_0.npy", image_file.getvalue())
+        z.writestr("arr_1.npy", label_file)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\1\2", data.index(b"PK\1\2") + 4)
+    data[at + 24 : at + 28] = struct.pack("<I", len(label_file) + 16)
+    path.write_bytes(data)
+    return path
+
+
+def undecodable(tmp):
+    make_folder(tmp / "in", classes=["\u00e9"])
+    data = archive(tmp / "in", "zip", tmp / "a.zip").read_bytes()
+    return file(tmp, "a.zip", data.replace("\u00e9".encode(), b"\xc3\x28"))
+
+
+def middle(tmp, put, at):
+    """A tar with bytes put at a place in the header of the third of its files, and that header's checksum right."""
+    make_folder(tmp / "in")
+    data = bytearray(archive(tmp / "in", "tar", tmp / "a.tar").read_bytes())
+    header = [i for i in range(0, len(data), 512) if data[i + 156 : i + 258 : 101] == b"0u"][2]
+    data[header + at : header + at + len(put)] = put
+    data[header + 148 : header + 156] = b" " * 8
+    data[header + 148 : header + 156] = b"%06o\0 " % sum(data[header : header + 512])
+    return file(tmp, "a.tar", data)
+
+
+def pax_tar(tmp, headers):
+    make_folder(tmp / "in")
+    with tarfile.open(tmp / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar:
+        tar.add(tmp / "in", "in")
+    return tmp / "a.tar"
+
+
+def long_name(tmp):
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 10**8
+    with gzip.open(tmp / "a.tar.gz", "w", 1) as f:
+        f.write(info.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(100):
+            f.write(b"a" * 2**20)
+    return tmp / "a.tar.gz"
+
+
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 NOISE = RNG.integers(0, 256, (9, 8, 8, 3), np.uint8)
@@ -139,6 +198,15 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "npz of more than it holds": (lambda t: raw_npz(t, SHAPE % ("|u1", "(9999999, 512, 512, 3)"), 0), "does not fit"),
     "npz with code as header": (lambda t: raw_npz(t, "__import__('os')", 0), "header"),
     "npz truncated": (lambda t: cut(npz(t, arr_0=NOISE)), "truncated"),
+    "npz of fewer labels than it says": (short_labels, "ends before label 4"),
+    "npz of more images than fit": (lambda t: lying_npz(t, (10**8, 1, 1, 3)), "cannot hold"),
+    "IDX of more images than fit": (lambda t: file(t, "i", idx(ZEROS)[:4] + struct.pack(">3I", 10**8, 1, 1)), "hold"),
+    "zip of names that are not UTF-8": (lambda t: undecodable(t), "damaged"),
+    "tar with a damaged header": (lambda t: middle(t, b"zz", 124), "damaged header"),
+    "tar with a file that is larger than all": (lambda t: middle(t, b"\x80" + b"\x7f" * 11, 124), "ends within a file"),
+    "tar of which a size is negative": (lambda t: middle(t, b"\xff" * 12, 124), "damaged"),
+    "tar with odd numbers": (lambda t: pax_tar(t, {"GNU.sparse.size": "nan"}), "damaged"),
+    "tar with a name of 100 MB": (long_name, "a name or attributes of 100,000,000 bytes"),
     "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
     "no room": (lambda t: {"path": sized(t, [(8, 8)]), "resolution": 2**25}, "GB free"),
 }  # fmt: skip
@@ -154,13 +222,24 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     assert not base.exists() or not [p for p in (base / "data").iterdir() if not p.name.endswith(".lock")]
 
 
-def test_an_npz_bomb_is_refused_in_little_memory(tmp_path):
-    path = raw_npz(tmp_path, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28)
+BOMBS = {
+    "npz of 256 MB of zeros": lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28),
+    "npz of images that are not there": lambda t: lying_npz(t, (10**8, 1, 1, 3)),
+    "IDX of images that are not there": MISTAKES["IDX of more images than fit"][0],
+    "tar with a name of 100 MB": long_name,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_in_little_memory(tmp_path, bomb):
+    path = BOMBS[bomb](tmp_path)
     tracemalloc.start()
-    with pytest.raises(UserError):
-        image_arrays.read_npz(path, 0, 0)
-    assert tracemalloc.get_traced_memory()[1] < 2**21
-    tracemalloc.stop()
+    try:
+        with pytest.raises(UserError):
+            open_source("auto", str(path), 0, "auto", 0.05, 0, 1)
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch):
