@@ -103,6 +103,47 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
     return device_batch_size, total_batch_size // (device_batch_size * world)
 
 
+NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")  # MPS; torch's allocator of the CPU; C++
+
+
+def largest_batch(try_batch, limit: int, zero_grad=None) -> int:
+    """The largest power of two that divides `limit`, a rank's share of the step, and fits into memory on every rank.
+
+    `try_batch(n)` runs forward and backward on n images and returns nothing, without a collective; `zero_grad()`
+    forgets the gradients after each try, failed or not. Make optimizer and averages before, so that their memory is
+    counted, and try the model that is not compiled: it takes more, and would be compiled anew for each size. A CPU
+    mostly kills a process that asks for too much, rather than refuse. A collective. Raises UserError where one image
+    does not fit.
+
+        largest_batch(lambda n: process.losses(model, x0[:n], t[:n], noise[:n])["loss"].mean().backward(),
+                      total_batch_size // world, optim.zero_grad)
+    """
+    fits, n = 0, 1
+    while limit % n == 0:
+        try:
+            try_batch(n)
+            refused = False
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            refused = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error) for s in NO_MEMORY)
+            if not refused:
+                raise
+        # not above: while the error is at hand, so are the tensors of the frames that it came through
+        if zero_grad is not None:
+            zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if refused:
+            break
+        fits, n = n, 2 * n
+    if dist.is_initialized():
+        least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        fits = int(least)
+    if fits == 0:
+        raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")
+    return fits
+
+
 class Draw(NamedTuple):
     """All that is random in one step, for the whole batch of all ranks."""
 

@@ -1,19 +1,227 @@
-"""The bench measures what it says: candidates in turn, ratios to the reference of the same run."""
+"""The bench measures what it says: candidates in turn beside their reference, every part and every byte of a step."""
 
 import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
 
 import pytest
-from conftest import run_process
+import torch.distributed as dist
+from conftest import ROOT, run_process
+from tiny_runs import TINY, make_autoencoder, make_data
+
+from nanodiff.common import UserError
+from scripts import bench
+
+SMALL = (
+    "--patch_size=8 --image_size=16 --num_res_blocks=1 --batch_sizes=2 --rounds=2 --steps=2 --depths=1 "
+    "--compiles=False --dtypes=float32 --device_type=cpu --json"
+).split()  # fmt: skip
+
+
+@pytest.fixture
+def run_bench(base, monkeypatch, capsys):
+    """run_bench("--archs=dit") -> what it prints, its JSON parsed; the candidates are threads, which start faster."""
+    for name, value in list(vars(bench).items()):  # main overrides the settings
+        monkeypatch.setattr(bench, name, value)
+
+    def start(workload, spec, world):
+        mine, theirs = multiprocessing.Pipe()
+        thread = threading.Thread(target=bench.worker, args=(theirs, workload, spec), daemon=True)
+        thread.start()
+        bench.receive(thread, mine)
+        return thread, mine
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["bench", *SMALL, *args])
+        monkeypatch.setattr(bench, "start", start)
+        bench.main()
+        text = capsys.readouterr().out
+        return json.loads(text) if text.startswith("{") else text
+
+    return run
+
+
+def check(rows):
+    """A reference goes before all with which it shares depth and batch size; ratios are those of what is printed."""
+    for row in rows:
+        reference = row if row["reference"] else reference  # noqa: F821
+        assert (row["depth"], row["batch_size"]) == (reference["depth"], reference["batch_size"])
+        assert row["ratio"] == pytest.approx(row["images_per_sec"] / reference["images_per_sec"])
+        assert row["images_per_sec"] == pytest.approx(1000 * row["world"] * row["batch_size"] / row["step_ms"])
+        assert row["min_ms"] <= row["step_ms"] <= row["max_ms"] and row["memory_gb"] > 0.05
+
+
+def test_every_combination_beside_its_reference(run_bench):
+    rows = run_bench("--archs=dit", "--depth=1,2", "--batch_size=1,2", "--optimizers=adamw,muon", "--steps=1")["rows"]
+    check(rows)
+    candidates = [row for row in rows if not row["reference"]]
+    assert len({row["what"] for row in candidates}) == len(candidates) == 2 * 2 * 2
+    references = [(row["arch"], row["depth"], row["batch_size"]) for row in rows if row["reference"]]
+    assert sorted(references) == [("dit_classic", depth, n) for depth in (1, 2) for n in (1, 2)]
+    for row in rows:
+        assert min(row[f"{part}_ms"] for part in ("forward", "backward", "optim", "ema")) > 0
+        assert row["bytes_per_step"] == 0 and row["optim_share"] == pytest.approx(row["optim_ms"] / row["step_ms"])
+
+
+def test_a_backbone_has_its_own_reference(run_bench):
+    rows = run_bench("--archs=dit,unet,dit_classic", "--rounds=1", "--steps=1")["rows"]
+    check(rows)
+    order = [("dit_classic", True), ("dit", False), ("dit_classic", False), ("unet", True), ("unet", False)]
+    assert [(row["arch"], row["reference"]) for row in rows] == order
+
+
+def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
+    trace = tmp_path / "trace.json"
+    text = run_bench(
+        "--archs=dit", "--sampling", "--loading", "--load_mib=1", "--sample_steps=2", f"--profile={trace}",
+        "--json=False",
+    )  # fmt: skip
+    heads = [line.split() for line in text.splitlines() if line.endswith("  what")]
+    words = "img/s ratio step ms min - max forward backward optim ema data optim/step GiB first s MB sent mfu what"
+    assert heads[0] == words.split()
+    assert len(heads) == 3 and text.count(", reference") == 2
+    assert text.index("aten::") < text.index("\ntraining\n") < text.index("\nsampling\n") < text.index("\nloading\n")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"aten::addmm", "aten::_fused_adamw_"} <= names
+
+
+def test_a_pass_reads_as_many_images_as_it_says(run_bench, monkeypatch):
+    read = []
+    images = bench.load.__globals__["DataLoader"].__next__
+    monkeypatch.setattr(
+        "nanodiff.dataloader.DataLoader.__next__",
+        lambda self: read.append((self.dataset.resolution, batch := images(self))) or batch,
+    )
+    rows = run_bench("--archs=dit", "--loading", "--training=False", "--load_mib=1", "--rounds=1", "--steps=1")["rows"]
+    assert [row["set"] for row in rows] == ["32 px", "256 px", "latents of 256 px"]
+    for row, nbytes in zip(rows, (3 * 32**2, 3 * 256**2, 2 * 8 * 32**2)):
+        n = 2**20 // nbytes // 2 * 2  # whole batches of 2
+        assert row["images_in_pass"] == n and row["mib"] == pytest.approx(n * nbytes / 2**20)
+        for kind in ("warm", "cold"):
+            assert row[f"{kind}_ratio"] == pytest.approx(row[f"{kind}_images_per_sec"] / row["images_per_sec"])
+    # one batch to train on, a pass each to warm up, warm, and cold; twice the last for what warms up
+    passes = [sum(resolution == 256 for resolution, _ in read) - 1, rows[1]["images_in_pass"] // 2]
+    assert passes[0] == 4 * passes[1]
+
+
+def test_real_data_and_latents(run_bench, base):
+    make_data()
+    rows = run_bench("--archs=dit", "--data=tiny", "--loading", "--load_mib=1", "--depths=1")["rows"]
+    assert [row["table"] for row in rows] == ["training", "training", "loading"]
+    check(rows[:2])
+    assert rows[2]["images_in_pass"] == 24 and rows[2]["set"] == "tiny"
+    encoder = make_autoencoder(base / "vae")
+    rows = run_bench("--archs=dit", f"--autoencoder={encoder}", "--image_size=32", "--checkpointing")["rows"]
+    check(rows)
+    ends = [row["what"].split("adamw, ")[1] for row in rows]
+    fly, cached = "encoding on the fly", "cached latents"
+    assert ends == [f"{fly}, reference", fly, f"checkpointing, {fly}", cached, f"checkpointing, {cached}"]
+
+
+@pytest.mark.parametrize(
+    "arg, fault",
+    [
+        ("--depths=4,x", "depths='4,x'; accepted: integers from 1 on"),
+        ("--depth=0", "depths='0'; accepted"),
+        ("--archs=dit,vit", "archs='dit,vit'; accepted: dit_classic, dit, unet"),
+        ("--compiles=yes", "compiles='yes'; accepted: True, False"),
+        ("--profile=/nowhere/trace.json", "profile='/nowhere/trace.json'; accepted: a file in a folder"),
+        ("--data=nothing", "no data set 'nothing'"),
+        ("--patch_size=3", "patch_size"),
+        ("--autoencoder=nowhere.pth", "nowhere.pth"),
+    ],
+)
+def test_mistakes(run_bench, arg, fault):
+    with pytest.raises(UserError, match=fault) as error:
+        run_bench("--archs=dit", arg)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_candidate_that_dies_ends_the_bench():
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+    process.start()
+    theirs.close()
+    with pytest.raises(UserError, match="exit code 7"):
+        bench.receive(process, pipe)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["dit_classic,dit", "unet"])
-def test_bench_compares_with_the_published_recipe(arch):
-    small = "--depth=1 --patch_size=8 --image_size=16 --num_res_blocks=1 --batch_size=2 --rounds=2 --steps=1".split()
-    done = run_process("bench", *small, f"--archs={arch}", "--compile=False", "--dtype=float32", "--as_json")
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert len(rows) == 1 + len(arch.split(","))
+def test_two_ranks_take_part_and_one_prints():
+    done = run_process("bench", *SMALL, "--archs=dit", ranks=2)
+    (line,) = done.stdout.splitlines()
+    rows = json.loads(line)["rows"]
+    check(rows)
+    assert [row["world"] for row in rows] == [2, 2]
     for row in rows:
-        assert row["min_ms"] <= row["step_ms"] <= row["max_ms"] and row["memory_gb"] > 0.05
-        assert row["ratio"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"])
-        assert row["images_per_sec"] == pytest.approx(2000 / row["step_ms"])
+        ring = 2 * 4 * row["num_params"] * (2 - 1) / 2
+        assert ring <= row["bytes_per_step"] < (1 if row["reference"] else 1.2) * ring + 1
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, monkeypatch):
+    """Two ranks of the trainer, this process and another: the collectives of 3 steps, counted as torch is called."""
+    make_data()
+    sizes, ports = {1: 4, 4: 1}, {1: free_port(), 4: free_port()}  # micro-steps -> images of each, and where to meet
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch and init_device change it
+    args = [*TINY, "--num_iterations=3", "--save_every=-1", "--log_every=100"]
+    other = (
+        "import os, runpy, sys\n"
+        f"for micro_steps, port in {ports}.items():\n"
+        "    os.environ['MASTER_PORT'] = str(port)\n"
+        f"    size = '--device_batch_size=%d' % {sizes}[micro_steps]\n"
+        f"    sys.argv = ['', *{args}, size, f'--model_tag={{micro_steps}}']\n"
+        "    runpy.run_module('scripts.base_train', run_name='__main__')\n"
+    )
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(key, str(value))
+    environment = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT)}
+    peer = subprocess.Popen([sys.executable, "-c", other], env=environment, stdout=subprocess.DEVNULL)
+    sent = []  # (kind, bytes that a rank sends on a ring of two)
+
+    def count(name, share):
+        plain = getattr(dist, name, None)
+
+        def counted(*args, **kwargs):
+            sent.append((name.rpartition("_")[0], share(*args)))
+            return plain(*args, **kwargs)
+
+        if plain:
+            monkeypatch.setattr(dist, name, counted)
+
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+        count(name, lambda out, full: out.nbytes)
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        count(name, lambda full, own: own.nbytes)
+    count("all_reduce", lambda x, *op: x.nbytes)
+    found = {}
+    for micro_steps, port in ports.items():
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        sent.clear()
+        done = run_script(
+            "base_train", *args, f"--device_batch_size={sizes[micro_steps]}", f"--model_tag={micro_steps}"
+        )
+        assert done["grad_accum_steps"] == micro_steps and done["optimizer"] == "muon"
+        found[micro_steps] = list(sent)
+    assert peer.wait(60) == 0
+
+    optim, num_params = done["optim"], sum(p.numel() for p in done["raw_model"].parameters())
+    large = [entry for entry in found[1] if entry[0] != "all"]
+    for kind in ("reduce_scatter", "all_gather"):
+        every = [nbytes for name, nbytes in large if name.startswith(kind)]
+        assert len(every) == 3 * len(optim.buckets) and sum(every) == 3 * optim.bytes_per_step / 2
+    ring = 2 * 4 * num_params * (2 - 1) / 2
+    assert ring <= optim.bytes_per_step < 1.2 * ring
+    small = sum(nbytes for name, nbytes in found[1] if name == "all")
+    assert small < 3 * 1000  # the norm, the signals; the line of the log
+    assert found[4] == found[1]

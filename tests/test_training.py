@@ -1,13 +1,20 @@
 """What the trainers share: closed forms of the schedule, the cut of a batch, a draw that is a function of its step."""
 
 import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import ROOT
 
 from nanodiff.common import UserError
-from nanodiff.training import RunLog, cut_batch, draw_step, resume_point, trapezoid
+from nanodiff.training import RunLog, cut_batch, draw_step, largest_batch, resume_point, trapezoid
 
 
 def test_trapezoid():
@@ -27,6 +34,89 @@ def test_micro_steps_and_ranks_make_up_the_batch(total, device, world):
 def test_a_batch_that_cannot_be_cut(total, device, world):
     with pytest.raises(UserError, match=f"total_batch_size={total} is not a multiple of device_batch_size x ranks"):
         cut_batch(total, device, world)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("limit, room, best", [(64, 20, 16), (64, 64, 64), (64, 1000, 64), (48, 1000, 16), (7, 9, 1)])
+def test_the_largest_batch_that_fits(error, limit, room, best):
+    tried, cleared = [], []
+
+    def try_batch(n):
+        tried.append(n)
+        if n > room:
+            raise error
+
+    assert largest_batch(try_batch, limit, lambda: cleared.append(len(tried))) == best
+    assert tried == [2**i for i in range(len(tried))] and tried[-1] <= 2 * best
+    assert cleared == list(range(1, len(tried) + 1))  # after each try, the failed one as well
+
+
+def test_no_batch_fits_or_something_else_is_wrong():
+    def fail(error):
+        raise error
+
+    with pytest.raises(UserError, match="not even one image"):
+        largest_batch(lambda n: fail(NO_MEMORY[0]), 8)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        largest_batch(lambda n: fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), 8)
+
+
+REFUSED = """
+import resource, sys, torch
+from pathlib import Path
+from nanodiff.training import largest_batch
+room = 1 << 29  # beyond what the process has mapped so far
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+weight = torch.ones(2**20, requires_grad=True)
+resource.setrlimit(resource.RLIMIT_AS, (mapped + room, resource.RLIM_INFINITY))
+def clear():
+    weight.grad = None
+print(largest_batch(lambda n: (weight * torch.ones(n, 1)).exp().sum().backward(), 1024, clear), weight.grad)
+torch.ones(2**26)  # 256 MiB: all that failed has been freed
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+def test_memory_that_is_refused():
+    """n x 4 MiB for each of product, its exponential, and gradients, two to four at once, in 512 MiB: 32 or 64 fit."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, env=env)
+    assert done.stdout.split() in (["32", "None"], ["16", "None"]), done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def agree(rank, folder):
+    """On two ranks, with room for 8 images on one and for 2 on the other, then for none."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    found = []
+    for room in ((8, 2)[rank], (8, 0)[rank]):
+
+        def try_batch(n, room=room):
+            if n > room:
+                raise torch.OutOfMemoryError
+
+        try:
+            found.append(largest_batch(try_batch, 16))
+        except UserError as error:
+            found.append(str(error)[:18])
+    (folder / str(rank)).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_largest_batch(tmp_path):
+    mp.spawn(agree, (tmp_path,), nprocs=2)
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [[2, "not even one image"]] * 2
 
 
 def test_a_draw_is_a_function_of_seed_and_step():
