@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from nanodiff.checkpoint import find_checkpoint, trim_metrics
 from nanodiff.common import (
     UserError,
     can_compile,
+    collective,
     environment,
     get_dist,
     leave_together,
@@ -114,12 +116,9 @@ def largest_batch(try_batch, limit: int, zero_grad=None) -> int:
     counted, and try the model that is not compiled: it takes more, and would be compiled anew for each size. A CPU
     mostly kills a process that asks for too much, rather than refuse. A collective. Raises UserError where one image
     does not fit.
-
-        largest_batch(lambda n: process.losses(model, x0[:n], t[:n], noise[:n])["loss"].mean().backward(),
-                      total_batch_size // world, optim.zero_grad)
     """
     fits, n = 0, 1
-    while limit % n == 0:
+    while n <= limit and limit % n == 0:
         try:
             try_batch(n)
             refused = False
@@ -137,7 +136,8 @@ def largest_batch(try_batch, limit: int, zero_grad=None) -> int:
         fits, n = n, 2 * n
     if dist.is_initialized():
         least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        with collective("the agreement on device_batch_size"):
+            dist.all_reduce(least, dist.ReduceOp.MIN)
         fits = int(least)
     if fits == 0:
         raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")

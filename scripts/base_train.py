@@ -62,6 +62,7 @@ from nanodiff.training import (
     cut_batch,
     draw_step,
     end,
+    largest_batch,
     metrics_line,
     resume_point,
     trapezoid,
@@ -115,7 +116,7 @@ target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 target_param_data_ratio = 12.0  # > 0 or -1: image tokens per parameter
 # Optimisation
 total_batch_size = 64  # >= 1: images per step, over all ranks
-device_batch_size = 64  # >= 1: images per forward pass of one rank
+device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = the most that fit into its memory
 optimizer = "muon"  # muon|adamw: Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all
 lr = 1e-3  # > 0: of AdamW
 muon_lr = 0.02  # > 0: of Muon
@@ -173,9 +174,6 @@ model = raw_model = build_model(model_config, device, seed)
 num_params, flops_per_image = sum(p.numel() for p in model.parameters()), raw_model.estimate_flops()
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
-device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
-print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
-
 if num_iterations < 0:
     if target_flops > 0:
         num_iterations = round(target_flops / (flops_per_image * total_batch_size))
@@ -197,6 +195,21 @@ timestep_sampler = make_timesteps(
 optim = make_optimizer(model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(beta1, beta2))
 ema = EMA(model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
+if device_batch_size == 0:
+
+    def forward_backward(n):
+        y, t = (
+            torch.zeros(n, dtype=torch.int64, device=device),
+            timestep_sampler.sample(torch.rand(n, device=device))[0],
+        )
+        x0 = noise = torch.randn(n, *codec.shape, device=device)
+        with autocast:
+            loss = process.losses(model, x0, t, noise, **conditioning(x0, y, num_classes, low_res_size))["loss"]
+        loss.mean().backward()
+
+    device_batch_size = largest_batch(forward_backward, total_batch_size // world, optim.zero_grad)
+device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
+print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 sampler = choose_sampler(process, sampler, sample_steps)
 if bpd_every >= 0 and (not process.num_timesteps or facts["kind"] != "images"):
     raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion (objective eps, x0 or v) of pixels; -1 = never")

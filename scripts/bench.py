@@ -40,6 +40,7 @@ from nanodiff.common import (
     device_name,
     get_dist,
     init_device,
+    leave_together,
     peak_flops,
     peak_memory_gb,
     print0,
@@ -216,9 +217,7 @@ def worker(connection, workload, spec):
             for name, seconds in zip(parts, timed(parts.values(), device) if i % 2 == 0 else ()):
                 times[name].append(seconds)
         connection.send((times, facts | {"memory_gb": peak_memory_gb(device)}))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_together()
 
 
 def receive(process, pipe):
@@ -334,9 +333,7 @@ def main():
             show(rows, TABLES[table])
     if quiet:
         print0(dumps({"device": device_name(device), "torch": torch.__version__, "config": config, "rows": every_row}))
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_together()
 
 
 if __name__ == "__main__":

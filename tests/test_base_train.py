@@ -254,3 +254,19 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
         json.loads((p / "meta.json").read_text())["loop"]["wandb_id"] for p in (tiny / "runs/a/checkpoints").iterdir()
     ]
     assert ids == [kept[0].stem.removeprefix("run-")] * 2
+
+
+def test_device_batch_size_0_takes_what_fits(tiny, run_script, monkeypatch):
+    """The largest power of two that divides the batch and does not run out of memory; the model is the same."""
+    honest = FlowMatching.losses
+
+    def losses(process, model, x0, *args, **kwargs):
+        if len(x0) > 4:
+            raise torch.OutOfMemoryError("as on a GPU that holds 4 images")
+        return honest(process, model, x0, *args, **kwargs)
+
+    monkeypatch.setattr(FlowMatching, "losses", losses)
+    off = ("--eval_every=-1", "--num_iterations=3")
+    assert run_script("base_train", *TINY, *off, "--device_batch_size=0", "--model_tag=a")["grad_accum_steps"] == 4
+    run_script("base_train", *TINY, *off, "--device_batch_size=4", "--model_tag=b")
+    assert_identical(weights(tiny, "a", 3), weights(tiny, "b", 3))
