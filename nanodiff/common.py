@@ -86,9 +86,18 @@ def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device
     else:
         device = torch.device(device_type)
     if world > 1 and not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            # torchrun --max-restarts keeps its store, with the addresses of dead ranks, which new ones would call; over
+            # several nodes, whose counts of restarts differ, runs/multinode.sh makes it take a new one
+            store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
             device_id=device if device_type == "cuda" else None,
         )
         # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits

@@ -105,10 +105,12 @@ def test_twenty_kills_lose_nothing(base, run_script):
 
 # base_train, in which something happens in the given rank at the given step: FAULT is "rank step action"
 FAULTY = """
-import os, runpy, signal
+import os, runpy, signal, time
 from nanodiff import training
 rank, at, action = os.environ["FAULT"].split()
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+if not first and os.environ["RANK"] == rank:
+    time.sleep(3)  # the others are there before it, and shall not take its predecessor's address for its own
 honest = training.draw_step
 def draw_step(seed, step, *rest):
     if first and (os.environ.get("RANK", "0"), str(step)) == (rank, at):
