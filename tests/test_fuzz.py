@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import random
 import resource
 import signal
 import struct
@@ -36,6 +37,7 @@ from nanodiff.codec import load_codec
 from nanodiff.common import UserError
 from nanodiff.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.dit import DiTConfig, to_meta
+from nanodiff.image_arrays import CIFAR10_BATCHES
 from nanodiff.image_decode import decode_chunk
 from nanodiff.lora import add_lora, identity, save_adapters
 from nanodiff.png import encode_png
@@ -131,19 +133,35 @@ NASTY_VALUES = (
     "\x1b[2J", "\ud800", "\0", "é", [], {}, [[]], [1], [-1, 2], ["x"], {"x": 1}, [10**400], ["\ud800"], [None] * 300,
 )  # fmt: skip
 MOVES = ("flip", "cut", "drop", "put", "put", "insert", "copy", "swap")
-EDITS = ("set", "set", "set", "delete", "add", "copy", "scale")
+EDITS = ("number", "number", "number", "set", "set", "delete", "add", "copy")
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    16,
+    10**4,
+    10**6,
+    10**9,
+    2**31,
+    2**53,
+    2**63,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+)
 numbers = st.integers(0, 2**40)  # one for all that a change is made of: drawing takes the most time here
 moves = st.lists(numbers, max_size=4)
 edits = st.lists(numbers, min_size=1, max_size=3)
 
 
 def pick(number: int, *options):
-    """One of each of several things to choose from, by the digits of a number."""
-    out = []
-    for choice in options:
-        number, digit = divmod(number, len(choice))
-        out.append(choice[digit])
-    return out
+    """One of each of several things to choose from, all as likely: hypothesis alone prefers small numbers."""
+    draw = random.Random(number)
+    return [draw.choice(option) for option in options]
 
 
 def change_bytes(data: bytes, moves, span=2**16) -> bytes:
@@ -183,7 +201,10 @@ def change_json(tree, edits):
         found = places(tree)
         if not found:
             break
-        edit, (container, key), arg = pick(number, EDITS, found, range(2**16))
+        edit, arg = pick(number, EDITS, range(2**16))
+        if edit == "number":  # one in place of another
+            found = [(c, k) for c, k in found if type(c[k]) in (int, float)] or found
+        (container, key), extreme = pick(arg, found, NUMBERS)
         nasty = copy.deepcopy(NASTY_VALUES[arg % len(NASTY_VALUES)])
         if edit == "delete":
             del container[key]
@@ -192,8 +213,8 @@ def change_json(tree, edits):
         elif edit == "copy":
             other, name = found[arg % len(found)]
             container[key] = copy.deepcopy(other[name])
-        elif edit == "scale" and type(container[key]) in (int, float):
-            container[key] *= (2, 10, 1000, 10**6, 10**12, -1)[arg % 6]
+        elif edit == "number":
+            container[key] = extreme
         else:
             container[key] = nasty
     return tree
@@ -350,17 +371,23 @@ IMAGES = np.stack([noise(4, 4, seed) for seed in range(6)])
 LABELS = np.arange(6) % 3
 
 
-@cases("idx", moves=moves, labels=st.booleans(), packed=st.booleans(), outer=st.booleans())
-def test_idx(folder, moves, labels, packed, outer):
-    where = folder / "idx"
-    where.mkdir(exist_ok=True)
+SIDES = (4, 4, 6, 0, 1, 10**6, 10**8, 2**31, 2**32 - 1)
+
+
+@cases("idx", number=numbers, moves=moves)
+def test_idx(folder, number, moves):
+    """Of images or of labels, packed or not: the sizes in the header changed, then bytes before or after packing."""
+    (folder / "idx").mkdir(exist_ok=True)
+    labels, packed, outer, sizes, *shape = pick(number, *[(False, True)] * 4, *[SIDES] * 3)
     pack = gzip.compress if packed else bytes
     files = {"train-images-idx3-ubyte": idx(IMAGES[..., 0]), "train-labels-idx1-ubyte": idx(LABELS.astype(np.uint8))}
     for i, (name, data) in enumerate(files.items()):
         if i == labels:
+            header = np.array(shape[: data[3]], ">u4").tobytes()
+            data = data[:4] + header + data[4 + len(header) :] if sizes else data
             data = change_bytes(pack(data), moves) if outer else pack(change_bytes(data, moves))
-        (where / name).write_bytes(data)
-    prepare_all("idx", where, source="idx")
+        (folder / "idx" / name).write_bytes(pack(data) if i != labels else data)
+    prepare_all("idx", folder / "idx", source="idx")
 
 
 def npz(**members) -> bytes:
@@ -483,7 +510,7 @@ def tar(numbers, pax_headers, format) -> bytes:
     data = bytearray(file.getvalue())
     starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
     for number in (number for number, (_, _, changed) in zip(numbers, members) if changed):
-        (start, size), nasty, at = pick(number >> 12, HEADER_FIELDS, NASTY_FIELDS, starts)
+        (start, size), nasty, at = pick(number + 1, HEADER_FIELDS, NASTY_FIELDS, starts)
         data[at + start : at + start + size] = nasty[:size].ljust(size, b"\0")
         data[at + 148 : at + 156] = b" " * 8
         data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
@@ -506,15 +533,15 @@ def test_tar(folder, members, pax_headers, format, packed, moves):
     assert sorted({*os.listdir(folder), "base"}) == sorted({*before, "base"})
 
 
-@cases("cifar", moves=moves, outer=st.booleans())
-def test_cifar(folder, moves, outer):
-    path = folder / "cifar.tar.gz"
-    if not path.exists():
-        write_cifar(path, num=2)
+@cases("cifar", number=numbers, moves=moves)
+def test_cifar(folder, number, moves):
+    """A batch of another size, then bytes changed before or after packing."""
+    name, size, outer = pick(number, CIFAR10_BATCHES, (None, None, 0, 1, 3072, 3073, 6145), (False, True))
+    write_cifar(path := folder / "c.tar.gz", num=2, damage={name: size})
     data = path.read_bytes()
     data = change_bytes(data, moves) if outer else gzip.compress(change_bytes(gzip.decompress(data), moves), 1)
-    (folder / "c.tar.gz").write_bytes(data)
-    prepare_all("cifar", folder / "c.tar.gz", source="cifar10", sha256="")
+    path.write_bytes(data)
+    prepare_all("cifar", path, source="cifar10", sha256="")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -686,13 +713,13 @@ NASTY_NAMES = (
 @cases("published", number=numbers, moves=moves)
 def test_published_weights(folder, number, moves):
     """Weights alone, whose names and shapes tell the model: tensors renamed, left out, of other shapes, of stride 0."""
-    weights = dict(PUBLISHED[number % 2])
+    weights = dict(pick(number, (PUBLISHED[0], *PUBLISHED))[0])
     for move in moves:
         name, other, change = pick(move, [*weights], (*weights, *NASTY_NAMES), range(8))
         x = weights[name]
         if not isinstance(x, torch.Tensor) or x.is_meta or x.is_sparse or not x.numel():
             continue  # changed already, into what cannot be changed further
-        sizes = pick(move >> 16, *[(0, 1, 2, 3, 64, 10**6, 10**12)] * 4)
+        sizes = pick(move + 1, *[(0, 1, 2, 3, 64, 10**6, 10**12)] * 4)
         if change == 0:
             del weights[name]
         elif change == 1:
