@@ -201,7 +201,7 @@ def read_adapters(path: str) -> tuple[dict[str, torch.Tensor], dict]:
 
 @torch.no_grad()
 def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
-    """Merge files of adapters into a model from recipe.load_run, and their new classes into its `data`.
+    """Merge files of adapters into a model from loading.load_run, and their new classes into its `data`.
 
     `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all; 0 = the base. Several add up; the
     rows of a class, too. Raises UserError, before a weight is changed, for a file that is damaged or of another base.
@@ -263,7 +263,7 @@ def check_fit(path: str, tensors: dict, info: dict, model: nn.Module) -> None:
 
 
 def identity(loaded) -> dict:
-    """Which weights a model from recipe.load_run has: `base`, the arguments that load them again, by the run's tag so
+    """Which weights a model from loading.load_run has: `base`, the arguments that load them again, by the run's tag so
     that the folder of all runs may move; `name`, for a person; `sha256`."""
     sha256, path = fingerprint(loaded.model.state_dict()), (loaded.run_dir or Path(loaded.source)).absolute()
     if loaded.run_dir is None:

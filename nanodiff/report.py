@@ -27,8 +27,8 @@ import numpy as np
 from nanodiff.chart import BINS, Curve, chart, number, smooth
 from nanodiff.checkpoint import list_checkpoints
 from nanodiff.common import UserError, base_dir, write_atomic
+from nanodiff.loading import find_run
 from nanodiff.png import decode_png, encode_png
-from nanodiff.recipe import find_run
 
 MAX_BYTES = 5_000_000
 MAX_RUNS = 8  # on one page: as many as there are colours

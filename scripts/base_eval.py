@@ -41,8 +41,9 @@ from nanodiff.features import (
     load_network,
     reference_features,
 )
+from nanodiff.loading import load_run
 from nanodiff.metrics import class_accuracy, load_stats, save_stats
-from nanodiff.recipe import choose_sampler, load_run
+from nanodiff.recipe import choose_sampler
 from nanodiff.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last

@@ -45,15 +45,9 @@ from nanodiff.evaluation import (
     validation_loss,
 )
 from nanodiff.guidance import drop_labels
+from nanodiff.loading import load_weights
 from nanodiff.optim import make_optimizer
-from nanodiff.recipe import (
-    build_model,
-    check_settings,
-    choose_sampler,
-    load_weights,
-    make_model_config,
-    make_process,
-)
+from nanodiff.recipe import build_model, check_settings, choose_sampler, make_model_config, make_process
 from nanodiff.timesteps import make_timesteps
 from nanodiff.training import (
     RunLog,

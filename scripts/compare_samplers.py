@@ -21,8 +21,9 @@ from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_de
 from nanodiff.dataset import match_labels
 from nanodiff.evaluation import network_evaluations, sample_images
 from nanodiff.features import collect_features, compare, image_set, load_network, reference_features
+from nanodiff.loading import load_run
 from nanodiff.metrics import class_accuracy
-from nanodiff.recipe import choose_sampler, load_run, samplers_of
+from nanodiff.recipe import choose_sampler, samplers_of
 from nanodiff.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last

@@ -21,8 +21,8 @@ from configurator import configure
 from nanodiff.common import UserError, print0, write_atomic
 from nanodiff.diffusers_format import to_diffusers
 from nanodiff.dit import to_meta
+from nanodiff.loading import load_run
 from nanodiff.lora import apply_adapters
-from nanodiff.recipe import load_run
 from nanodiff.safetensors import save_safetensors
 from nanodiff.unet import UNetConfig, to_improved_diffusion
 

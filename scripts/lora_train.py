@@ -28,9 +28,10 @@ from nanodiff.dataset import open_dataset
 from nanodiff.evaluation import conditioning, quartile_sums, sample_grid, sum_over_ranks
 from nanodiff.flow import FlowMatching
 from nanodiff.guidance import drop_labels
+from nanodiff.loading import load_run, load_weights
 from nanodiff.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
 from nanodiff.optim import make_optimizer
-from nanodiff.recipe import check_settings, choose_sampler, load_run, load_weights
+from nanodiff.recipe import check_settings, choose_sampler
 from nanodiff.timesteps import make_timesteps
 
 # The run

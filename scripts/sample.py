@@ -34,9 +34,10 @@ from nanodiff.common import (
     write_atomic,
 )
 from nanodiff.evaluation import network_evaluations, sample_images, sum_over_ranks
+from nanodiff.loading import check_guide, load_run
 from nanodiff.lora import apply_adapters
 from nanodiff.png import encode_png, make_grid
-from nanodiff.recipe import check_guide, choose_sampler, load_run, parse_classes
+from nanodiff.recipe import choose_sampler, parse_classes
 from nanodiff.sample_store import GRID_IMAGES, SampleStore
 
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last

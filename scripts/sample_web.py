@@ -32,9 +32,10 @@ from nanodiff.checkpoint import list_checkpoints, load_meta
 from nanodiff.codec import load_codec
 from nanodiff.common import UserError, base_dir, choose_dtype, device_name, init_device, print0
 from nanodiff.evaluation import sample_images
+from nanodiff.loading import find_run, load_run
 from nanodiff.local_server import Job, LocalHandler, LocalServer
 from nanodiff.png import encode_png
-from nanodiff.recipe import choose_sampler, find_run, load_run, make_process, parse_classes, samplers_of
+from nanodiff.recipe import choose_sampler, make_process, parse_classes, samplers_of
 
 run = ""  # tag or folder of the run that the page shows first; "" = the run that was written to last
 port = 8000  # [0, 65535]: of 127.0.0.1; 0 = any that is free

@@ -23,7 +23,7 @@ TRAIN = (
 KILLER = """
 import os, random, runpy, signal, sys, time
 from pathlib import Path
-import torch, torch._dynamo, nanodiff.recipe, nanodiff.report, nanodiff.features
+import torch, torch._dynamo, nanodiff.loading, nanodiff.report, nanodiff.features
 kills, checkpoints, argv = int(sys.argv[1]), Path(sys.argv[2]), ["base_train", *sys.argv[3:]]
 fsync = os.fsync
 def slow_fsync(fd):

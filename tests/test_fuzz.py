@@ -39,9 +39,10 @@ from nanodiff.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.dit import DiTConfig, to_meta
 from nanodiff.image_arrays import CIFAR10_BATCHES
 from nanodiff.image_decode import decode_chunk
+from nanodiff.loading import load_run, restore
 from nanodiff.lora import add_lora, identity, save_adapters
 from nanodiff.png import encode_png
-from nanodiff.recipe import build_model, load_run, restore
+from nanodiff.recipe import build_model
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.unet import UNetConfig, to_improved_diffusion
 

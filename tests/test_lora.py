@@ -10,6 +10,7 @@ from nanodiff.dataset import open_dataset
 from nanodiff.dataset_writer import DatasetWriter
 from nanodiff.dit import DiT, DiTConfig
 from nanodiff.flow import FlowMatching
+from nanodiff.loading import Loaded
 from nanodiff.lora import (
     add_lora,
     apply_adapters,
@@ -21,7 +22,6 @@ from nanodiff.lora import (
     save_adapters,
     trained,
 )
-from nanodiff.recipe import Loaded
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.shapes import draw_shapes
 from nanodiff.unet import UNet, UNetConfig

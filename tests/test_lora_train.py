@@ -15,8 +15,8 @@ from nanodiff.dataset_writer import DatasetWriter
 from nanodiff.dit import DiT, DiTConfig, to_meta
 from nanodiff.flow import FlowMatching
 from nanodiff.gaussian import GaussianDiffusion
+from nanodiff.loading import load_run
 from nanodiff.lora import apply_adapters
-from nanodiff.recipe import load_run
 from nanodiff.safetensors import load_safetensors
 from nanodiff.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.timesteps import make_timesteps

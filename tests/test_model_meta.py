@@ -12,7 +12,8 @@ import torch
 from nanodiff.checkpoint import save_checkpoint
 from nanodiff.common import UserError
 from nanodiff.dit import DiTConfig, to_meta
-from nanodiff.recipe import build_model, load_run, restore
+from nanodiff.loading import load_run, restore
+from nanodiff.recipe import build_model
 from nanodiff.unet import UNetConfig, to_improved_diffusion
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])

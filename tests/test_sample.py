@@ -25,7 +25,7 @@ from nanodiff.dit import DiT, DiTConfig, to_meta
 from nanodiff.evaluation import network_evaluations
 from nanodiff.flow import FlowMatching
 from nanodiff.gaussian import GaussianDiffusion
-from nanodiff.recipe import load_run
+from nanodiff.loading import load_run
 from nanodiff.sample_store import SampleStore
 from nanodiff.unet import UNet, UNetConfig
 
