@@ -2,7 +2,7 @@
 
 Most cases are valid files with a few changes: bits flipped, parts cut, doubled or put elsewhere, numbers made extreme,
 types exchanged; where a format has checksums of its own they are made right again, so that the change gets through.
-The table BUDGET says how many cases each property has, 10,000 in all; they are the same in every run.
+The table BUDGET says how many cases each property has, 10,100 in all; they are the same in every run.
 """
 
 import binascii
@@ -56,7 +56,7 @@ BUDGET = {
     "dit": 400, "unet": 200, "published": 200,
 }  # fmt: skip
 RAN = Counter()
-MAX_BYTES = 2**30  # of memory, more than there was at the start
+MAX_BYTES = 2**29  # of memory, more than there was at the start
 MAX_SECONDS = 10  # of CPU for one case
 
 
@@ -134,26 +134,8 @@ NASTY_VALUES = (
     "\x1b[2J", "\ud800", "\0", "é", [], {}, [[]], [1], [-1, 2], ["x"], {"x": 1}, [10**400], ["\ud800"], [None] * 300,
 )  # fmt: skip
 MOVES = ("flip", "cut", "drop", "put", "put", "insert", "copy", "swap")
-EDITS = ("number", "number", "number", "set", "set", "delete", "add", "copy")
-NUMBERS = (
-    0,
-    -1,
-    1,
-    2,
-    3,
-    16,
-    10**4,
-    10**6,
-    10**9,
-    2**31,
-    2**53,
-    2**63,
-    10**400,
-    0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
-)
+EDITS = ("number", "number", "number", "set", "set", "delete", "rename", "add", "copy")
+NUMBERS = (0, -1, 3, 16, 10**5, 10**9, 2**63, 10**400, 0.5, float("nan"), float("inf"))
 numbers = st.integers(0, 2**40)  # one for all that a change is made of: drawing takes the most time here
 moves = st.lists(numbers, max_size=4)
 edits = st.lists(numbers, min_size=1, max_size=3)
@@ -211,6 +193,8 @@ def change_json(tree, edits):
             del container[key]
         elif edit == "add" and isinstance(container, dict):
             container[str(nasty)[:10]] = nasty
+        elif edit == "rename" and isinstance(container, dict):
+            container[str(nasty)] = container.pop(key)
         elif edit == "copy":
             other, name = found[arg % len(found)]
             container[key] = copy.deepcopy(other[name])
@@ -283,7 +267,7 @@ names = st.sampled_from([*DEFAULTS, *DEFAULTS, "dept", "__class__", "configure",
 expressions = st.sampled_from(EXPRESSIONS)
 nested = st.tuples(st.sampled_from(["({}, 1)", "[{}]", "-{}", "({})", "{{'a': {}}}", "{} + {}", "{}.x"]), expressions)
 nested = nested.map(lambda pair: pair[0].format(pair[1], pair[1]))
-lines = st.builds(
+lines = st.builds("{} = {}".format, names, expressions) | st.builds(
     lambda form, n, e: form.format(n=n, e=e), st.sampled_from(STATEMENTS), names, expressions | expressions | nested
 )
 texts = st.sampled_from(
@@ -324,7 +308,7 @@ def test_arguments(folder, argv):
     configured("arguments", folder, argv)
 
 
-@cases("presets", lines=st.lists(lines, min_size=1, max_size=4), moves=moves, whole=st.booleans())
+@cases("presets", lines=st.lists(lines, min_size=1, max_size=3), moves=moves, whole=st.booleans())
 def test_presets(folder, lines, moves, whole):
     text = "\n".join(lines).encode(errors="surrogatepass")
     (folder / "preset.py").write_bytes(text if whole else change_bytes(text, moves))
@@ -372,22 +356,26 @@ IMAGES = np.stack([noise(4, 4, seed) for seed in range(6)])
 LABELS = np.arange(6) % 3
 
 
-SIDES = (4, 4, 6, 0, 1, 10**6, 10**8, 2**31, 2**32 - 1)
+SIDES = (4, 6, 1, 10**8, 10**8, 2**32 - 1)
 
 
 @cases("idx", number=numbers, moves=moves)
 def test_idx(folder, number, moves):
-    """Of images or of labels, packed or not: the sizes in the header changed, then bytes before or after packing."""
+    """Of images or of labels, packed or not: the sizes in the header changed, or bytes before or after packing."""
     (folder / "idx").mkdir(exist_ok=True)
-    labels, packed, outer, sizes, *shape = pick(number, *[(False, True)] * 4, *[SIDES] * 3)
+    labels, packed, outer, sizes, alone, *shape = pick(number, *[(False, True)] * 5, *[SIDES] * 3)
     pack = gzip.compress if packed else bytes
     files = {"train-images-idx3-ubyte": idx(IMAGES[..., 0]), "train-labels-idx1-ubyte": idx(LABELS.astype(np.uint8))}
     for i, (name, data) in enumerate(files.items()):
         if i == labels:
             header = np.array(shape[: data[3]], ">u4").tobytes()
-            data = data[:4] + header + data[4 + len(header) :] if sizes else data
-            data = change_bytes(pack(data), moves) if outer else pack(change_bytes(data, moves))
+            if sizes:
+                data = pack(data[:4] + header + data[4 + len(header) :])
+            else:
+                data = change_bytes(pack(data), moves) if outer else pack(change_bytes(data, moves))
         (folder / "idx" / name).write_bytes(pack(data) if i != labels else data)
+    if alone:
+        (folder / "idx" / name).unlink()  # the labels
     prepare_all("idx", folder / "idx", source="idx")
 
 
@@ -677,18 +665,24 @@ def use(loaded):
     assert len(loaded.data["class_names"]) in (0, loaded.data["num_classes"])
 
 
+def change_part(meta, edits):
+    """Most often of the model's config, whose numbers are what memory is taken for."""
+    (part,) = pick(edits[0] + 1, ("model_config", "model_config", "config", "data", None))
+    return meta | {part: change_json(meta[part], edits)} if part else change_json(meta, edits)
+
+
 @cases("dit", edits=edits, latent=st.booleans())
 def test_dit_from_meta(edits, latent):
     facts = dict(kind="latents", latents=LATENT) if latent else {}
     with told("dit"), torch.no_grad():
-        meta = change_json(described(DIT, **facts), edits)
+        meta = change_part(described(DIT, **facts), edits)
         use(restore(meta, dict(STATES[DIT]), "cpu", source="x", weights="raw", weights_path=Path("x")))
 
 
 @cases("unet", edits=edits)
 def test_unet_from_meta(edits):
     with told("unet"), torch.no_grad():
-        meta = change_json(described(UNET), edits)
+        meta = change_part(described(UNET), edits)
         use(restore(meta, dict(STATES[UNET]), "cpu", source="x", weights="raw", weights_path=Path("x")))
 
 
@@ -716,11 +710,11 @@ def test_published_weights(folder, number, moves):
     """Weights alone, whose names and shapes tell the model: tensors renamed, left out, of other shapes, of stride 0."""
     weights = dict(pick(number, (PUBLISHED[0], *PUBLISHED))[0])
     for move in moves:
-        name, other, change = pick(move, [*weights], (*weights, *NASTY_NAMES), range(8))
+        name, other, change = pick(move, [*weights], (next(iter(weights)), *NASTY_NAMES), range(8))
         x = weights[name]
         if not isinstance(x, torch.Tensor) or x.is_meta or x.is_sparse or not x.numel():
             continue  # changed already, into what cannot be changed further
-        sizes = pick(move + 1, *[(0, 1, 2, 3, 64, 10**6, 10**12)] * 4)
+        sizes = pick(move + 1, *[(1, 3, 10**4)] * 4)
         if change == 0:
             del weights[name]
         elif change == 1:
@@ -789,5 +783,4 @@ def test_checkpoint(folder, edits, moves, tag, ema):
 def test_all_cases_ran():
     if len(RAN) < len(BUDGET):
         pytest.skip("only some of the properties were asked for")
-    print(dict(RAN))
     assert sum(RAN.values()) >= 10_000, RAN

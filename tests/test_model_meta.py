@@ -1,5 +1,6 @@
 """What a model's file says of it is checked before anything is made of it: unknown, missing and absurd values."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -108,6 +109,44 @@ def test_what_is_absurd_is_told_at_once(where):
 def test_an_absurd_unet(where, value):
     with pytest.raises(UserError, match="^x"):
         make(UNET, **{f"model_config.{where}": value})
+
+
+@pytest.mark.parametrize("model_config", [DIT, UNET])
+def test_every_value_made_extreme(model_config):
+    """One at a time: what is taken all the same predicts, and soon."""
+    extremes = (
+        0,
+        -1,
+        5,
+        10**5,
+        10**9,
+        2**63,
+        10**400,
+        0.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        None,
+        "x",
+        [],
+        {},
+        [10**9],
+    )
+    valid = describe(model_config)
+    for where in [f"{part}.{key}" for part in ("model_config", "config", "data") for key in valid[part]]:
+        for value in extremes:
+            start = time.process_time()
+            with contextlib.suppress(UserError), torch.no_grad():
+                model = make(model_config, **{where: value}).model
+                labels = torch.zeros(1, dtype=torch.int64)
+                assert model(torch.zeros(1, 3, 8, 8), torch.zeros(1), labels).shape == (1, 3, 8, 8)
+            assert time.process_time() - start < 10, (where, value)
+
+
+def test_a_table_of_positions_larger_than_memory():
+    sizes = {"model_config.image_size": 65536, "data.resolution": 65536}
+    with pytest.raises(UserError, match="x: model_config has 1,073,741,824 tokens of width 8"):
+        make(DIT, **sizes)
 
 
 def write_run(base, tag, **changes):
