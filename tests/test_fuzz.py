@@ -781,6 +781,6 @@ def test_checkpoint(folder, edits, moves, tag, ema):
 
 
 def test_all_cases_ran():
-    if len(RAN) < len(BUDGET):
-        pytest.skip("only some of the properties were asked for")
-    assert sum(RAN.values()) >= 10_000, RAN
+    """Those of the properties that ran in this process, which may be one of several that share the file."""
+    assert sum(BUDGET.values()) >= 10_000
+    assert not {name: n for name, n in RAN.items() if n < 0.99 * BUDGET[name]}
