@@ -91,9 +91,9 @@ def bounds():
     signal.signal(signal.SIGPROF, old)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def folder(tmp_path_factory):
-    """A folder of the module's, also its base folder; nothing waits for the disk."""
+    """A folder of the property's own, also its base folder; nothing waits for the disk."""
     path = tmp_path_factory.mktemp("fuzz")
     (path / "program.py").write_text(SCRIPT)
     described = configurator.read_settings(dict(DEFAULTS, __file__=str(path / "program.py")))
