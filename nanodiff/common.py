@@ -66,6 +66,13 @@ def print0(*args, **kwargs):
         print(*args, **kwargs, flush=True)
 
 
+def brief(value, most: int = 50):
+    """`value`, of JSON's types, to be shown: where it has more than `most` entries (1,000 classes), their number."""
+    if isinstance(value, (list, dict)) and len(value) > most:
+        return f"{len(value):,} entries"
+    return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
+
+
 def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device:
     """Choose the device ("" = the best present), join the process group where torchrun started us; return the device.
 

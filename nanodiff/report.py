@@ -26,7 +26,7 @@ import numpy as np
 
 from nanodiff.chart import BINS, Curve, chart, number, smooth
 from nanodiff.checkpoint import list_checkpoints
-from nanodiff.common import UserError, base_dir, write_atomic
+from nanodiff.common import UserError, base_dir, brief, write_atomic
 from nanodiff.loading import find_run
 from nanodiff.png import decode_png, encode_png
 
@@ -254,7 +254,7 @@ def evaluation(e: dict, name: str) -> str:
     """What base_eval wrote: its floats were measured (but for a setting of the sampler), the rest is the protocol."""
     measured = {k: v for k, v in e.items() if type(v) is float and k != "cfg_scale"}
     known = (*measured, "metric", "step", "rows")
-    protocol = " · ".join(f"{k} {v}" for k, v in e.items() if k not in known)
+    protocol = " · ".join(f"{k} {brief(v)}" for k, v in e.items() if k not in known)
     measured = {k.replace("_", " "): v for k, v in measured.items()}
     heading = f"<h3>{shown(e.get('metric'))} <small>{escape(name)}, step {shown(e.get('step'))}</small></h3>"
     return f'{heading}{facts(measured, "tiles")}{samplers(e.get("rows"))}<p class="muted">{escape(protocol)}</p>'

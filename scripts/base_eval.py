@@ -23,6 +23,7 @@ from nanodiff.codec import load_codec
 from nanodiff.common import (
     Progress,
     UserError,
+    brief,
     choose_dtype,
     get_dist,
     init_device,
@@ -197,7 +198,7 @@ else:
 # The end: every figure with what it depends on, beside the run or the file
 
 for key, value in result.items():
-    print0(f"{key:>30}  {value}")
+    print0(f"{key:>30}  {brief(value)}")
 path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json" if loaded and loaded.run_dir else None
 if samples:
     path = judged.path.with_name(f"eval_{metric}_{judged.path.stem}.json")

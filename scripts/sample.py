@@ -25,6 +25,7 @@ from nanodiff.common import (
     Progress,
     StopSignal,
     UserError,
+    brief,
     choose_dtype,
     device_name,
     get_dist,
@@ -127,7 +128,7 @@ protocol = loaded.described() | {
     "rounding": "round(127.5 (x + 1)), clamped to 0..255", "dtype": str(compute_dtype)[6:],
     "device": device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
 }  # fmt: skip
-print0(f"protocol: {json.dumps(protocol)}")
+print0(f"protocol: {json.dumps(brief(protocol))}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Draw: each rank its parts, a part a batch, less those that are there from a run that was stopped

@@ -19,6 +19,7 @@ from nanodiff.common import (
     StackedGenerator,
     StopSignal,
     UserError,
+    brief,
     choose_dtype,
     init_device,
     make_generator,
@@ -235,3 +236,17 @@ def test_the_first_signal_asks_and_the_second_ends(number):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def test_long_lists_are_told_by_their_number():
+    protocol = {
+        "steps": 10,
+        "class_names": [str(i) for i in range(1000)],
+        "guide": {"of": dict.fromkeys(range(51), 0.5)},
+    }
+    assert brief(protocol) == {"steps": 10, "class_names": "1,000 entries", "guide": {"of": "51 entries"}}
+    assert brief(["a"] * 50) == ["a"] * 50 and len(protocol["class_names"]) == 1000
