@@ -18,8 +18,8 @@ T_EMBED_DIM = 256  # sinusoids that a timestep is turned into, cosines first
 class DiTConfig:
     """Shape of a DiT. The class table has num_classes + 1 rows, the last for the null class; num_classes=0: no table.
 
-    block="modern": RMSNorm, qk-norm, axial 2-D RoPE, SwiGLU, no biases in attention and MLP.
-    block="classic": the published DiT, arithmetic and (after `from_meta`) weights.
+    block="modern": RMSNorm, qk-norm, axial 2-D RoPE beside the fixed table of positions, SwiGLU, no biases in attention
+    and MLP. block="classic": the published DiT, arithmetic and (after `from_meta`) weights.
     """
 
     image_size: int  # pixels (or latent pixels) on a side; images are square
@@ -141,28 +141,28 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(hidden, C, bias=bias)
         self.ada = nn.Linear(C, 6 * C)
 
-    def forward(self, x, c, position):
+    def forward(self, x, c, rotation):
         # x (N, T, C) is fp32 under autocast too; .float() since 1 + scale in bf16 would round scale to 1/128
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C)
-        x = x + gate1 * self.attention(modulate(self.norm(x), shift1, scale1), position)
+        x = x + gate1 * self.attention(modulate(self.norm(x), shift1, scale1), rotation)
         return x + gate2 * self.mlp(modulate(self.norm(x), shift2, scale2))
 
-    def attention(self, x, position):
+    def attention(self, x, rotation):
         N, T, C = x.shape
         qkv = self.qkv(x).view(N, T, 3, self.heads, C // self.heads)  # (N, T, 3, heads, head_dim)
-        q, k, v = (u.transpose(1, 2) for u in self.rotate(qkv, position))  # (N, heads, T, head_dim)
+        q, k, v = (u.transpose(1, 2) for u in self.rotate(qkv, rotation))  # (N, heads, T, head_dim)
         return self.proj(attention(q, k, v).transpose(1, 2).reshape(N, T, C))
 
 
 class ClassicBlock(Block):
-    """The published block: LayerNorm, biases, GELU MLP; positions were added to the tokens."""
+    """The published block: LayerNorm, biases, GELU MLP; where a token is, it knows from the table added to it alone."""
 
     norm = staticmethod(layer_norm)
 
     def __init__(self, config: DiTConfig):
         super().__init__(config, bias=True, mlp_inputs=1)
 
-    def rotate(self, qkv, position):
+    def rotate(self, qkv, rotation):
         return qkv.unbind(2)
 
     def mlp(self, x):
@@ -170,15 +170,18 @@ class ClassicBlock(Block):
 
 
 class ModernBlock(Block):
-    """RMSNorm, qk-norm (Henry et al. 2020), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), no biases but adaLN's."""
+    """RMSNorm, qk-norm (Henry et al. 2020), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), no biases but adaLN's.
+
+    RoPE tells how far apart two tokens are; where sky and ground are is told by the table, which stays.
+    """
 
     norm = staticmethod(rms_norm)
 
     def __init__(self, config: DiTConfig):
         super().__init__(config, bias=False, mlp_inputs=2)  # fc1 = gate and up in one matrix
 
-    def rotate(self, qkv, position):
-        cos, sin = position  # (T, 1, 1, head_dim/2)
+    def rotate(self, qkv, rotation):
+        cos, sin = rotation  # (T, 1, 1, head_dim/2)
         a, b = rms_norm(qkv[:, :, :2].float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         qk = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qkv.dtype)
         return *qk.unbind(2), qkv[:, :, 2]
@@ -199,7 +202,7 @@ class Final(nn.Module):
         return self.linear(modulate(norm(x), shift, scale))  # (N, T, p*p*out)
 
 
-BLOCKS = {"modern": (ModernBlock, rope_table), "classic": (ClassicBlock, sincos_table)}
+BLOCKS = {"modern": ModernBlock, "classic": ClassicBlock}
 
 
 class DiT(nn.Module):
@@ -208,14 +211,14 @@ class DiT(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.config = config
-        block, table = BLOCKS[config.block]
         C, channels = config.width, config.in_channels * (2 if config.low_res else 1)
         self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
         self.t_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
         self.y_embed = nn.Embedding(config.num_classes + 1, C) if config.num_classes else None
-        self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.depth))
         self.final = Final(config)
-        self.register_buffer("position", table(config), persistent=False)  # made by numpy: real on "meta", too
+        self.register_buffer("position", sincos_table(config), persistent=False)  # made by numpy: real on "meta", too
+        self.register_buffer("rotation", rope_table(config), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -231,7 +234,8 @@ class DiT(nn.Module):
             elif p.ndim > 1 and "ada" not in name and "final" not in name:
                 nn.init.xavier_uniform_(w, generator=generator)
             p.copy_(w)
-        self.position.copy_(BLOCKS[self.config.block][1](self.config))
+        self.position.copy_(sincos_table(self.config))
+        self.rotation.copy_(rope_table(self.config))
 
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
@@ -245,9 +249,7 @@ class DiT(nn.Module):
                 raise UserError("low_res=None; accepted: (N, C, h, w), as this model was built for super-resolution")
             x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
         x = x_t.view(N, -1, grid, p, grid, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
-        x = self.patch_embed(x.reshape(N, cfg.num_tokens, -1)).float()  # (N, T, width), the residual stream
-        if cfg.block == "classic":
-            x = x + self.position
+        x = self.patch_embed(x.reshape(N, cfg.num_tokens, -1)).float() + self.position  # (N, T, C): the residual stream
 
         c = self.t_embed(timestep_embedding(t))  # (N, width)
         if self.y_embed is not None:
@@ -258,16 +260,16 @@ class DiT(nn.Module):
 
         for block in self.blocks:
             if cfg.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, c, self.position, use_reentrant=False)
+                x = checkpoint(block, x, c, self.rotation, use_reentrant=False)
             else:
-                x = block(x, c, self.position)
+                x = block(x, c, self.rotation)
 
         x = self.final(x, c, self.blocks[0].norm)  # (N, T, p*p*out)
         x = x.view(N, grid, grid, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.reshape(N, cfg.out_channels, cfg.image_size, cfg.image_size)
 
     def num_params(self) -> int:
-        """Learned parameters (the fixed position table is none)."""
+        """Learned parameters (the fixed tables are none)."""
         return sum(p.numel() for p in self.parameters())
 
     def estimate_flops(self) -> int:

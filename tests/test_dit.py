@@ -163,7 +163,7 @@ def test_other_formats_are_refused():
 def test_rope_depends_on_offsets_only():
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
     model = build(image_size=16)
-    block, table = model.blocks[0], model.position  # 8 x 8 tokens
+    block, table = model.blocks[0], model.rotation  # 8 x 8 tokens
     g = torch.Generator().manual_seed(0)
     one = torch.randn(1, 1, 3, 2, 32, generator=g)
     q, k, _ = block.rotate(one.expand(1, 64, 3, 2, 32), table)  # the same token everywhere
@@ -183,9 +183,22 @@ def test_rope_halves_are_axes():
     torch.testing.assert_close(angle[1, 0, :8], torch.tensor(100.0) ** (-torch.arange(8) / 8))
 
 
+@both_blocks
+def test_tokens_know_their_place(block):
+    """Of an image of one colour all tokens are alike, and by their offsets alone they would stay so."""
+    model = build(block=block)
+    patches = lambda: (
+        model(torch.ones(1, 3, 8, 8), torch.tensor([500.0]), torch.tensor([1])).unfold(2, 2, 2).unfold(3, 2, 2)
+    )
+    differ = lambda out: (out - out[:, :, :1, :1]).abs().amax(dim=(1, 4, 5)).flatten()[1:]
+    assert (differ(patches()) > 1e-3).all()
+    model.position.zero_()
+    assert (differ(patches()) < 1e-5).all()
+
+
 def test_qk_norm_bounds_the_logits():
     block = build().blocks[0]
-    q, k, v = block.rotate(1000 * torch.randn(2, 16, 3, 2, 32), build().position)
+    q, k, v = block.rotate(1000 * torch.randn(2, 16, 3, 2, 32), build().rotation)
     torch.testing.assert_close(q.square().mean(-1), torch.ones(2, 16, 2), rtol=1e-4, atol=0)
     torch.testing.assert_close(k.square().mean(-1), torch.ones(2, 16, 2), rtol=1e-4, atol=0)
     assert v.abs().max() > 100
@@ -204,7 +217,7 @@ def test_modern_forward_by_hand():
     silu = lambda x: x / (1 + torch.exp(-x))
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     patches = [x_t[0, :, i : i + 2, j : j + 2].flatten() for i in range(0, 8, 2) for j in range(0, 8, 2)]
-    x = linear(torch.stack(patches).double(), "patch_embed")  # (16, 64)
+    x = linear(torch.stack(patches).double(), "patch_embed") + sincos_table(model.config)  # (16, 64)
     c = linear(silu(linear(timestep_embedding(t)[0].double(), "t_embed.0")), "t_embed.2") + sd["y_embed.weight"][y[0]]
     s1, m1, g1, s2, m2, g2 = linear(silu(c), "blocks.0.ada").split(64)
     q, k, v = linear(norm(x) * (1 + m1) + s1, "blocks.0.qkv").split(64, dim=1)
@@ -259,9 +272,9 @@ def test_meta_construction_gives_the_same_model(block):
     model.init_weights(torch.Generator().manual_seed(3))
     other = DiT(config)
     other.init_weights(torch.Generator().manual_seed(3))
-    pairs = zip([*model.parameters(), model.position], [*other.parameters(), other.position])
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert "position" not in model.state_dict()
+    tensors = lambda m: [*m.parameters(), m.position, m.rotation]
+    assert all(torch.equal(a, b) for a, b in zip(tensors(model), tensors(other)))
+    assert not {"position", "rotation"} & model.state_dict().keys()
 
 
 @both_blocks
