@@ -191,7 +191,7 @@ def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monk
 
     def losses(*args, **kwargs):
         calls.append(1)
-        loss = honest(*args, **kwargs)["loss"]
+        loss = honest(*args, **kwargs)["loss"] / 64  # or the scale of 2^20 may be too much for the first step
         return {"loss": loss * float("inf") if len(calls) == 2 else loss}
 
     monkeypatch.setattr(FlowMatching, "losses", losses)
