@@ -15,12 +15,14 @@ import torch
 from nanodiff import common
 from nanodiff.common import (
     PEAK_FLOPS,
+    LostRank,
     Progress,
     StackedGenerator,
     StopSignal,
     UserError,
     brief,
     choose_dtype,
+    collective,
     init_device,
     make_generator,
     peak_flops,
@@ -250,3 +252,23 @@ def test_long_lists_are_told_by_their_number():
     }
     assert brief(protocol) == {"steps": 10, "class_names": "1,000 entries", "guide": {"of": "51 entries"}}
     assert brief(["a"] * 50) == ["a"] * 50 and len(protocol["class_names"]) == 1000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that are gone
+
+
+@pytest.mark.parametrize(
+    "words", ["[/gloo/transport/tcp/pair.cc:1] Connection closed by peer", "Application timeout caused pair closure"]
+)
+def test_what_gloo_says_names_the_exchange(words):
+    with (
+        pytest.raises(LostRank, match=r"rank 0 of 1: the vote failed after .*: (Conn|Application)"),
+        collective("the vote"),
+    ):
+        raise RuntimeError(words)
+
+
+def test_other_errors_within_an_exchange_are_what_they_are():
+    with pytest.raises(RuntimeError, match="^out of memory$"), collective("the vote"):
+        raise RuntimeError("out of memory")

@@ -150,7 +150,7 @@ def free_port():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "action, timeout, words", [("SIGSTOP", 8, "Timed out"), ("SIGKILL", 100, "Connection|Read error")]
+    "action, timeout, words", [("SIGSTOP", 8, "Timed out|timeout"), ("SIGKILL", 100, "Connection|Read error")]
 )
 def test_a_rank_that_hangs_or_dies_ends_the_others(base, faulty, run_script, action, timeout, words):
     """They name what they waited for, within the timeout or at once; the newest checkpoint goes on with fewer ranks."""
