@@ -21,11 +21,11 @@ from nanodiff.common import (
     peak_flops,
     peak_memory_gb,
     print0,
-    start_wandb,
     write_atomic,
 )
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.report import LiveReport
+from nanodiff.tracking import start_wandb
 
 
 def resume_point(run_dir: Path, resume: str) -> Path | None:
