@@ -94,7 +94,8 @@ class LocalServer(ThreadingHTTPServer):
         """The job whose turn it is; waits for one. To be called by one thread, when it has finished the last."""
         with self.changed:
             self.at_work = False
-            self.changed.wait_for(lambda: self.waiting)
+            while not self.changed.wait_for(lambda: self.waiting, timeout=0.5):
+                pass  # a wait without end would sleep through a Ctrl-C that comes just before it
             self.at_work = True
             return self.waiting.popleft()
 

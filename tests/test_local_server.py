@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -218,6 +220,31 @@ def test_events_arrive_in_order_and_then_the_end(server):
     assert "text/event-stream" in head and stream.endswith("\n\n")
     events = [json.loads(part.removeprefix("data: ")) for part in stream.split("\n\n")[:-1]]
     assert events == [{"ahead": 0}] + [{"i": i} for i in range(100)]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
+def test_ctrl_c_ends_the_wait_for_a_job(server):
+    """Also where the wait itself is not interrupted: the signal came just before it, or, as here, to another thread."""
+
+    def interrupt():
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        if not ended.wait(20):
+            too_late.set()
+            server.join(Job(b""))  # so that a failure is no hang
+
+    too_late = threading.Event()
+    ended, thread = threading.Event(), threading.Thread(target=interrupt)
+    thread.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # by this thread, not by that
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.next_job()
+        assert not too_late.is_set()
+    finally:
+        ended.set()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        thread.join()
 
 
 def test_as_many_wait_as_may(server):
