@@ -303,7 +303,7 @@ FIRST = "input_blocks.0."  # the UNet's first convolution
 
 
 def make_optimizer(
-    model: torch.nn.Module, optimizer: str = "muon", lr: float = 1e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
+    model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, momentum: float = 0.95, momentum_warmup: int = 300,
     ns_dtype: torch.dtype | None = None,
 ) -> Optimizer:  # fmt: skip

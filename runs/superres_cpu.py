@@ -9,6 +9,7 @@ arch = "unet"
 depth = 1
 num_res_blocks = 1
 optimizer = "adamw"
+lr = 1e-3
 total_batch_size = 32
 num_iterations = 400
 sample_steps = 10

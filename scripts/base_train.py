@@ -112,7 +112,7 @@ target_param_data_ratio = 12.0  # > 0 or -1: image tokens per parameter
 total_batch_size = 64  # >= 1: images per step, over all ranks
 device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = the most that fit into its memory
 optimizer = "muon"  # muon|adamw: Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all
-lr = 1e-3  # > 0: of AdamW
+lr = 3e-3  # > 0: of AdamW
 muon_lr = 0.02  # > 0: of Muon
 weight_decay = 0.0  # >= 0: of matrices
 beta1 = 0.9  # [0, 1): AdamW's decay rate of the mean gradient
