@@ -227,23 +227,27 @@ def test_ctrl_c_ends_the_wait_for_a_job(server):
     """Also where the wait itself is not interrupted: the signal came just before it, or, as here, to another thread."""
 
     def interrupt():
+        waits.wait()
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
         if not ended.wait(20):
             too_late.set()
             server.join(Job(b""))  # so that a failure is no hang
 
-    too_late = threading.Event()
-    ended, thread = threading.Event(), threading.Thread(target=interrupt)
+    waits, ended, too_late = threading.Event(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=interrupt)
     thread.start()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers have another
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # by this thread, not by that
     try:
         with pytest.raises(KeyboardInterrupt):
+            waits.set()
             server.next_job()
         assert not too_late.is_set()
     finally:
         ended.set()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
         thread.join()
 
 
