@@ -1,0 +1,122 @@
+"""No operation of a training step or of a sampler mixes devices: seen without a GPU, on a stand-in for one.
+
+The stand-in's tensors have shapes and a device but no data (torch's FakeTensorMode); as on a GPU, to combine them with
+tensors of the CPU raises. It is registered in a process of its own, since it stays registered.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
+
+from nanodiff import autoencoder, codec, evaluation, guidance, lora, optim, recipe
+from nanodiff.common import StackedGenerator
+from nanodiff.ema import EMA
+from nanodiff.timesteps import make_timesteps
+
+ROOT = Path(__file__).resolve().parents[1]
+register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+
+CASES = {
+    "flow": {}, "flow of x0": {"flow_prediction": "x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
+    "x0": {"objective": "x0", "loss": "kl"}, "v": {"objective": "v"}, "AdamW": {"optimizer": "adamw"},
+    "published DiT": {"arch": "dit_classic"}, "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
+    "no classes": {"class_cond": False}, "checkpointing": {"checkpointing": True}, "adapters": {"rank": 4},
+    "super-resolution": {"low_res_size": 8}, "cached latents": {"latents": "cached"},
+    "encoded latents": {"latents": "encoded"}, "a mistake": {"mistake": True},
+}  # fmt: skip
+
+
+def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
+    def moved(module):  # what module.to(device) does, which this torch cannot do to fake tensors
+        for part in module.modules():
+            part._buffers |= {name: b.to(device) for name, b in part._buffers.items()}
+            present = {name: p for name, p in part._parameters.items() if p is not None}
+            part._parameters |= {name: torch.nn.Parameter(p.to(device)) for name, p in present.items()}
+        return module
+
+    lines = ast.parse((ROOT / "scripts/base_train.py").read_text()).body
+    literal = [x for x in lines if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)]
+    config = {x.targets[0].id: x.value.value for x in literal} | {"depth": 1} | changes
+    facts = dict(name="x", kind="images", channels=3, resolution=32, num_classes=4, class_names=list("abcd"))
+    stored = torch.zeros(2, 3, 32, 32, dtype=torch.uint8, device=device)
+    pixels = codec.Pixels(facts)
+    if latents:
+        autoencoder.MAX_PIXELS[device.type] = 2**16
+        tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
+        vae = moved(tiny() if latents == "encoded" else kl((8, 8), 1, 4, 4))
+        info = codec.latent_facts(vae, "", "") | {"copies": 2}
+        facts |= dict(kind="latents", channels=4, resolution=32 // vae.downsample, latents=info)
+        pixels = codec.Latents(facts, device, vae)
+        if latents == "cached":
+            stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
+
+    process = recipe.make_process(config, facts)
+    model_config = recipe.make_model_config(config, facts, process)
+    model = moved((recipe.UNet if config["arch"] == "unet" else recipe.DiT)(model_config))
+    model.init_weights(torch.Generator().manual_seed(0))
+    num_classes = model_config.num_classes
+    if rank:
+        lora.add_classes(model, 1)
+        lora.add_lora(model, rank, rank, "all", [num_classes])
+    optimizer, ema = optim.make_optimizer(model, config["optimizer"]), EMA(model)
+
+    u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
+    t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
+    noise = torch.randn(2, *pixels.shape, device=device)
+    x0, y = pixels.to_x0(stored, u < 0.5, noise), guidance.drop_labels(y, u, 0.1, num_classes)
+    cond = evaluation.conditioning(x0, y, num_classes, config["low_res_size"])
+    terms = process.losses(model, x0, t, noise, **cond)
+    (terms["loss"] * weight).mean().backward()
+    evaluation.quartile_sums(t, terms["loss"], process)
+    for bucket in optimizer.buckets:  # sync_grads compares addresses, which fake tensors lack
+        bucket.grad = torch.zeros_like(bucket.flat)
+        for view, p in zip(bucket.views(bucket.grad), bucket.params):
+            if p.grad is not None:
+                view.copy_(p.grad)
+    optimizer.step()
+    ema.update(1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with ema.applied():
+        for sampler in recipe.samplers_of(process):
+            denoiser = guidance.make_denoiser(model, **cond, cfg_scale=2.0 if num_classes else 1.0)
+            generator = StackedGenerator(range(2))
+            start = generator.randn(noise.shape, device)
+            assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"
+
+
+def main():
+    register("stand_in")
+    torch.stand_in.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    torch.linspace = np.linspace  # a sampler reads its times, which must be numbers
+    real = torch.tensor  # knows no fake devices
+    torch.tensor = lambda data, device="cpu": torch.zeros(np.shape(data), dtype=real(data).dtype, device=device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, settings in CASES.items():
+            try:
+                train_and_sample(torch.device("stand_in:0"), **settings)
+                print(json.dumps([name, ""]))
+            except Exception as e:
+                print(json.dumps([name, f"{type(e).__name__}: {e}"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not register, reason="this torch has no stand-in for a device")
+def test_all_is_on_one_device():
+    done = subprocess.run([sys.executable, "-m", "tests.test_placement"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    errors = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert errors.keys() == CASES.keys()
+    assert "found at least two devices" in errors.pop("a mistake")
+    assert {case: error for case, error in errors.items() if error} == {}
+
+
+if __name__ == "__main__":
+    main()
