@@ -1,14 +1,11 @@
-"""The ground floor: user errors, ranks and devices, dtypes, seeds, files, progress, signals."""
+"""The ground floor: user errors, ranks and what ends them, seeds, files, progress. Devices are in device.py."""
 
 import contextlib
 import errno
 import functools
 import os
-import platform
 import re
-import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,7 +48,7 @@ def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 sys.excepthook = _excepthook
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks, devices, dtypes
+# Ranks
 
 
 def get_dist():
@@ -65,50 +62,18 @@ def print0(*args, **kwargs):
         print(*args, **kwargs, flush=True)
 
 
-def brief(value, most: int = 50):
-    """`value`, of JSON's types, to be shown: where it has more than `most` entries (1,000 classes), their number."""
-    if isinstance(value, (list, dict)) and len(value) > most:
-        return f"{len(value):,} entries"
-    return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
-
-
-def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device:
-    """Choose the device ("" = the best present), join the process group where torchrun started us; return the device.
-
-    NCCL on CUDA, gloo elsewhere. Raises UserError when the device asked for is absent.
-    """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    device_type = device_type or next(kind for kind, present in available.items() if present)
-    if not available.get(device_type, False):
-        present = ", ".join(kind for kind, there in available.items() if there)
-        raise UserError(f"device_type={device_type!r} is not available on this machine; available: {present}")
-    _, local_rank, world = get_dist()
-    if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    else:
-        device = torch.device(device_type)
-    if world > 1 and not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            # torchrun --max-restarts keeps its store, with the addresses of dead ranks, which new ones would call; over
-            # several nodes, whose counts of restarts differ, runs/multinode.sh makes it take a new one
-            store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-        dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-            device_id=device if device_type == "cuda" else None,
-        )
-        # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits
-        sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
-    return device
+def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
+    """Join the process group of torchrun's ranks, whose exchanges fail after `timeout_s` seconds of waiting."""
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # torchrun --max-restarts keeps its store, with the addresses of dead ranks, which new ones would call; over
+        # several nodes, whose counts of restarts differ, runs/multinode.sh makes it take a new one
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
+    dist.init_process_group(backend, **group)
+    # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits
+    sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
 
 
 @contextlib.contextmanager
@@ -139,98 +104,27 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The autocast dtype for "auto" | "bfloat16" | "float16" | "float32"; auto is bf16 wherever it is native."""
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    # Without AVX512-BF16 (or AMX) a CPU emulates bf16 and is slower than in fp32.
-    native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+class StopSignal:
+    """The first SIGINT or SIGTERM asks for an orderly end, the second ends the process at once."""
 
+    def __init__(self):
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
 
-def can_compile(device: torch.device) -> str:
-    """Why torch.compile cannot be used here, or "" if it can."""
-    if device.type == "mps":
-        return "torch.compile supports little of MPS"
-    if device.type == "cpu":
-        from torch._inductor import config, cpp_builder, exc
+    def _receive(self, number, frame):
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
 
-        try:
-            cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler:
-            return f"no C++ compiler found (looked for {', '.join(str(c) for c in config.cpp.cxx if c)})"
-    return ""
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; clocks are read after this."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """The most memory used so far, in GiB: of the GPU, or of this process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, such as that of compiling; on the CPU this works under Linux alone."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
-
-
-# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First that is in the device's name wins.
-PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
-    "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
-    "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12,
-}  # fmt: skip
-
-
-def peak_flops(device: torch.device) -> float:
-    """Dense bf16 peak of one device in FLOP/s; 0 where it is unknown (CPU, MPS, a GPU that the table lacks)."""
-    if device.type != "cuda":
-        return 0.0
-    name = torch.cuda.get_device_name(device)
-    if "Laptop" in name:  # less power and fewer units under the same number
-        return 0.0
-    # Whole words, as an RTX A4000 is no A40
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), 0.0)
-
-
-def device_name(device: torch.device) -> str:
-    """What the machine calls itself, for config.json and the report."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
-
-
-def environment(device: torch.device) -> dict:
-    """Versions, commit and hardware, for config.json and the report."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        commit = ""
-    return {
-        "command": sys.argv,
-        "commit": commit,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "device": device_name(device),
-        "world_size": get_dist()[2],
-    }
+    def agreed(self, device) -> int:
+        """The number of a signal that any rank has received, the same on every rank; 0 for none. A collective."""
+        if not dist.is_initialized():
+            return self.received
+        number = torch.tensor(self.received, device=device)
+        with collective("the agreement on whether to stop"):
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,6 +200,13 @@ def write_atomic(path: Path, *parts) -> None:
         raise
 
 
+def brief(value, most: int = 50):
+    """`value`, of JSON's types, to be shown: where it has more than `most` entries (1,000 classes), their number."""
+    if isinstance(value, (list, dict)) and len(value) > most:
+        return f"{len(value):,} entries"
+    return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
+
+
 class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; silent if not a terminal."""
 
@@ -332,26 +233,3 @@ class Progress:
         if self.shown:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
-
-
-class StopSignal:
-    """The first SIGINT or SIGTERM asks for an orderly end, the second ends the process at once."""
-
-    def __init__(self):
-        self.received = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number, frame):
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-
-    def agreed(self, device) -> int:
-        """The number of a signal that any rank has received, the same on every rank; 0 for none. A collective."""
-        if not dist.is_initialized():
-            return self.received
-        number = torch.tensor(self.received, device=device)
-        with collective("the agreement on whether to stop"):
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from nanodiff.common import UserError, choose_dtype, collective
+from nanodiff.common import UserError, collective
+from nanodiff.device import choose_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two updates

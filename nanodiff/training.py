@@ -11,18 +11,15 @@ import torch.distributed as dist
 from nanodiff.checkpoint import find_checkpoint, trim_metrics
 from nanodiff.common import (
     UserError,
-    can_compile,
     collective,
-    environment,
     get_dist,
     leave_together,
     make_generator,
     names_file,
-    peak_flops,
-    peak_memory_gb,
     print0,
     write_atomic,
 )
+from nanodiff.device import can_compile, environment, peak_flops, peak_memory_gb
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.report import LiveReport
 from nanodiff.tracking import start_wandb

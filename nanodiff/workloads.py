@@ -16,10 +16,11 @@ import torch
 from nanodiff.amp import LossScaler
 from nanodiff.autoencoder import open_autoencoder
 from nanodiff.codec import Latents, Pixels, latent_facts, make_codec
-from nanodiff.common import choose_dtype, get_dist
+from nanodiff.common import get_dist
 from nanodiff.dataloader import DataLoader
 from nanodiff.dataset import open_dataset
 from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.device import choose_dtype
 from nanodiff.dit import DiTConfig
 from nanodiff.ema import EMA
 from nanodiff.evaluation import sample_images

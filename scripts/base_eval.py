@@ -20,18 +20,9 @@ import torch
 
 from configurator import configure
 from nanodiff.codec import load_codec
-from nanodiff.common import (
-    Progress,
-    UserError,
-    brief,
-    choose_dtype,
-    get_dist,
-    init_device,
-    leave_together,
-    print0,
-    write_atomic,
-)
+from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0, write_atomic
 from nanodiff.dataset import Relabelled, match_labels, open_dataset
+from nanodiff.device import choose_dtype, init_device
 from nanodiff.evaluation import ModelSamples, bits_per_dim, validation_loss
 from nanodiff.features import (
     Features,

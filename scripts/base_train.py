@@ -20,20 +20,10 @@ from configurator import configure
 from nanodiff.amp import LossScaler
 from nanodiff.checkpoint import load_meta, load_tensors, lock_run, save_checkpoint
 from nanodiff.codec import check_same_data, make_codec
-from nanodiff.common import (
-    StopSignal,
-    UserError,
-    base_dir,
-    choose_dtype,
-    device_name,
-    get_dist,
-    init_device,
-    make_generator,
-    peak_flops,
-    print0,
-)
+from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_generator, print0
 from nanodiff.dataloader import DataLoader
 from nanodiff.dataset import open_dataset
+from nanodiff.device import choose_dtype, device_name, init_device, peak_flops
 from nanodiff.ema import EMA
 from nanodiff.evaluation import (
     FrechetDistance,

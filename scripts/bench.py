@@ -33,17 +33,14 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure
-from nanodiff.common import (
-    UserError,
+from nanodiff.common import UserError, get_dist, leave_together, print0
+from nanodiff.device import (
     can_compile,
     choose_dtype,
     device_name,
-    get_dist,
     init_device,
-    leave_together,
     peak_flops,
     peak_memory_gb,
-    print0,
     reset_peak_memory,
     synchronize,
 )

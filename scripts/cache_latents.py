@@ -21,17 +21,7 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.autoencoder import open_autoencoder
 from nanodiff.codec import latent_facts
-from nanodiff.common import (
-    Progress,
-    UserError,
-    collective,
-    fsync_dir,
-    get_dist,
-    init_device,
-    leave_together,
-    print0,
-    write_atomic,
-)
+from nanodiff.common import Progress, UserError, collective, fsync_dir, get_dist, leave_together, print0, write_atomic
 from nanodiff.dataloader import to_model_range
 from nanodiff.dataset import open_dataset
 from nanodiff.dataset_writer import (
@@ -45,6 +35,7 @@ from nanodiff.dataset_writer import (
     npy_header,
     publish,
 )
+from nanodiff.device import init_device
 
 data = ""  # name of an image set, or the path of its folder
 autoencoder = ""  # its weights: a file, one of a pair of encoder and decoder, or a folder

@@ -17,8 +17,9 @@ import torch
 
 from configurator import configure
 from nanodiff.codec import load_codec
-from nanodiff.common import Progress, UserError, choose_dtype, get_dist, init_device, write_atomic
+from nanodiff.common import Progress, UserError, get_dist, write_atomic
 from nanodiff.dataset import match_labels
+from nanodiff.device import choose_dtype, init_device
 from nanodiff.evaluation import network_evaluations, sample_images
 from nanodiff.features import collect_features, compare, image_set, load_network, reference_features
 from nanodiff.loading import load_run

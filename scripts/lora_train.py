@@ -22,9 +22,10 @@ from nanodiff import training
 from nanodiff.amp import LossScaler
 from nanodiff.checkpoint import load_meta, load_tensors, lock_run, save_checkpoint
 from nanodiff.codec import check_same_data, load_codec
-from nanodiff.common import StopSignal, UserError, base_dir, choose_dtype, device_name, get_dist, init_device, print0
+from nanodiff.common import StopSignal, UserError, base_dir, get_dist, print0
 from nanodiff.dataloader import DataLoader
 from nanodiff.dataset import open_dataset
+from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.evaluation import conditioning, quartile_sums, sample_grid, sum_over_ranks
 from nanodiff.flow import FlowMatching
 from nanodiff.guidance import drop_labels

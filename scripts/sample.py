@@ -21,19 +21,8 @@ import torch
 
 from configurator import configure
 from nanodiff.codec import load_codec
-from nanodiff.common import (
-    Progress,
-    StopSignal,
-    UserError,
-    brief,
-    choose_dtype,
-    device_name,
-    get_dist,
-    init_device,
-    leave_together,
-    print0,
-    write_atomic,
-)
+from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, write_atomic
+from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.evaluation import network_evaluations, sample_images, sum_over_ranks
 from nanodiff.loading import check_guide, load_run
 from nanodiff.lora import apply_adapters

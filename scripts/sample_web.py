@@ -30,7 +30,8 @@ from configurator import configure
 from nanodiff import flow, gaussian
 from nanodiff.checkpoint import list_checkpoints, load_meta
 from nanodiff.codec import load_codec
-from nanodiff.common import UserError, base_dir, choose_dtype, device_name, init_device, print0
+from nanodiff.common import UserError, base_dir, print0
+from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.evaluation import sample_images
 from nanodiff.loading import find_run, load_run
 from nanodiff.local_server import Job, LocalHandler, LocalServer

@@ -186,7 +186,7 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
 
 def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monkeypatch):
     """IDDPM's rule: log2 of the scale falls by 1 on overflow and the weights stay; it grows by 0.001 otherwise."""
-    monkeypatch.setattr("nanodiff.common.choose_dtype", lambda *_: torch.float16)
+    monkeypatch.setattr("nanodiff.device.choose_dtype", lambda *_: torch.float16)
     honest, calls = FlowMatching.losses, []
 
     def losses(*args, **kwargs):

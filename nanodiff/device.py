@@ -1,0 +1,135 @@
+"""The device that a program runs on: which, in which dtype, whether it compiles, its memory and its peak."""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanodiff.common import UserError, get_dist, join_ranks
+
+
+def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device:
+    """Choose the device ("" = the best present), join the process group where torchrun started us; return the device.
+
+    NCCL on CUDA, gloo elsewhere. Raises UserError when the device asked for is absent.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device_type = device_type or next(kind for kind, present in available.items() if present)
+    if not available.get(device_type, False):
+        present = ", ".join(kind for kind, there in available.items() if there)
+        raise UserError(f"device_type={device_type!r} is not available on this machine; available: {present}")
+    _, local_rank, world = get_dist()
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    else:
+        device = torch.device(device_type)
+    if world > 1 and not dist.is_initialized():
+        on_gpu = device_type == "cuda"
+        join_ranks("nccl" if on_gpu else "gloo", timeout_s, device if on_gpu else None)
+    return device
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The autocast dtype for "auto" | "bfloat16" | "float16" | "float32"; auto is bf16 wherever it is native."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    # Without AVX512-BF16 (or AMX) a CPU emulates bf16 and is slower than in fp32.
+    native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def can_compile(device: torch.device) -> str:
+    """Why torch.compile cannot be used here, or "" if it can."""
+    if device.type == "mps":
+        return "torch.compile supports little of MPS"
+    if device.type == "cpu":
+        from torch._inductor import config, cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return f"no C++ compiler found (looked for {', '.join(str(c) for c in config.cpp.cxx if c)})"
+    return ""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; clocks are read after this."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory used so far, in GiB: of the GPU, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak so far, such as that of compiling; on the CPU this works under Linux alone."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
+
+
+# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First that is in the device's name wins.
+PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
+    "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
+    "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Dense bf16 peak of one device in FLOP/s; 0 where it is unknown (CPU, MPS, a GPU that the table lacks)."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    if "Laptop" in name:  # less power and fewer units under the same number
+        return 0.0
+    # Whole words, as an RTX A4000 is no A40
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), 0.0)
+
+
+def device_name(device: torch.device) -> str:
+    """What the machine calls itself, for config.json and the report."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+def environment(device: torch.device) -> dict:
+    """Versions, commit and hardware, for config.json and the report."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = ""
+    return {
+        "command": sys.argv,
+        "commit": commit,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "world_size": get_dist()[2],
+    }
