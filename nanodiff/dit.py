@@ -214,7 +214,9 @@ class DiT(nn.Module):
         C, channels = config.width, config.in_channels * (2 if config.low_res else 1)
         self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
         self.t_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
-        self.y_embed = nn.Embedding(config.num_classes + 1, C) if config.num_classes else None
+        # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s of every start
+        table = torch.empty(config.num_classes + 1, C)
+        self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
         self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.depth))
         self.final = Final(config)
         self.register_buffer("position", sincos_table(config), persistent=False)  # made by numpy: real on "meta", too

@@ -198,7 +198,8 @@ class UNet(nn.Module):
         width, emb = c.model_channels, 4 * c.model_channels
         self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
         if c.num_classes:
-            self.label_emb = nn.Embedding(c.num_classes + c.null_class, emb)
+            table = torch.empty(c.num_classes + c.null_class, emb)  # not drawn here, as in dit.py
+            self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
 
         def blocks(cin, cout, factor, heads):
             res = ResBlock(cin, cout, c)

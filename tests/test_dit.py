@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -368,3 +370,12 @@ def test_from_depth(image_size, patch, tokens):
 def test_impossible_shapes_are_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong)) if "heads" not in wrong else "width"):
         DiTConfig(**SMALL | wrong)
+
+
+@pytest.mark.parametrize("config", ["dit.DiTConfig.from_depth", "unet.UNetConfig.from_depth"])
+def test_building_a_model_does_not_import_the_compiler(config):
+    """It takes two seconds, which every program would pay at its start."""
+    shape = "image_size=32, in_channels=3, out_channels=3, num_classes=10"
+    build = f"recipe.build_model({config}(1, {shape}), 'cpu', 0)"
+    code = f"import sys; from nanodiff import dit, recipe, unet; {build}; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
