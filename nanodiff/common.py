@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +95,16 @@ def collective(name: str):
         raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or is gone: {cause}") from e
 
 
+@collective("a sum over ranks")
+def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
+    """The sum over ranks of a CPU tensor, on every rank."""
+    if not dist.is_initialized():
+        return x
+    x = x.to(device)
+    dist.all_reduce(x)
+    return x.cpu()
+
+
 def leave_together() -> None:
     """Wait for the other ranks, then leave the process group: gloo may abort a rank while another still works."""
     if dist.is_initialized():
@@ -162,42 +171,6 @@ class StackedGenerator:
 def base_dir() -> Path:
     """Where data sets and runs live: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
     return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
-
-
-def fsync_dir(path: Path) -> None:
-    """Make a rename within a folder last through a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def names_file(path: str | Path):
-    """Within it an OSError names the file, which that of a full disk does not by itself."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno and not e.filename:
-            e.filename = str(path)
-        raise
-
-
-def write_atomic(path: Path, *parts) -> None:
-    """Write bytes, one after the other, as a whole file or nothing: temporary file beside it, fsync, rename."""
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with names_file(path), os.fdopen(fd, "wb") as f:
-            for part in parts:
-                f.write(part)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException:
-        os.unlink(tmp)
-        raise
 
 
 def brief(value, most: int = 50):

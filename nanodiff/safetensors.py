@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .common import UserError
+from nanodiff.common import UserError
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,

@@ -13,22 +13,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanodiff.amp import LossScaler
-from nanodiff.autoencoder import open_autoencoder
-from nanodiff.codec import Latents, Pixels, latent_facts, make_codec
 from nanodiff.common import get_dist
-from nanodiff.dataloader import DataLoader
-from nanodiff.dataset import open_dataset
-from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
 from nanodiff.device import choose_dtype
-from nanodiff.dit import DiTConfig
-from nanodiff.ema import EMA
-from nanodiff.evaluation import sample_images
-from nanodiff.flow import FlowMatching
-from nanodiff.gaussian import GaussianDiffusion
-from nanodiff.optim import make_optimizer
-from nanodiff.recipe import build_model, choose_sampler
-from nanodiff.unet import UNetConfig
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.sampling import sample_images
+from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.models.build import build_model, choose_sampler
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
+from nanodiff.training.amp import LossScaler
+from nanodiff.training.ema import EMA
+from nanodiff.training.optim import make_optimizer
 
 # Sets to read: kind, channels, side as stored. The latents are like SD's: mean and deviation of 4 channels.
 SETS = {"32 px": ("images", 3, 32), "256 px": ("images", 3, 256), "latents of 256 px": ("latents", 8, 32)}

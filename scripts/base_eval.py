@@ -19,12 +19,15 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.codec import load_codec
-from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0, write_atomic
-from nanodiff.dataset import Relabelled, match_labels, open_dataset
+from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0
+from nanodiff.data.dataset import Relabelled, match_labels, open_dataset
+from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.evaluation import ModelSamples, bits_per_dim, validation_loss
-from nanodiff.features import (
+from nanodiff.diffusion.sampling import ModelSamples, bits_per_dim, validation_loss
+from nanodiff.files import write_atomic
+from nanodiff.formats.load import load_run
+from nanodiff.metrics.distances import class_accuracy, load_stats, save_stats
+from nanodiff.metrics.features import (
     Features,
     SampleFile,
     collect_features,
@@ -33,10 +36,8 @@ from nanodiff.features import (
     load_network,
     reference_features,
 )
-from nanodiff.loading import load_run
-from nanodiff.metrics import class_accuracy, load_stats, save_stats
-from nanodiff.recipe import choose_sampler
-from nanodiff.report import LiveReport
+from nanodiff.models.build import choose_sampler
+from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
 metric = "loss"  # loss|bpd|class_accuracy|fid|fd_classifier: what to measure
@@ -140,8 +141,8 @@ else:
     else:
         sampler = choose_sampler(loaded.process, sampler, steps)
         codec = load_codec(loaded.data, device, autoencoder)
-        if low_res_size or codec.obstacle:
-            raise UserError(f"metric={metric}: {codec.obstacle or f'{source} is a super-resolution model'}")
+        if low_res_size or codec.undecodable:
+            raise UserError(f"metric={metric}: {codec.undecodable or f'{source} is a super-resolution model'}")
         guidance = cfg_scale if loaded.has_null_class else 1.0
         judged = ModelSamples(loaded.model, loaded.process, codec, seed, steps, sampler, guidance, device, autocast)
         num_images = num_images or 400

@@ -17,29 +17,29 @@ from dataclasses import asdict
 import torch
 
 from configurator import configure
-from nanodiff.amp import LossScaler
-from nanodiff.checkpoint import load_meta, load_tensors, lock_run, save_checkpoint
-from nanodiff.codec import check_same_data, make_codec
-from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_generator, print0
-from nanodiff.dataloader import DataLoader
-from nanodiff.dataset import open_dataset
+from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_generator, print0, sum_over_ranks
+from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import choose_dtype, device_name, init_device, peak_flops
-from nanodiff.ema import EMA
-from nanodiff.evaluation import (
+from nanodiff.diffusion.guidance import drop_labels
+from nanodiff.diffusion.sampling import (
     FrechetDistance,
     bits_per_dim,
     conditioning,
     quartile_sums,
     sample_grid,
-    sum_over_ranks,
     validation_loss,
 )
-from nanodiff.guidance import drop_labels
-from nanodiff.loading import load_weights
-from nanodiff.optim import make_optimizer
-from nanodiff.recipe import build_model, check_settings, choose_sampler, make_model_config, make_process
-from nanodiff.timesteps import make_timesteps
-from nanodiff.training import (
+from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.files import load_tensors
+from nanodiff.formats.load import load_weights
+from nanodiff.models.build import build_model, check_settings, choose_sampler, make_model_config, make_process
+from nanodiff.training.amp import LossScaler
+from nanodiff.training.checkpoint import load_meta, lock_run, save_checkpoint
+from nanodiff.training.ema import EMA
+from nanodiff.training.optim import make_optimizer
+from nanodiff.training.run import (
     RunLog,
     compiled,
     console_line,
@@ -149,8 +149,8 @@ codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # what is
 facts = codec.facts
 num_classes = facts["num_classes"] if class_cond else 0
 print0(f"data: {data}: {len(train_set):,} + {len(val_set):,} images of {codec.shape}, {num_classes or 'no'} classes")
-if codec.obstacle:
-    print0(f"grids will show latents, not pixels: {codec.obstacle}")
+if codec.undecodable:
+    print0(f"grids will show latents, not pixels: {codec.undecodable}")
 
 process = make_process(config, facts)
 model_config = make_model_config(config, facts, process)
@@ -310,7 +310,7 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        eps = draw.eps[rows] if codec.draws else None
+        eps = draw.eps[rows] if codec.stochastic else None
         x0 = codec.to_x0(images, draw.u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W) in [-1, 1], or latents
         y = drop_labels(labels, draw.u_drop[rows], label_drop, num_classes)
         if dropout:

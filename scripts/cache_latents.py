@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure
-from nanodiff.autoencoder import open_autoencoder
-from nanodiff.codec import latent_facts
-from nanodiff.common import Progress, UserError, collective, fsync_dir, get_dist, leave_together, print0, write_atomic
-from nanodiff.dataloader import to_model_range
-from nanodiff.dataset import open_dataset
-from nanodiff.dataset_writer import (
+from nanodiff.common import Progress, UserError, collective, get_dist, leave_together, print0
+from nanodiff.data.dataloader import to_model_range
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset_writer import (
     DISK_ERRORS,
     DTYPES,
     FORMAT,
@@ -35,7 +33,10 @@ from nanodiff.dataset_writer import (
     npy_header,
     publish,
 )
+from nanodiff.data.latents import latent_facts
 from nanodiff.device import init_device
+from nanodiff.files import fsync_dir, write_atomic
+from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
 autoencoder = ""  # its weights: a file, one of a pair of encoder and decoder, or a folder

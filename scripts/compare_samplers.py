@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.codec import load_codec
-from nanodiff.common import Progress, UserError, get_dist, write_atomic
-from nanodiff.dataset import match_labels
+from nanodiff.common import Progress, UserError, get_dist
+from nanodiff.data.dataset import match_labels
+from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.evaluation import network_evaluations, sample_images
-from nanodiff.features import collect_features, compare, image_set, load_network, reference_features
-from nanodiff.loading import load_run
-from nanodiff.metrics import class_accuracy
-from nanodiff.recipe import choose_sampler, samplers_of
-from nanodiff.report import LiveReport
+from nanodiff.diffusion.sampling import network_evaluations, sample_images
+from nanodiff.files import write_atomic
+from nanodiff.formats.load import load_run
+from nanodiff.metrics.distances import class_accuracy
+from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
+from nanodiff.models.build import choose_sampler, samplers_of
+from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
@@ -54,8 +55,8 @@ autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(d
 loaded = load_run(run, device, checkpoint_step, ema)
 process, model = loaded.process, loaded.model
 codec = load_codec(loaded.data, device, autoencoder)
-if loaded.config["low_res_size"] or codec.obstacle:
-    raise UserError(codec.obstacle or f"{loaded.source} is a super-resolution model")
+if loaded.config["low_res_size"] or codec.undecodable:
+    raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
 codec.keep_loaded()
 names = samplers_of(process) if samplers == "auto" else samplers.split(",")
 if not all(text.isdigit() and int(text) for text in steps.split(",")):

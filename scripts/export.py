@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import UserError, print0, write_atomic
-from nanodiff.diffusers_format import to_diffusers
-from nanodiff.dit import to_meta
-from nanodiff.loading import load_run
-from nanodiff.lora import apply_adapters
+from nanodiff.common import UserError, print0
+from nanodiff.files import write_atomic
+from nanodiff.formats.diffusers_format import to_diffusers
+from nanodiff.formats.load import load_run
+from nanodiff.models.dit import to_meta
+from nanodiff.models.lora import apply_adapters
+from nanodiff.models.unet import UNetConfig, to_improved_diffusion
 from nanodiff.safetensors import save_safetensors
-from nanodiff.unet import UNetConfig, to_improved_diffusion
 
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest

@@ -18,22 +18,23 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff import training
-from nanodiff.amp import LossScaler
-from nanodiff.checkpoint import load_meta, load_tensors, lock_run, save_checkpoint
-from nanodiff.codec import check_same_data, load_codec
-from nanodiff.common import StopSignal, UserError, base_dir, get_dist, print0
-from nanodiff.dataloader import DataLoader
-from nanodiff.dataset import open_dataset
+from nanodiff.common import StopSignal, UserError, base_dir, get_dist, print0, sum_over_ranks
+from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.latents import check_same_data, load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.evaluation import conditioning, quartile_sums, sample_grid, sum_over_ranks
-from nanodiff.flow import FlowMatching
-from nanodiff.guidance import drop_labels
-from nanodiff.loading import load_run, load_weights
-from nanodiff.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
-from nanodiff.optim import make_optimizer
-from nanodiff.recipe import check_settings, choose_sampler
-from nanodiff.timesteps import make_timesteps
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.guidance import drop_labels
+from nanodiff.diffusion.sampling import conditioning, quartile_sums, sample_grid
+from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.files import load_tensors
+from nanodiff.formats.load import load_run, load_weights
+from nanodiff.models.build import check_settings, choose_sampler
+from nanodiff.models.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
+from nanodiff.training import run as training
+from nanodiff.training.amp import LossScaler
+from nanodiff.training.checkpoint import load_meta, lock_run, save_checkpoint
+from nanodiff.training.optim import make_optimizer
 
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
@@ -209,7 +210,7 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        eps = draw.eps[rows] if codec.draws else None
+        eps = draw.eps[rows] if codec.stochastic else None
         x0 = codec.to_x0(images, draw.u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W)
         y = drop_labels(labels, draw.u_drop[rows], label_drop, num_classes)
         with autocast:

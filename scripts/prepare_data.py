@@ -15,10 +15,10 @@ import numpy as np
 
 from configurator import configure
 from nanodiff.common import Progress, UserError
-from nanodiff.dataset import open_dataset
-from nanodiff.dataset import verify as verify_dataset
-from nanodiff.dataset_writer import SPLITS, DatasetWriter, data_dir
-from nanodiff.image_sources import open_source
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset import verify as verify_dataset
+from nanodiff.data.dataset_writer import SPLITS, DatasetWriter, data_dir
+from nanodiff.data.sources import open_source
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings

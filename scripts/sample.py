@@ -20,15 +20,16 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.codec import load_codec
-from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, write_atomic
+from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.evaluation import network_evaluations, sample_images, sum_over_ranks
-from nanodiff.loading import check_guide, load_run
-from nanodiff.lora import apply_adapters
+from nanodiff.diffusion.sampling import network_evaluations, sample_images
+from nanodiff.files import write_atomic
+from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
+from nanodiff.models.build import choose_sampler, parse_classes
+from nanodiff.models.lora import apply_adapters
 from nanodiff.png import encode_png, make_grid
-from nanodiff.recipe import choose_sampler, parse_classes
-from nanodiff.sample_store import GRID_IMAGES, SampleStore
 
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
@@ -73,8 +74,8 @@ loaded = load_run(run, device, checkpoint_step, ema, **published)
 apply_adapters(loaded, lora, lora_scale)
 codec = load_codec(loaded.data, device, autoencoder)
 codec.keep_loaded()
-if codec.obstacle:
-    print0(f"latents are shown as they are: {codec.obstacle}")
+if codec.undecodable:
+    print0(f"latents are shown as they are: {codec.undecodable}")
 num_classes, low_res_size = loaded.num_classes, loaded.config["low_res_size"]
 if low_res_size:
     raise UserError(f"{loaded.source} is a super-resolution model: its training run shows samples of it")
@@ -105,7 +106,7 @@ except OSError as e:
 # All that an image depends on, and no more: the number of ranks is not in it
 guidance = dict(cfg_scale=cfg_scale, cfg_interval=(low, high), cfg_channels=cfg_channels or None)
 guidance["weak_model"] = guide and guide.model
-latents = {} if codec.obstacle else codec.facts.get("latents", {})
+latents = {} if codec.undecodable else codec.facts.get("latents", {})
 protocol = loaded.described() | {
     "sampler": sampler, "steps": steps,
     "network_evaluations": network_evaluations(loaded.model, loaded.process, steps, sampler, **guidance),

@@ -4,7 +4,7 @@ A page on this machine to sample from trained models: choose, watch the denoisin
     python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
     python -m scripts.sample_web --run=shapes_dit_d4 --port=0   # any port that is free
 
-Image i is the one that scripts/sample.py draws with the same settings. The page is nanodiff/ui.html; other programs can
+Image i is the one that scripts/sample.py draws with the same settings. The page is nanodiff/web/ui.html; others can
 ask as it does, with any of the settings in DEFAULTS, and read the server-sent events that come back:
 
     curl -N -H "Content-Type: application/json" -d '{"classes": "0,3", "num_images": 4}' http://127.0.0.1:8000/api/sample
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 
 import nanodiff
 from configurator import configure
-from nanodiff import flow, gaussian
-from nanodiff.checkpoint import list_checkpoints, load_meta
-from nanodiff.codec import load_codec
 from nanodiff.common import UserError, base_dir, print0
+from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.evaluation import sample_images
-from nanodiff.loading import find_run, load_run
-from nanodiff.local_server import Job, LocalHandler, LocalServer
+from nanodiff.diffusion import flow, gaussian
+from nanodiff.diffusion.sampling import sample_images
+from nanodiff.formats.load import find_run, load_run
+from nanodiff.models.build import choose_sampler, make_process, parse_classes, samplers_of
 from nanodiff.png import encode_png
-from nanodiff.recipe import choose_sampler, make_process, parse_classes, samplers_of
+from nanodiff.training.checkpoint import list_checkpoints, load_meta
+from nanodiff.web.server import Job, LocalHandler, LocalServer
 
 run = ""  # tag or folder of the run that the page shows first; "" = the run that was written to last
 port = 8000  # [0, 65535]: of 127.0.0.1; 0 = any that is free
@@ -56,7 +56,7 @@ MAX_TEXT = 1000  # characters of a string
 KINDS = {int: "an integer", float: "a number", str: "a string"}
 FRAMES, PREVIEW_SIZE = 20, 64  # most pictures of the denoising of an image, the last one included; pixels a side
 
-PAGE = (Path(nanodiff.__file__).parent / "ui.html").read_bytes()
+PAGE = (Path(nanodiff.__file__).parent / "web" / "ui.html").read_bytes()
 INLINE = {kind: re.search(rf"<{kind}>(.*?)</{kind}>".encode(), PAGE, re.DOTALL)[1] for kind in ("script", "style")}
 HASHES = {kind: base64.b64encode(hashlib.sha256(text).digest()).decode() for kind, text in INLINE.items()}
 POLICY = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -201,7 +201,7 @@ def draw(job: Job, device, compute_dtype) -> None:
     facts = settings | {"dtype": str(compute_dtype)[6:]}
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images, seconds = encode_images(codec.to_pixels(x0), texts), time.perf_counter() - start
-    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=codec.obstacle)
+    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=codec.undecodable)
     print0(f"{n} images of {path.name} at step {step:,} in {seconds:.1f} s")
 
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import numpy as np
 
-from nanodiff import image_arrays
-from nanodiff.dataset import open_dataset
+from nanodiff.data import image_arrays
+from nanodiff.data.dataset import open_dataset
 from nanodiff.png import encode_png
 from scripts import prepare_data
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nanodiff.amp import LossScaler
+from nanodiff.training.amp import LossScaler
 
 
 def test_walk_is_the_published_one():

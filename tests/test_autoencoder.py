@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff import autoencoder
-from nanodiff.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
 from nanodiff.common import UserError
+from nanodiff.models import autoencoder
+from nanodiff.models.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
 from nanodiff.safetensors import save_safetensors
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -10,13 +10,15 @@ import torch
 from conftest import run_process
 from tiny_runs import TIMELESS, TINY, make_data, make_run
 
-from nanodiff import evaluation, features, judge
 from nanodiff.common import UserError
-from nanodiff.dataloader import to_model_range
-from nanodiff.dataset import open_dataset
-from nanodiff.dataset_writer import DatasetWriter
-from nanodiff.inception import Inception
-from nanodiff.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.data.dataloader import to_model_range
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.diffusion import sampling as evaluation
+from nanodiff.metrics import classifier as judge
+from nanodiff.metrics import features
+from nanodiff.metrics.inception import Inception
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 from conftest import ROOT, run_process
 
 from nanodiff.common import UserError
-from nanodiff.dataset_writer import DatasetWriter
-from nanodiff.flow import FlowMatching
-from nanodiff.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.diffusion.flow import FlowMatching
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (
@@ -202,7 +202,7 @@ def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monk
 
 INJECTED = """
 import os, runpy, sys
-from nanodiff.flow import FlowMatching
+from nanodiff.diffusion.flow import FlowMatching
 honest, calls = FlowMatching.losses, []
 def losses(*args, **kwargs):
     calls.append(1)

@@ -94,7 +94,7 @@ def test_a_pass_reads_as_many_images_as_it_says(run_bench, monkeypatch):
     read = []
     images = bench.load.__globals__["DataLoader"].__next__
     monkeypatch.setattr(
-        "nanodiff.dataloader.DataLoader.__next__",
+        "nanodiff.data.dataloader.DataLoader.__next__",
         lambda self: read.append((self.dataset.resolution, batch := images(self))) or batch,
     )
     rows = run_bench("--archs=dit", "--loading", "--training=False", "--load_mib=1", "--rounds=1", "--steps=1")["rows"]

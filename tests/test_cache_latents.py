@@ -12,10 +12,10 @@ from conftest import ROOT, command, kill_all, run_process
 from tiny_runs import make_autoencoder, make_data
 
 from nanodiff import common
-from nanodiff.autoencoder import Autoencoder, open_autoencoder
 from nanodiff.common import UserError
-from nanodiff.dataloader import to_model_range
-from nanodiff.dataset import open_dataset, verify
+from nanodiff.data.dataloader import to_model_range
+from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 
 
 @pytest.fixture

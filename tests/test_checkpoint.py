@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodiff import checkpoint
-from nanodiff.checkpoint import (
+from nanodiff.common import UserError
+from nanodiff.files import load_tensors
+from nanodiff.training import checkpoint
+from nanodiff.training.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     load_meta,
-    load_tensors,
     lock_run,
     save_checkpoint,
     trim_metrics,
     why_broken,
 )
-from nanodiff.common import UserError
 
 META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
 

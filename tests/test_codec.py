@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_runs import TINY, make_autoencoder, make_data
 
-from nanodiff.autoencoder import open_autoencoder
-from nanodiff.codec import load_codec, make_codec
 from nanodiff.common import StackedGenerator, UserError
-from nanodiff.dataloader import to_model_range, to_uint8
-from nanodiff.dataset import open_dataset
+from nanodiff.data.dataloader import to_model_range, to_uint8
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.latents import load_codec, make_codec
+from nanodiff.models.autoencoder import open_autoencoder
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_cached_latents_are_those_made_on_the_fly(vae):
     """To fp16's precision, also of mirrored images; by the published scale, as nothing else is known on the fly."""
     online = make_codec(open_dataset("tiny"), CPU, str(vae))
     cached = make_codec(open_dataset("flips"), CPU, latent_norm="scale", flip=True)
-    assert online.shape == cached.shape == (3, 4, 4) and online.draws and cached.draws
+    assert online.shape == cached.shape == (3, 4, 4) and online.stochastic and cached.stochastic
     flip = torch.arange(24) % 3 == 0
     eps = StackedGenerator(range(24)).randn((24, 3, 4, 4))
     for args in ((), (None, eps), (flip, eps)):
@@ -75,7 +75,7 @@ def test_training_on_latents_needs_no_autoencoder(vae, base, run_script, capsys)
     assert losses[0] == losses[1] and any(losses[0])
     # what was moved can be told, and is checked
     facts = first["codec"].facts
-    assert load_codec(facts, CPU, str(base / "elsewhere")).obstacle == ""
+    assert load_codec(facts, CPU, str(base / "elsewhere")).undecodable == ""
     with pytest.raises(UserError, match="these latents are of the autoencoder vae .*, not of other"):
         load_codec(facts, CPU, str(make_autoencoder(base / "other", seed=1)))
 

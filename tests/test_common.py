@@ -13,17 +13,8 @@ import pytest
 import torch
 
 from nanodiff import common
-from nanodiff.common import (
-    LostRank,
-    Progress,
-    StackedGenerator,
-    StopSignal,
-    brief,
-    collective,
-    make_generator,
-    print0,
-    write_atomic,
-)
+from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, brief, collective, make_generator, print0
+from nanodiff.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.dataloader import DataLoader, to_model_range, to_uint8
+from nanodiff.data.dataloader import DataLoader, to_model_range, to_uint8
 
 
 class Memory:

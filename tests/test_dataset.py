@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodiff import dataset_writer, shapes
 from nanodiff.common import UserError
-from nanodiff.dataset import DatasetWriter, open_dataset, verify
-from nanodiff.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes
+from nanodiff.data import dataset_writer, shapes
+from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (50, 3, 4, 4), np.uint8)
@@ -129,7 +129,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(base, monkeypatch, c
 
 LIMITED = """
 import resource, sys, numpy as np
-from nanodiff.dataset import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 with DatasetWriter("toy", []) as writer:
     for _ in range(100):

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.common import UserError
-from nanodiff.dit import DiT, DiTConfig, from_meta, rope_table, sincos_table, timestep_embedding, to_meta
+from nanodiff.models.dit import DiT, DiTConfig, from_meta, rope_table, sincos_table, timestep_embedding, to_meta
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "dit.json"
 golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else None
@@ -376,6 +376,8 @@ def test_impossible_shapes_are_refused(wrong):
 def test_building_a_model_does_not_import_the_compiler(config):
     """It takes two seconds, which every program would pay at its start."""
     shape = "image_size=32, in_channels=3, out_channels=3, num_classes=10"
-    build = f"recipe.build_model({config}(1, {shape}), 'cpu', 0)"
-    code = f"import sys; from nanodiff import dit, recipe, unet; {build}; sys.exit('torch._dynamo' in sys.modules)"
+    build = f"build.build_model({config}(1, {shape}), 'cpu', 0)"
+    code = (
+        f"import sys; from nanodiff.models import build, dit, unet; {build}; sys.exit('torch._dynamo' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.ema import EMA, parse_rates
-from nanodiff.optim import make_optimizer
+from nanodiff.training.ema import EMA, parse_rates
+from nanodiff.training.optim import make_optimizer
 
 
 class Vector(nn.Module):

@@ -8,10 +8,10 @@ import torch
 from tiny_runs import TIMELESS, make_data, make_run, randomise
 
 from nanodiff.common import UserError
-from nanodiff.dit import DiT, DiTConfig, to_meta
-from nanodiff.loading import load_run
+from nanodiff.formats.load import load_run
+from nanodiff.models.dit import DiT, DiTConfig, to_meta
+from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import save_safetensors
-from nanodiff.unet import UNet, UNetConfig
 
 CLASSIC = ("--arch=dit_classic", "--depth=2", "--objective=eps", "--variance=learned_range")
 UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--num_heads=2", "--objective=eps")

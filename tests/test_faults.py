@@ -23,7 +23,7 @@ TRAIN = (
 KILLER = """
 import os, random, runpy, signal, sys, time
 from pathlib import Path
-import torch, torch._dynamo, nanodiff.loading, nanodiff.report, nanodiff.features
+import torch, torch._dynamo, nanodiff.formats.load, nanodiff.web.report, nanodiff.metrics.features
 kills, checkpoints, argv = int(sys.argv[1]), Path(sys.argv[2]), ["base_train", *sys.argv[3:]]
 fsync = os.fsync
 def slow_fsync(fd):
@@ -106,7 +106,7 @@ def test_twenty_kills_lose_nothing(base, run_script):
 # base_train, in which something happens in the given rank at the given step: FAULT is "rank step action"
 FAULTY = """
 import os, runpy, signal, time
-from nanodiff import training
+from nanodiff.training import run as training
 rank, at, action = os.environ["FAULT"].split()
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 if not first and os.environ["RANK"] == rank:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from tiny_runs import make_data
 
-from nanodiff import features as features_module
 from nanodiff.common import UserError
-from nanodiff.dataset import open_dataset
-from nanodiff.features import SampleFile, collect_features, compare, image_set, reference_features
-from nanodiff.judge import Judge
-from nanodiff.metrics import frechet_distance, load_stats
-from nanodiff.shapes import draw_shapes
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.shapes import draw_shapes
+from nanodiff.metrics import features as features_module
+from nanodiff.metrics.classifier import Judge
+from nanodiff.metrics.distances import frechet_distance, load_stats
+from nanodiff.metrics.features import SampleFile, collect_features, compare, image_set, reference_features
 
 
 def make_network(seed=0):
@@ -81,7 +81,7 @@ import sys, torch, torch.distributed as dist
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_features import draw_shapes, make_network, open_dataset
-from nanodiff import features
+from nanodiff.metrics import features
 rank, folder, network = int(sys.argv[1]), Path(sys.argv[2]), make_network()
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 images = draw_shapes(41, seed=0)[0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanodiff.common import StackedGenerator, UserError, make_generator
-from nanodiff.flow import SAMPLERS, FlowMatching
+from nanodiff.diffusion.flow import SAMPLERS, FlowMatching
 
 # x0 ~ N(MU, S): then x_t ~ N((1 - t) MU, A_t) with A_t = (1 - t)^2 S + t^2 I, and E[v | x_t] is linear in x_t.
 MU = torch.tensor([0.5, -1.0])

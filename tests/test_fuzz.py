@@ -31,20 +31,20 @@ from hypothesis import strategies as st
 from image_helpers import idx, noise, prepare, write_cifar
 
 import configurator
-from nanodiff import checkpoint
-from nanodiff.checkpoint import find_checkpoint, save_checkpoint, why_broken
-from nanodiff.codec import load_codec
 from nanodiff.common import UserError
-from nanodiff.dataset import DatasetWriter, open_dataset, verify
-from nanodiff.dit import DiTConfig, to_meta
-from nanodiff.image_arrays import CIFAR10_BATCHES
-from nanodiff.image_decode import decode_chunk
-from nanodiff.loading import load_run, restore
-from nanodiff.lora import add_lora, identity, save_adapters
+from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.data.decode import decode_chunk
+from nanodiff.data.image_arrays import CIFAR10_BATCHES
+from nanodiff.data.latents import load_codec
+from nanodiff.formats.load import load_run, restore
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig, to_meta
+from nanodiff.models.lora import add_lora, identity, save_adapters
+from nanodiff.models.unet import UNetConfig, to_improved_diffusion
 from nanodiff.png import encode_png
-from nanodiff.recipe import build_model
 from nanodiff.safetensors import load_safetensors, save_safetensors
-from nanodiff.unet import UNetConfig, to_improved_diffusion
+from nanodiff.training import checkpoint
+from nanodiff.training.checkpoint import find_checkpoint, save_checkpoint, why_broken
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
 pytestmark = pytest.mark.slow

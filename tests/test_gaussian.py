@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanodiff.common import StackedGenerator, UserError
-from nanodiff.gaussian import (
+from nanodiff.diffusion.gaussian import (
     LOSSES,
     PREDICTIONS,
     SAMPLERS,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff.gaussian import GaussianDiffusion, space_timesteps
-from nanodiff.gaussian_samplers import ddim_reverse_step, ddim_step, ddpm_step
+from nanodiff.diffusion.gaussian import GaussianDiffusion, space_timesteps
+from nanodiff.diffusion.gaussian_samplers import ddim_reverse_step, ddim_step, ddpm_step
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="published figures ../shared/golden/gaussian.json absent")

@@ -6,7 +6,7 @@ import torch
 from gaussian_oracle import GaussianOracle, exact_reverse
 
 from nanodiff.common import StackedGenerator
-from nanodiff.gaussian import PREDICTIONS, SAMPLERS, GaussianDiffusion, make_betas, space_timesteps
+from nanodiff.diffusion.gaussian import PREDICTIONS, SAMPLERS, GaussianDiffusion, make_betas, space_timesteps
 
 MEAN = [0.3, -0.5, 0.1]
 COV = [[0.5, 0.3, 0.0], [0.3, 0.4, -0.1], [0.0, -0.1, 0.2]]

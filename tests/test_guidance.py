@@ -5,7 +5,7 @@ import torch
 from test_dit import assert_golden, build, golden, inputs, needs_golden, published_model, wave
 
 from nanodiff.common import UserError
-from nanodiff.guidance import drop_labels, make_denoiser
+from nanodiff.diffusion.guidance import drop_labels, make_denoiser
 
 
 class Counted:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from image_helpers import RNG, everything, prepare, reference_crop, write_cifar, write_mnist
 
-from nanodiff import image_arrays, image_sources
 from nanodiff.common import UserError
-from nanodiff.dataset import open_dataset
+from nanodiff.data import image_arrays
+from nanodiff.data import sources as image_sources
+from nanodiff.data.dataset import open_dataset
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop
 
-from nanodiff import image_decode, image_sources
 from nanodiff.common import UserError
-from nanodiff.dataset import open_dataset
-from nanodiff.image_decode import decode
-from nanodiff.image_files import classify, val_mask
+from nanodiff.data import decode as image_decode
+from nanodiff.data import sources as image_sources
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.decode import decode
+from nanodiff.data.image_files import classify, val_mask
 from nanodiff.png import encode_png
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff import inception
 from nanodiff.common import UserError
-from nanodiff.inception import Inception, load_inception, resize
+from nanodiff.metrics import inception
+from nanodiff.metrics.inception import Inception, load_inception, resize
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "inception.json"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no figures of torch-fidelity at {GOLDEN}")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff import judge as judge_module
 from nanodiff.common import UserError
-from nanodiff.judge import Judge, get_judge, load, shift, shrink, train_judge
-from nanodiff.shapes import draw_shapes
+from nanodiff.data.shapes import draw_shapes
+from nanodiff.metrics import classifier as judge_module
+from nanodiff.metrics.classifier import Judge, get_judge, load, shift, shrink, train_judge
 
 TINY = dict(total_images=4000, batch_size=50, width=8)
 
@@ -153,7 +153,7 @@ import sys, torch, torch.distributed as dist
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_judge import TINY, color_set
-from nanodiff.judge import get_judge
+from nanodiff.metrics.classifier import get_judge
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 judge = get_judge(color_set(200, 0, folder), color_set(100, 1, folder), "cpu", **TINY)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from nanodiff.common import UserError
-from nanodiff.local_server import MAX_BODY, Job, LocalHandler, LocalServer
+from nanodiff.web.server import MAX_BODY, Job, LocalHandler, LocalServer
 
 CONNECTIONS, TYPE = 8, "Content-Type: application/json"
 

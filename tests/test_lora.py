@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.dataset import open_dataset
-from nanodiff.dataset_writer import DatasetWriter
-from nanodiff.dit import DiT, DiTConfig
-from nanodiff.flow import FlowMatching
-from nanodiff.loading import Loaded
-from nanodiff.lora import (
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.shapes import draw_shapes
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.formats.load import Loaded
+from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.models.lora import (
     add_lora,
     apply_adapters,
     find_layers,
@@ -22,9 +23,8 @@ from nanodiff.lora import (
     save_adapters,
     trained,
 )
+from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
-from nanodiff.shapes import draw_shapes
-from nanodiff.unet import UNet, UNetConfig
 
 NAMES = ["circle", "ring", "bar"]
 SHAPE = dict(image_size=8, in_channels=3, out_channels=3, num_classes=3)

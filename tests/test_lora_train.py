@@ -11,15 +11,15 @@ from conftest import run_process
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
-from nanodiff.dataset_writer import DatasetWriter
-from nanodiff.dit import DiT, DiTConfig, to_meta
-from nanodiff.flow import FlowMatching
-from nanodiff.gaussian import GaussianDiffusion
-from nanodiff.loading import load_run
-from nanodiff.lora import apply_adapters
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.formats.load import load_run
+from nanodiff.models.dit import DiT, DiTConfig, to_meta
+from nanodiff.models.lora import apply_adapters
 from nanodiff.safetensors import load_safetensors
-from nanodiff.shapes import CLASS_NAMES, draw_shapes
-from nanodiff.timesteps import make_timesteps
 
 # Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class
 TINY = (

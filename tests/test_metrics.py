@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.metrics import (
+from nanodiff.metrics.distances import (
     FeatureStats,
     class_accuracy,
     frechet_distance,
@@ -117,7 +117,7 @@ def test_merged_stats_are_those_of_all():
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from nanodiff.metrics import FeatureStats
+from nanodiff.metrics.distances import FeatureStats
 rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 stats = FeatureStats(6)

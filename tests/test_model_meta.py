@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanodiff.checkpoint import save_checkpoint
 from nanodiff.common import UserError
-from nanodiff.dit import DiTConfig, to_meta
-from nanodiff.loading import load_run, restore
-from nanodiff.recipe import build_model
-from nanodiff.unet import UNetConfig, to_improved_diffusion
+from nanodiff.formats.load import load_run, restore
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig, to_meta
+from nanodiff.models.unet import UNetConfig, to_improved_diffusion
+from nanodiff.training.checkpoint import save_checkpoint
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", loss="mse")

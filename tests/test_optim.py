@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 
 from nanodiff.common import UserError
-from nanodiff.dit import DiT, DiTConfig
-from nanodiff.optim import POLAR_EXPRESS, make_optimizer, polar_express
-from nanodiff.unet import UNet, UNetConfig
+from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.models.unet import UNet, UNetConfig
+from nanodiff.training.optim import POLAR_EXPRESS, make_optimizer, polar_express
 
 
 class Block(nn.Module):

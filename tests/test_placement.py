@@ -16,10 +16,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
-from nanodiff import autoencoder, codec, evaluation, guidance, lora, optim, recipe
 from nanodiff.common import StackedGenerator
-from nanodiff.ema import EMA
-from nanodiff.timesteps import make_timesteps
+from nanodiff.data import latents as codec
+from nanodiff.diffusion import guidance
+from nanodiff.diffusion import sampling as evaluation
+from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.models import autoencoder, lora
+from nanodiff.models import build as recipe
+from nanodiff.training import optim
+from nanodiff.training.ema import EMA
 
 ROOT = Path(__file__).resolve().parents[1]
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)

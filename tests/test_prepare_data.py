@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from image_helpers import RNG, archive, everything, idx, make_folder, noise, prepare, write_cifar, write_mnist
 
-from nanodiff import image_arrays
 from nanodiff.common import UserError
-from nanodiff.dataset import open_dataset, verify
-from nanodiff.image_sources import open_source
+from nanodiff.data import image_arrays
+from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.sources import open_source
 from nanodiff.png import encode_png
 
 ROOT = Path(__file__).parents[1]
@@ -249,7 +249,7 @@ def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch)
 
     make_folder(tmp_path / "in")
     monkeypatch.setattr(
-        "nanodiff.dataset_writer.open",
+        "nanodiff.data.dataset_writer.open",
         lambda p, mode: Full(p, mode) if "npy" in str(p) else open(p, mode),
         raising=False,
     )

@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT
 from tiny_runs import TINY, make_data
 
-from nanodiff.chart import BINS, Curve, chart, limits, smooth, thin, ticks
 from nanodiff.common import UserError
 from nanodiff.png import encode_png
-from nanodiff.report import MAX_BYTES, LiveReport, embed, main, write_report
+from nanodiff.web.chart import BINS, Curve, chart, limits, smooth, thin, ticks
+from nanodiff.web.report import MAX_BYTES, LiveReport, embed, main, write_report
 
 VOID = {"meta", "img", "input", "line", "path", "br"}
 
@@ -294,7 +294,7 @@ def test_mistakes_are_one_line(base, args, wanted):
 
 def test_command_line(base):
     fake_run(base)
-    command = [sys.executable, "-m", "nanodiff.report"]
+    command = [sys.executable, "-m", "nanodiff.web.report"]
     done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and re.fullmatch(r"error: .*\n", done.stderr)
 
@@ -303,7 +303,7 @@ def test_a_report_that_fails_ends_no_run(base, capsys, monkeypatch):
     LiveReport(base / "nowhere").refresh()
     assert re.fullmatch(r"no report: UserError: .*\n", capsys.readouterr().out)
     folder = fake_run(base)
-    monkeypatch.setattr("nanodiff.report.make_page", lambda folders: 1 / 0)
+    monkeypatch.setattr("nanodiff.web.report.make_page", lambda folders: 1 / 0)
     LiveReport(folder).refresh()
     assert "ZeroDivisionError" in capsys.readouterr().out and not (folder / "report.html").exists()
 
@@ -315,7 +315,7 @@ def test_a_report_takes_a_hundredth_of_the_time(monkeypatch):
         written.append(clock[0])
         clock[0] += 2.0
 
-    monkeypatch.setattr("nanodiff.report.write_report", write)
+    monkeypatch.setattr("nanodiff.web.report.write_report", write)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     report = LiveReport(None)
     while clock[0] < 11_000:

@@ -18,16 +18,17 @@ import torch
 from conftest import ROOT, command, kill_all
 from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run, randomise
 
-from nanodiff import codec, evaluation
-from nanodiff.checkpoint import load_tensors
 from nanodiff.common import UserError
-from nanodiff.dit import DiT, DiTConfig, to_meta
-from nanodiff.evaluation import network_evaluations
-from nanodiff.flow import FlowMatching
-from nanodiff.gaussian import GaussianDiffusion
-from nanodiff.loading import load_run
-from nanodiff.sample_store import SampleStore
-from nanodiff.unet import UNet, UNetConfig
+from nanodiff.data import latents as codec
+from nanodiff.diffusion import sampling as evaluation
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.sampling import network_evaluations
+from nanodiff.files import load_tensors
+from nanodiff.formats.load import load_run
+from nanodiff.formats.sample_store import SampleStore
+from nanodiff.models.dit import DiT, DiTConfig, to_meta
+from nanodiff.models.unet import UNet, UNetConfig
 
 
 def sample(run_script, out, *args):

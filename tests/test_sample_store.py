@@ -10,7 +10,7 @@ import pytest
 from test_checkpoint import in_child
 
 from nanodiff.common import UserError
-from nanodiff.sample_store import SampleStore
+from nanodiff.formats.sample_store import SampleStore
 
 PROTOCOL = {"steps": 50, "guide": None, "cfg_interval": [0.0, 1.0]}
 IMAGES = np.random.default_rng(0).integers(0, 256, (23, 4, 5, 3), np.uint8)

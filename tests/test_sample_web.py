@@ -20,10 +20,10 @@ from conftest import ROOT, command
 from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run
 from webdriver import CHROMEDRIVER, Browser
 
-from nanodiff.checkpoint import load_meta, save_checkpoint
 from nanodiff.common import UserError
-from nanodiff.local_server import Job
 from nanodiff.png import decode_png
+from nanodiff.training.checkpoint import load_meta, save_checkpoint
+from nanodiff.web.server import Job
 from scripts.sample_web import FRAMES, ClientLeft, describe_run, describe_runs, draw, list_runs, read_request
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.timesteps import make_timesteps
+from nanodiff.diffusion.timesteps import make_timesteps
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
 FLOW = SimpleNamespace(num_timesteps=0)  # all that a sampler asks of a process

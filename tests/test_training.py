@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import ROOT
 
 from nanodiff.common import UserError
-from nanodiff.training import RunLog, cut_batch, draw_step, largest_batch, resume_point, trapezoid
+from nanodiff.training.run import RunLog, cut_batch, draw_step, largest_batch, resume_point, trapezoid
 
 
 def test_trapezoid():
@@ -70,7 +70,7 @@ def test_no_batch_fits_or_something_else_is_wrong():
 REFUSED = """
 import resource, sys, torch
 from pathlib import Path
-from nanodiff.training import largest_batch
+from nanodiff.training.run import largest_batch
 room = 1 << 29  # beyond what the process has mapped so far
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 weight = torch.ones(2**20, requires_grad=True)
@@ -112,7 +112,7 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
 
 
 def test_a_draw_is_a_function_of_seed_and_step():
-    codec, cpu = SimpleNamespace(shape=(3, 4, 4), draws=True), torch.device("cpu")
+    codec, cpu = SimpleNamespace(shape=(3, 4, 4), stochastic=True), torch.device("cpu")
     draw, same = draw_step(1, 5, 4000, codec, cpu), draw_step(1, 5, 4000, codec, cpu)
     assert all(torch.equal(a, b) for a, b in zip(draw, same))
     for seed, step in ((1, 6), (2, 5)):
@@ -121,7 +121,7 @@ def test_a_draw_is_a_function_of_seed_and_step():
         assert u.min() >= 0 and u.max() < 1 and u.mean().item() == pytest.approx(0.5, abs=0.02)
     both = torch.stack([draw.noise.flatten(), draw.eps.flatten()])
     torch.testing.assert_close(torch.cov(both), torch.eye(2), rtol=0, atol=0.02)
-    codec.draws = False
+    codec.stochastic = False
     plain = draw_step(1, 5, 4000, codec, cpu)
     assert plain.eps is None and torch.equal(plain.noise, draw.noise)
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.common import UserError
-from nanodiff.unet import (
+from nanodiff.models.unet import (
     UNet,
     UNetConfig,
     config_from_state_dict,

@@ -4,11 +4,11 @@ import json
 
 import torch
 
-from nanodiff.autoencoder import AutoencoderKL
-from nanodiff.checkpoint import load_meta, save_checkpoint
-from nanodiff.dataset_writer import DatasetWriter
+from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.models.autoencoder import AutoencoderKL
 from nanodiff.safetensors import save_safetensors
-from nanodiff.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 TINY = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 "

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.checkpoint import find_checkpoint, load_meta, load_tensors
 from nanodiff.common import UserError, base_dir
-from nanodiff.dit import from_meta
-from nanodiff.lora import apply_adapters
-from nanodiff.model_meta import check_data, read_model_config
-from nanodiff.recipe import empty_model, make_process
+from nanodiff.files import load_tensors
+from nanodiff.formats.model_meta import check_data, read_model_config
+from nanodiff.models.build import empty_model, make_process
+from nanodiff.models.dit import from_meta
+from nanodiff.models.lora import apply_adapters
+from nanodiff.models.unet import config_from_state_dict, from_improved_diffusion
 from nanodiff.safetensors import load_safetensors
-from nanodiff.unet import config_from_state_dict, from_improved_diffusion
+from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 
 def find_run(run: str) -> Path:

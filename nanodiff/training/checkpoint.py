@@ -6,7 +6,6 @@ runs/<tag>/checkpoints/step_000500/
     manifest.json                                  size and SHA-256 of each file above: written last
 """
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -14,12 +13,12 @@ import json
 import os
 import re
 import shutil
-import warnings
 from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, fsync_dir, print0, write_atomic
+from nanodiff.common import UserError, print0
+from nanodiff.files import fsync_dir, write_atomic
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 FILE_NAME = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
@@ -168,24 +167,6 @@ def load_meta(checkpoint: Path) -> dict:
         if not isinstance(meta, dict) or not isinstance(meta.get(key), kind):
             raise UserError(f"{checkpoint / 'meta.json'}: {key!r} is missing or not a {kind.__name__}")
     return meta
-
-
-def load_tensors(path: Path, device="cpu"):
-    """torch.load of a file of tensors; never runs code from it. Raises UserError for anything else.
-
-    Meta's training checkpoints also hold an argparse.Namespace: a class without code of its own to run.
-    """
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an unusual pickle protocol: what matters is whether it loads
-            return torch.load(path, map_location=device, weights_only=True, mmap=False)
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}") from None
-    except Exception as e:  # pickle, zip and torch each raise their own kinds
-        # Torch tells how to load a refused pickle all the same; what is of use is its first sentence, what was refused
-        first = str(e.__context__ or e).strip().split("\n")[0].split(". ")[0][:200]
-        reason = f"{type(e).__name__}: {first}".rstrip(": ")
-        raise UserError(f"{path} is not a checkpoint of tensors that can be loaded safely: {reason}") from e
 
 
 def lock_run(run_dir: Path, doing: str = "training", setting: str = "model_tag"):

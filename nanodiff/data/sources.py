@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff import shapes
 from nanodiff.common import Progress, UserError, base_dir
-from nanodiff.image_arrays import idx_files, read_cifar10, read_idx, read_npz
-from nanodiff.image_decode import decode_all, import_pillow
-from nanodiff.image_files import ARCHIVE_ERRORS, Source, read_images
+from nanodiff.data import shapes
+from nanodiff.data.decode import decode_all, import_pillow
+from nanodiff.data.image_arrays import idx_files, read_cifar10, read_idx, read_npz
+from nanodiff.data.image_files import ARCHIVE_ERRORS, Source, read_images
 
 SOURCES = ("shapes", "cifar10", "mnist", "idx", "npz", "folder", "tar", "zip")
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, with axes, a legend, and the data for the crosshair of report_template.html."""
+"""Line charts as inline SVG, with axes, a legend, and the data for the crosshair of report.html."""
 
 import json
 import math

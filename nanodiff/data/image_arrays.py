@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
-from nanodiff.image_files import ARCHIVE_ERRORS, Source, read_tar, val_mask
+from nanodiff.data.image_files import ARCHIVE_ERRORS, Source, read_tar, val_mask
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]

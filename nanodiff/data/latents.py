@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.autoencoder import open_autoencoder
 from nanodiff.common import UserError
-from nanodiff.dataloader import to_model_range, to_uint8
+from nanodiff.data.dataloader import to_model_range, to_uint8
+from nanodiff.models.autoencoder import open_autoencoder
 
 
 class Codec:
-    """What both share. `facts`: see data_facts; `draws`: whether to_x0 wants noise; `obstacle`: why to_pixels cannot
-    show pixels, "" if it can."""
+    """Base class. `facts`: see data_facts; `stochastic`: True if latents are sampled, so that to_x0 needs eps;
+    `undecodable`: why to_pixels cannot show pixels, or ""."""
 
-    draws, obstacle = False, ""
+    stochastic, undecodable = False, ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -67,17 +67,17 @@ class Latents(Codec):
         self.offset, self.scale = (
             torch.tensor(self.info[key], device=device).view(1, -1, 1, 1) for key in ("offset", "scale")
         )
-        self.obstacle = ""
+        self.undecodable = ""
         if autoencoder is None:
             try:
                 self._open()
             except UserError as e:
                 if path:
                     raise
-                self.obstacle = f"{e}; give --autoencoder=PATH"
+                self.undecodable = f"{e}; give --autoencoder=PATH"
 
     @property
-    def draws(self) -> bool:
+    def stochastic(self) -> bool:
         return self.info["parts"] == 2
 
     def to_x0(self, stored, flip=None, eps=None):
@@ -90,15 +90,15 @@ class Latents(Codec):
             if flip is not None:
                 block = torch.where(flip.to(stored.device).view(-1, 1, 1, 1, 1), blocks[:, 1], block)
             mean, std = block[:, 0], block[:, -1]
-        z = mean if eps is None or not self.draws else mean + std * eps
+        z = mean if eps is None or not self.stochastic else mean + std * eps
         return (z - self.offset) / self.scale
 
     def to_pixels(self, x0) -> torch.Tensor:
-        """x0 -> uint8 images (N, 3, H, W) on the CPU; the first three channels as they are where there is `obstacle`.
+        """x0 -> uint8 images (N, 3, H, W) on the CPU; the first three channels as they are if `undecodable`.
 
         The autoencoder is loaded for as long as it takes, unless training needs it anyway.
         """
-        if self.obstacle:
+        if self.undecodable:
             return self.preview(x0)
         autoencoder = self.autoencoder or self._open().to(self.device)
         z = x0.float().to(self.device) * self.scale + self.offset
@@ -109,7 +109,7 @@ class Latents(Codec):
         return to_uint8(x0[:, :3] / 2 if x0.shape[1] >= 3 else x0[:, :1] / 2).cpu()
 
     def keep_loaded(self) -> None:
-        if not self.obstacle:
+        if not self.undecodable:
             self.autoencoder = self.autoencoder or self._open().to(self.device)
 
     def _open(self):

@@ -8,21 +8,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanodiff.checkpoint import find_checkpoint, trim_metrics
-from nanodiff.common import (
-    UserError,
-    collective,
-    get_dist,
-    leave_together,
-    make_generator,
-    names_file,
-    print0,
-    write_atomic,
-)
+from nanodiff.common import UserError, collective, get_dist, leave_together, make_generator, print0
 from nanodiff.device import can_compile, environment, peak_flops, peak_memory_gb
+from nanodiff.files import names_file, write_atomic
 from nanodiff.png import encode_png, terminal_preview
-from nanodiff.report import LiveReport
-from nanodiff.tracking import start_wandb
+from nanodiff.training.checkpoint import find_checkpoint, trim_metrics
+from nanodiff.training.tracking import start_wandb
+from nanodiff.web.report import LiveReport
 
 
 def resume_point(run_dir: Path, resume: str) -> Path | None:
@@ -158,7 +150,7 @@ def draw_step(seed: int, step: int, total_batch_size: int, codec, device: torch.
     generator = make_generator(seed, step, device=on)
     uniform = torch.rand(3, total_batch_size, generator=generator, device=on).to(device)
     noise = torch.randn(total_batch_size, *codec.shape, generator=generator, device=on).to(device)
-    eps = torch.randn(noise.shape, generator=generator, device=on).to(device) if codec.draws else None
+    eps = torch.randn(noise.shape, generator=generator, device=on).to(device) if codec.stochastic else None
     return Draw(*uniform, noise, eps)
 
 

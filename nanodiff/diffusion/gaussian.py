@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.gaussian_samplers import SAMPLERS, ddim_reverse_step, ddim_step, ddpm_step, dpmpp_step, full, randn_like
+from nanodiff.diffusion.gaussian_samplers import (
+    SAMPLERS,
+    ddim_reverse_step,
+    ddim_step,
+    ddpm_step,
+    dpmpp_step,
+    full,
+    randn_like,
+)
 
 SCHEDULES = ("linear", "cosine")
 PREDICTIONS = ("eps", "x0", "x_prev", "v")

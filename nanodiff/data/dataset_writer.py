@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, fsync_dir, write_atomic
+from nanodiff.common import UserError, base_dir
+from nanodiff.files import fsync_dir, write_atomic
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set

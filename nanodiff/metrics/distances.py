@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, collective, make_generator, write_atomic
+from nanodiff.common import UserError, collective, make_generator
+from nanodiff.files import write_atomic
 
 
 def class_accuracy(predicted: torch.Tensor, labels: torch.Tensor) -> float:

@@ -15,8 +15,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .common import UserError
-from .safetensors import load_safetensors
+from nanodiff.common import UserError
+from nanodiff.safetensors import load_safetensors
 
 # Of one forward; larger batches are sliced. The SD VAE in fp32 on a CPU: decoding one image of 512 px takes 1.04 GB,
 # 4.2 KB a pixel, so that a slice on a GPU takes about 4 GB, and nothing needs to be cut into tiles. On a CPU one image

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import Progress, UserError, base_dir, collective, get_dist, print0, write_atomic
+from nanodiff.common import Progress, UserError, base_dir, collective, get_dist, print0
+from nanodiff.files import write_atomic
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE_NAME}"

@@ -3,9 +3,9 @@
 import dataclasses
 
 from nanodiff.common import UserError
-from nanodiff.dataset import latents_fault
-from nanodiff.dit import DiTConfig
-from nanodiff.unet import UNetConfig
+from nanodiff.data.dataset import latents_fault
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
 
 MAX_SIZE = 2**20  # of any whole number in a model's config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0, write_atomic
-from nanodiff.dataset import Dataset, open_dataset
-from nanodiff.image_arrays import open_npz
-from nanodiff.image_files import ARCHIVE_ERRORS
-from nanodiff.inception import load_inception
-from nanodiff.judge import get_judge
-from nanodiff.metrics import (
+from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0
+from nanodiff.data.dataset import Dataset, open_dataset
+from nanodiff.data.image_arrays import open_npz
+from nanodiff.data.image_files import ARCHIVE_ERRORS
+from nanodiff.files import write_atomic
+from nanodiff.formats.sample_store import stored_protocol
+from nanodiff.metrics.classifier import get_judge
+from nanodiff.metrics.distances import (
     FeatureStats,
     frechet_distance,
     inception_score,
@@ -28,7 +29,7 @@ from nanodiff.metrics import (
     load_stats,
     precision_recall,
 )
-from nanodiff.sample_store import stored_protocol
+from nanodiff.metrics.inception import load_inception
 
 KEPT = 10_000  # KID, precision and recall look at so many images of a set; 82 MB of Inception's features
 VERSION = 1  # of what is kept beside a set: raise it when the features of an image change

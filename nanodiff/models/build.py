@@ -1,13 +1,13 @@
-"""From settings and a data set to a backbone and a process; nanodiff/loading.py goes the way back."""
+"""From settings and a data set to a backbone and a process; nanodiff/formats/load.py goes the way back."""
 
 import torch
 
-from nanodiff import flow, gaussian
 from nanodiff.common import UserError
-from nanodiff.dit import DiT, DiTConfig
-from nanodiff.flow import FlowMatching
-from nanodiff.gaussian import GaussianDiffusion
-from nanodiff.unet import UNet, UNetConfig
+from nanodiff.diffusion import flow, gaussian
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.models.unet import UNet, UNetConfig
 
 
 def make_process(config: dict, data: dict):

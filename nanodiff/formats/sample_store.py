@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.checkpoint import lock_run
-from nanodiff.common import UserError, fsync_dir, print0, write_atomic
-from nanodiff.dataset_writer import npy_header
+from nanodiff.common import UserError, print0
+from nanodiff.data.dataset_writer import npy_header
+from nanodiff.files import fsync_dir, write_atomic
+from nanodiff.training.checkpoint import lock_run
 
 GRID_IMAGES = 256  # what a grid shows at most; so many of another protocol are dropped without asking
 

@@ -1,7 +1,7 @@
 """A classic DiT in the format of diffusers (github.com/huggingface/diffusers), for its DiTTransformer2DModel."""
 
 from nanodiff.common import UserError
-from nanodiff.dit import DiTConfig
+from nanodiff.models.dit import DiTConfig
 
 KEYS = (  # ours, theirs, replaced in this order; every other part of a name is the same
     (".proj.", ".attn1.to_out.0."),

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.dataset import Relabelled
+from nanodiff.data.dataset import Relabelled
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
 PREFIX = "base_model.model."  # peft's names: this, the module's, and one of these three

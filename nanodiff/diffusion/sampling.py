@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, collective, get_dist, make_generator
-from nanodiff.features import collect_features, image_set, load_network, reference_features
-from nanodiff.guidance import make_denoiser
-from nanodiff.metrics import frechet_distance
+from nanodiff.common import StackedGenerator, UserError, get_dist, make_generator, sum_over_ranks
+from nanodiff.diffusion.guidance import make_denoiser
+from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.metrics.distances import frechet_distance
+from nanodiff.metrics.features import collect_features, image_set, load_network, reference_features
 from nanodiff.png import make_grid
-from nanodiff.timesteps import make_timesteps
 
 
 def conditioning(x0, labels, num_classes: int, low_res_size: int) -> dict:
@@ -31,20 +30,10 @@ def quartile_sums(t, values, process) -> torch.Tensor:
     return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, both)
 
 
-@collective("a sum over ranks")
-def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
-    """The sum over ranks of a CPU tensor, on every rank."""
-    if not dist.is_initialized():
-        return x
-    x = x.to(device)
-    dist.all_reduce(x)
-    return x.cpu()
-
-
 def stored_images(dataset, ids, codec, device, generator=None):
     """x0 (N, C, H, W) and labels (N,) of a data set's images; of latents a sample, by `generator`, or their mean."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
-    eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.draws else None
+    eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.stochastic else None
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
 
 
@@ -194,8 +183,8 @@ class FrechetDistance:
     """
 
     def __init__(self, metric: str, data: str, num_images: int, codec, low_res_size: int, device):
-        if low_res_size or codec.obstacle:
-            raise UserError(f"no {metric} here: {codec.obstacle or 'low_res_size makes it super-resolution'}")
+        if low_res_size or codec.undecodable:
+            raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
         self.num_images, self.network = num_images, load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0, write_atomic
+from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0
 from nanodiff.device import choose_dtype
+from nanodiff.files import write_atomic
 
 MAX_RESOLUTION = 32  # larger images are averaged down to this first, so that judging costs the same for every set
 VERSION = 1  # of the network and its training: raise it when either changes, and kept judges are trained anew

@@ -1,9 +1,9 @@
 """
 One page per run, or one that lays several runs over each other.
 
-    python -m nanodiff.report                     # the run that was written to last: runs/<tag>/report.html
-    python -m nanodiff.report RUN                 # a run by its tag or folder
-    python -m nanodiff.report RUN_A RUN_B ...     # up to eight: runs/compare_RUN_A_RUN_B.html
+    python -m nanodiff.web.report                     # the run that was written to last: runs/<tag>/report.html
+    python -m nanodiff.web.report RUN                 # a run by its tag or folder
+    python -m nanodiff.web.report RUN_A RUN_B ...     # up to eight: runs/compare_RUN_A_RUN_B.html
 
 A page is one file below 5 MB that needs no other and no network. It is made of what lies in the folders of the runs and
 nothing else: config.json, metrics.jsonl, samples/step_*.png, eval_*.json and the names of the checkpoints.
@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanodiff.chart import BINS, Curve, chart, number, smooth
-from nanodiff.checkpoint import list_checkpoints
-from nanodiff.common import UserError, base_dir, brief, write_atomic
-from nanodiff.loading import find_run
+from nanodiff.common import UserError, base_dir, brief
+from nanodiff.files import write_atomic
+from nanodiff.formats.load import find_run
 from nanodiff.png import decode_png, encode_png
+from nanodiff.training.checkpoint import list_checkpoints
+from nanodiff.web.chart import BINS, Curve, chart, number, smooth
 
 MAX_BYTES = 5_000_000
 MAX_RUNS = 8  # on one page: as many as there are colours
@@ -152,7 +153,7 @@ def commands(run: Run) -> dict:
         "Resume": " ".join([f"{where}{launcher} -m scripts.{shlex.quote(Path(script).stem)}", *args]),
         "Sample": f"{where}python -m scripts.sample --run={tag}",
         "Evaluate": f"{where}python -m scripts.base_eval --run={tag} --metric=loss",
-        "Make this page anew": f"{where}python -m nanodiff.report {tag}",
+        "Make this page anew": f"{where}python -m nanodiff.web.report {tag}",
     }
 
 
@@ -311,7 +312,7 @@ def make_page(folders: list[Path]) -> bytes:
 <footer class="muted">A curve of many points is drawn through the least and the greatest value of each of {BINS} parts.
 Smoothed: a running average over 2% of the points. A curve may leave its chart in its first twentieth.</footer>"""
 
-    template = Template((Path(__file__).parent / "report_template.html").read_text(encoding="utf-8"))
+    template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
     rest = len((title + template.template + head + foot).encode("utf-8", "replace"))
     budget = (MAX_BYTES - 100_000 - rest) // len(runs)  # the 100,000 are for the text around the pictures
     strips = "".join(strip(run, name, n, budget) for run, name, n in zip(runs, names, per_step))
@@ -346,7 +347,7 @@ class LiveReport:
         try:
             write_report(self.run_dir)
         except Exception as e:
-            print(f"no report: {type(e).__name__}: {e}; see python -m nanodiff.report {self.run_dir}", flush=True)
+            print(f"no report: {type(e).__name__}: {e}; see python -m nanodiff.web.report {self.run_dir}", flush=True)
         self.due = start + 100 * (time.monotonic() - start)  # of a long metrics.jsonl it takes seconds
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
-from nanodiff.dataset_writer import DTYPES, FORMAT, SPLITS, DatasetWriter, data_dir, is_name, npy_header
-from nanodiff.shapes import CLASS_NAMES, draw_split
+from nanodiff.data.dataset_writer import DTYPES, FORMAT, SPLITS, DatasetWriter, data_dir, is_name, npy_header
+from nanodiff.data.shapes import CLASS_NAMES, draw_split
 
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # drawn on first use: name -> resolution
 

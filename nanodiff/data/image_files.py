@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
-from nanodiff.image_decode import MAX_FILE_BYTES, decode_all, import_pillow
+from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there

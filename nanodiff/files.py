@@ -1,0 +1,152 @@
+"""Files that survive a kill: written aside, fsynced, renamed; locked; downloaded; and read without trusting them."""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import os
+import shutil
+import tempfile
+import urllib.request
+import warnings
+from pathlib import Path
+
+import torch
+
+from nanodiff.common import Progress, UserError, print0
+
+
+def fsync_dir(path: Path) -> None:
+    """Make a rename within a folder survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def names_file(path: str | Path):
+    """Add the file's name to an OSError raised inside: a failed write does not carry it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path):
+    """`with writing(path) as file:` a binary file that takes the name `path` only when all of it is on the disk."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with names_file(path), os.fdopen(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_atomic(path: Path, *parts) -> None:
+    """Write bytes, one part after the other: the whole file or nothing."""
+    with writing(path) as file:
+        for part in parts:
+            file.write(part)
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Rename a finished folder to its final name, replacing what is there; a kill leaves the old one or the new one."""
+    temporary.chmod(0o755)
+    fsync_dir(temporary)
+    old = None
+    if final.exists():
+        old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-"))
+        os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        if old:
+            os.rename(old, final)
+        raise
+    fsync_dir(final.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False):
+    """Lock `path`, creating it, until the returned file is closed or the process dies.
+
+    Raises UserError with the line `busy` where another process holds it (unless `wait`), and naming `hint`, the setting
+    to change, where its folder cannot be written to. A file system without locks is not an error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}; see {hint}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        raise UserError(busy) from None
+    except OSError:
+        pass
+    return file
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) -> None:
+    """Fetch a published file to `path`, whole and verified. The UserError ends with `otherwise`: what to do."""
+    print0(f"downloading {url} ({num_bytes / 1e6:.0f} MB, once)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    try:
+        with (
+            urllib.request.urlopen(url, timeout=60) as response,
+            writing(path) as file,
+            Progress(num_bytes, "bytes", "downloading") as bar,
+        ):
+            while part := response.read(min(2**20, num_bytes + 1 - bar.done)):
+                digest.update(part)
+                file.write(part)
+                bar.update(len(part))
+            if (bar.done, digest.hexdigest()) != (num_bytes, sha256):
+                raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {digest.hexdigest()}, expected {sha256}")
+    except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+        raise UserError(f"could not download {url}: {error}; {otherwise}") from None
+
+
+def check_fields(record, source, **kinds) -> None:
+    """Raises UserError unless `record`, read from the file `source`, is a dict with these keys, each of this type."""
+    for key, kind in kinds.items():
+        value = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{source}: {key!r} is missing or not a {kind.__name__}")
+
+
+def load_tensors(path: Path, device="cpu"):
+    """The one torch.load of the package: tensors and plain containers, never code. Raises UserError for anything else.
+
+    Meta's training checkpoints also hold an argparse.Namespace, a class without code of its own.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unusual pickle protocols: what matters is whether it loads
+            return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}") from None
+    except Exception as error:  # pickle, zip and torch each raise their own kinds
+        # The first sentence says what was refused; torch's next ones explain how to load it all the same
+        first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
+        reason = f"{type(error).__name__}: {first}".rstrip(": ")
+        raise UserError(f"{path} cannot be loaded safely as tensors: {reason}") from error
