@@ -23,12 +23,13 @@ from nanodiff.common import Progress, UserError, brief, get_dist, leave_together
 from nanodiff.data.dataset import Relabelled, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.diffusion.sampling import ModelSamples, bits_per_dim, validation_loss
+from nanodiff.diffusion.sampling import bits_per_dim, validation_loss
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics.distances import class_accuracy, load_stats, save_stats
 from nanodiff.metrics.features import (
     Features,
+    ModelSamples,
     SampleFile,
     collect_features,
     compare,

@@ -23,17 +23,11 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import choose_dtype, device_name, init_device, peak_flops
 from nanodiff.diffusion.guidance import drop_labels
-from nanodiff.diffusion.sampling import (
-    FrechetDistance,
-    bits_per_dim,
-    conditioning,
-    quartile_sums,
-    sample_grid,
-    validation_loss,
-)
+from nanodiff.diffusion.sampling import bits_per_dim, conditioning, quartile_sums, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_weights
+from nanodiff.metrics.features import FrechetDistance
 from nanodiff.models.build import build_model, check_settings, choose_sampler, make_model_config, make_process
 from nanodiff.training.amp import LossScaler
 from nanodiff.training.checkpoint import load_meta, lock_run, save_checkpoint

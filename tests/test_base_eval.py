@@ -15,7 +15,6 @@ from nanodiff.data.dataloader import to_model_range
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.dataset_writer import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
-from nanodiff.diffusion import sampling as evaluation
 from nanodiff.metrics import classifier as judge
 from nanodiff.metrics import features
 from nanodiff.metrics.inception import Inception
@@ -98,7 +97,7 @@ def test_class_accuracy_counts_what_is_right(run_dir, run_script, monkeypatch, r
         return torch.zeros(len(images), 1), torch.nn.functional.one_hot(images[:, 0, 0, 0].long(), 16)
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
-    monkeypatch.setattr(evaluation, "sample_images", paint)
+    monkeypatch.setattr(features, "sample_images", paint)
     monkeypatch.setattr(features, "get_judge", lambda *args: reader)
     result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=16")
     assert result["class_accuracy"] == right / 8
@@ -254,7 +253,7 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
         return torch.zeros(len(pictures), 1), torch.nn.functional.one_hot(named[pictures[:, 0, 0, 0].long()], 16)
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
-    monkeypatch.setattr(evaluation, "sample_images", paint)
+    monkeypatch.setattr(features, "sample_images", paint)
     monkeypatch.setattr(features, "get_judge", lambda *args: reader)
     for shift, name in enumerate(("turned", "more")):
         named = torch.tensor([CLASS_NAMES[::-1].index(name) for name in CLASS_NAMES]) + shift

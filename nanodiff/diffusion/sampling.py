@@ -1,17 +1,12 @@
-"""What base_train, lora_train, sample and base_eval ask of a model: its loss, its samples, how real these are."""
-
-import math
-from dataclasses import dataclass
+"""What base_train, lora_train, sample and base_eval ask of a model: its loss, its samples."""
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, get_dist, make_generator, sum_over_ranks
+from nanodiff.common import StackedGenerator, get_dist, make_generator, sum_over_ranks
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.metrics.distances import frechet_distance
-from nanodiff.metrics.features import collect_features, image_set, load_network, reference_features
 from nanodiff.png import make_grid
 
 
@@ -123,80 +118,6 @@ def network_evaluations(model, process, steps, sampler, weak_model=None, **guida
     denoiser = make_denoiser(stand_in, y, weak_model=weak_model and stand_in, **guidance)
     process.sample(denoiser, torch.zeros(1, model.config.in_channels, 1, 1), steps, sampler)
     return sum(num_images)
-
-
-@dataclass
-class ModelSamples:
-    """Samples of a model by their numbers, as if they were in a file: drawn when they are looked at, and not kept.
-
-    Sample i is the one that scripts/sample.py draws: a function of (seed, i) and its class, the classes coming in turn.
-    """
-
-    model: torch.nn.Module
-    process: object
-    codec: object
-    seed: int
-    steps: int
-    sampler: str
-    cfg_scale: float
-    device: torch.device
-    autocast: object
-
-    def __post_init__(self):
-        self.num_classes = self.model.config.num_classes
-        self.guidance = {"cfg_scale": self.cfg_scale if self.num_classes else 1.0}
-        self.codec.keep_loaded()
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of the pixels."""
-        c, h, w = self.codec.shape
-        factor = self.codec.facts.get("latents", {}).get("downsample", 0)
-        return (3, h * factor, w * factor) if factor else (c, h, w)
-
-    @property
-    def protocol(self) -> dict:
-        """How they are drawn."""
-        evaluations = network_evaluations(self.model, self.process, self.steps, self.sampler, **self.guidance)
-        drawn = {"sampler": self.sampler, "steps": self.steps, "network_evaluations": evaluations} | self.guidance
-        rounding = "round(127.5 (x + 1)), clamped to 0..255"
-        return drawn | {"classes": "all, balanced", "seed": self.seed, "rounding": rounding}
-
-    def labels(self, ids) -> torch.Tensor:
-        """(n,) numbers -> (n,) int64; zeros where the model has no classes."""
-        return torch.as_tensor(ids) % max(self.num_classes, 1)
-
-    def images(self, ids) -> torch.Tensor:
-        """(n,) numbers -> (n, C, H, W) uint8 on the CPU."""
-        cond = {"y": self.labels(ids)} if self.num_classes else {}
-        seeds = [(self.seed << 32) + int(i) for i in ids]
-        how = self.steps, self.sampler, len(ids), self.device, self.autocast
-        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, *how, **self.guidance)
-        return self.codec.to_pixels(x0)
-
-
-class FrechetDistance:
-    """How far a model in training is: "fid" or "fd_classifier", as base_eval finds it, to the images of the set `data`.
-
-    The network and what is known of the images are opened here, by all ranks, and made where they are not there.
-    Raises UserError where they cannot be had, or samples have no pixels to look at.
-    """
-
-    def __init__(self, metric: str, data: str, num_images: int, codec, low_res_size: int, device):
-        if low_res_size or codec.undecodable:
-            raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
-        self.num_images, self.network = num_images, load_network(metric, data, device)
-        self.reference = reference_features(image_set(data, "train"), self.network)
-
-    def measure(
-        self, model, process, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
-    ) -> float:
-        """The distance of samples of seed 0, drawn by all ranks; on the first rank, NaN on the others."""
-        samples = ModelSamples(model, process, codec, 0, steps, sampler, cfg_scale, device, autocast)
-        found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
-        if found is None:
-            return math.nan
-        return frechet_distance(found.mu, found.sigma, self.reference.mu, self.reference.sigma)
 
 
 def sample_grid(

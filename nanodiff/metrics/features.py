@@ -6,6 +6,7 @@ A network is Inception, for the FID, or a Judge: `name`, `num_features`, and fea
 import hashlib
 import io
 import json
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from nanodiff.common import Progress, UserError, collective, get_dist, make_gene
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.image_arrays import open_npz
 from nanodiff.data.image_files import ARCHIVE_ERRORS
+from nanodiff.diffusion.sampling import network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.sample_store import stored_protocol
 from nanodiff.metrics.classifier import get_judge
@@ -90,6 +92,56 @@ class SampleFile:
         except ARCHIVE_ERRORS as error:
             raise UserError(f"{self.path} is damaged: {error}") from None
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
+
+
+@dataclass
+class ModelSamples:
+    """Samples of a model by their numbers, as if they were in a file: drawn when they are looked at, and not kept.
+
+    Sample i is the one that scripts/sample.py draws: a function of (seed, i) and its class, the classes coming in turn.
+    """
+
+    model: torch.nn.Module
+    process: object
+    codec: object
+    seed: int
+    steps: int
+    sampler: str
+    cfg_scale: float
+    device: torch.device
+    autocast: object
+
+    def __post_init__(self):
+        self.num_classes = self.model.config.num_classes
+        self.guidance = {"cfg_scale": self.cfg_scale if self.num_classes else 1.0}
+        self.codec.keep_loaded()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the pixels."""
+        c, h, w = self.codec.shape
+        factor = self.codec.facts.get("latents", {}).get("downsample", 0)
+        return (3, h * factor, w * factor) if factor else (c, h, w)
+
+    @property
+    def protocol(self) -> dict:
+        """How they are drawn."""
+        evaluations = network_evaluations(self.model, self.process, self.steps, self.sampler, **self.guidance)
+        drawn = {"sampler": self.sampler, "steps": self.steps, "network_evaluations": evaluations} | self.guidance
+        rounding = "round(127.5 (x + 1)), clamped to 0..255"
+        return drawn | {"classes": "all, balanced", "seed": self.seed, "rounding": rounding}
+
+    def labels(self, ids) -> torch.Tensor:
+        """(n,) numbers -> (n,) int64; zeros where the model has no classes."""
+        return torch.as_tensor(ids) % max(self.num_classes, 1)
+
+    def images(self, ids) -> torch.Tensor:
+        """(n,) numbers -> (n, C, H, W) uint8 on the CPU."""
+        cond = {"y": self.labels(ids)} if self.num_classes else {}
+        seeds = [(self.seed << 32) + int(i) for i in ids]
+        how = self.steps, self.sampler, len(ids), self.device, self.autocast
+        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, *how, **self.guidance)
+        return self.codec.to_pixels(x0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,3 +256,27 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     if metric == "fid":
         result["inception_score"], result["inception_score_std"] = inception_score(samples.logits)
     return result
+
+
+class FrechetDistance:
+    """How far a model in training is: "fid" or "fd_classifier", as base_eval finds it, to the images of the set `data`.
+
+    The network and what is known of the images are opened here, by all ranks, and made where they are not there.
+    Raises UserError where they cannot be had, or samples have no pixels to look at.
+    """
+
+    def __init__(self, metric: str, data: str, num_images: int, codec, low_res_size: int, device):
+        if low_res_size or codec.undecodable:
+            raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
+        self.num_images, self.network = num_images, load_network(metric, data, device)
+        self.reference = reference_features(image_set(data, "train"), self.network)
+
+    def measure(
+        self, model, process, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
+    ) -> float:
+        """The distance of samples of seed 0, drawn by all ranks; on the first rank, NaN on the others."""
+        samples = ModelSamples(model, process, codec, 0, steps, sampler, cfg_scale, device, autocast)
+        found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
+        if found is None:
+            return math.nan
+        return frechet_distance(found.mu, found.sigma, self.reference.mu, self.reference.sigma)
