@@ -1,6 +1,7 @@
 """Shared by the tests: a base folder of their own, and scripts run within this process or as a user would run them."""
 
 import gc
+import json
 import os
 import runpy
 import signal
@@ -12,6 +13,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on a busy machine its threads wait for each other
+
+
+def golden(name):
+    """Figures of a published implementation: the JSON of tests/golden/`name`, whose README says what they are."""
+    return json.loads((ROOT / "tests" / "golden" / name).read_text())
 
 
 @pytest.fixture

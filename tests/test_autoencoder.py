@@ -8,20 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import golden
 
 from nanodiff.common import UserError
 from nanodiff.models import autoencoder
 from nanodiff.models.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
 from nanodiff.safetensors import save_safetensors
 
-SHARED = Path(__file__).parents[2] / "shared"
-
-
-def golden(name):
-    path = SHARED / "golden" / name
-    if not path.is_file():
-        pytest.skip(f"{path.name}: golden figures are not on this machine")
-    return json.loads(path.read_text())
+PUBLISHED_TAESD = Path(__file__).parents[2] / "shared" / "data" / "taef2_encoder.pth"
 
 
 def wave(shape, i=0, scale=1.0):
@@ -106,7 +100,7 @@ def test_autoencoder_kl_equals_diffusers(tmp_path):
 
 
 def test_tiny_autoencoder_equals_taesd():
-    figures, weights = golden("taef2.json"), SHARED / "data" / "taef2_encoder.pth"
+    figures, weights = golden("taef2.json"), PUBLISHED_TAESD
     if not weights.is_file():
         pytest.skip("taef2_encoder.pth: the published weights are not on this machine")
     ae = open_autoencoder(weights)

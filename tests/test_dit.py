@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -16,9 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanodiff.common import UserError
 from nanodiff.models.dit import DiT, DiTConfig, from_meta, rope_table, sincos_table, timestep_embedding, to_meta
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "dit.json"
-golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else None
-needs_golden = pytest.mark.skipif(golden is None, reason=f"published figures not found: {GOLDEN}")
+golden = conftest.golden("dit.json")
 both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
 SMALL = {
     "image_size": 8, "in_channels": 3, "out_channels": 3, "patch_size": 2, "width": 64, "depth": 2, "heads": 2,
@@ -79,13 +78,11 @@ def assert_golden(out, figures):
 # The published DiT
 
 
-@needs_golden
 def test_forward_is_the_published_forward():
     x, t, y = wave((4, 4, 8, 8), 0, 1), torch.tensor(golden["inputs"]["t"]), torch.tensor(golden["inputs"]["y"])
     assert_golden(published_model()(x, t, y), golden["forward"])
 
 
-@needs_golden
 @pytest.mark.parametrize("wrap", [lambda sd: sd, lambda sd: {"model": {}, "ema": sd, "opt": {}, "args": None}])
 def test_published_config_is_inferred(wrap):
     c = golden["config"]
@@ -95,7 +92,6 @@ def test_published_config_is_inferred(wrap):
     )
 
 
-@needs_golden
 def test_export_has_the_published_names_order_and_values():
     sd = published_state_dict()
     config, ours = from_meta(sd, heads=4)

@@ -1,9 +1,8 @@
 """Gaussian diffusion against the figures of OpenAI's improved-diffusion."""
 
-import json
 import math
-from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -11,9 +10,7 @@ import torch
 from nanodiff.diffusion.gaussian import GaussianDiffusion, space_timesteps
 from nanodiff.diffusion.gaussian_samplers import ddim_reverse_step, ddim_step, ddpm_step
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="published figures ../shared/golden/gaussian.json absent")
-golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+golden = conftest.golden("gaussian.json")
 SHAPE = (4, 3, 4, 4)
 
 
@@ -51,7 +48,6 @@ def assert_figure(x, figure):
     np.testing.assert_allclose([flat.mean(), np.sqrt((flat**2).mean())], [figure["mean"], figure["rms"]], rtol=1e-5)
 
 
-@needs_golden
 @pytest.mark.parametrize("name", ["linear-1000", "linear-4000", "cosine-1000", "cosine-4000"])
 def test_published_schedules(name):
     schedule, T = name.split("-")[0], int(name.split("-")[1])
@@ -63,7 +59,6 @@ def test_published_schedules(name):
         np.testing.assert_allclose(getattr(process, table)[rows], values, rtol=1e-9, err_msg=table)
 
 
-@needs_golden
 def test_published_respacing():
     for key, figure in golden["respacing"].items():
         T, spec = key.split(":")
@@ -74,10 +69,9 @@ def test_published_respacing():
         ), key  # fmt: skip
 
 
-@needs_golden
 @pytest.mark.parametrize(
     "row",
-    golden["losses"]["rows"] if golden else [],
+    golden["losses"]["rows"],
     ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}",
 )
 def test_published_losses(row):
@@ -100,7 +94,6 @@ def published():
     return process, toy_model(learned=True)
 
 
-@needs_golden
 def test_published_steps(published):
     process, model = published
     figures = golden["steps"]
@@ -115,7 +108,6 @@ def test_published_steps(published):
     assert_figure(ddim_reverse_step(process, model, x_t, t)[0], figures["ddim_reverse"])
 
 
-@needs_golden
 def test_published_loops(published):
     process, model = published
     noise = wave(SHAPE, 2, 1)
@@ -124,7 +116,6 @@ def test_published_loops(published):
     assert_figure(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
 
 
-@needs_golden
 def test_sampling_respaces_to_the_published_process(published):
     model = published[1]
     full = GaussianDiffusion("linear", 1000, "eps", "learned_range", rescale_timesteps=True)
@@ -133,7 +124,6 @@ def test_sampling_respaces_to_the_published_process(published):
         assert_figure(full.sample(model, noise, steps, "ddim"), golden["steps"]["ddim_sample_loop"])
 
 
-@needs_golden
 def test_published_bits_per_dim(published):
     process, model = published
     bpd, figures = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), WaveNoise()), golden["steps"]["bits_per_dim"]

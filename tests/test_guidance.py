@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_dit import assert_golden, build, golden, inputs, needs_golden, published_model, wave
+from test_dit import assert_golden, build, golden, inputs, published_model, wave
 
 from nanodiff.common import UserError
 from nanodiff.diffusion.guidance import drop_labels, make_denoiser
@@ -21,7 +21,6 @@ class Counted:
         return self.model(x_t, t, y, **cond)
 
 
-@needs_golden
 def test_published_forward_with_cfg():
     """The published function returns [guided 3, rest of each half]; ours the class's half of it."""
     model, figures = published_model(), golden["forward_with_cfg"]

@@ -1,10 +1,9 @@
 """The FID network equals the published one's figures, and resizes as TensorFlow 1 does; its weights are checked."""
 
 import hashlib
-import json
 import urllib.error
-from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -13,9 +12,6 @@ from nanodiff.common import UserError
 from nanodiff.metrics import inception
 from nanodiff.metrics.inception import Inception, load_inception, resize
 
-GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "inception.json"
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no figures of torch-fidelity at {GOLDEN}")
-
 
 def wave(shape, i, scale, salt):
     return (scale * np.sin(0.37 * np.arange(np.prod(shape, dtype=int)) + 1.7 * i + salt)).reshape(shape)
@@ -23,7 +19,7 @@ def wave(shape, i, scale, salt):
 
 @pytest.fixture(scope="module")
 def golden():
-    return json.loads(GOLDEN.read_text())
+    return conftest.golden("inception.json")
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +38,12 @@ def weights(golden):
     return out
 
 
-@needs_golden
 def test_parameters_are_named_as_published(golden):
     ours = {name: list(value.shape) for name, value in Inception().state_dict().items()}
     assert ours == dict(golden["parameters"])
 
 
 @pytest.mark.slow
-@needs_golden
 @pytest.mark.parametrize("size", [32, 64])
 def test_layers_equal_torch_fidelity(golden, weights, size):
     model = Inception().eval()

@@ -1,21 +1,19 @@
 """Timestep samplers: distributions, unbiasedness, the published figures, the same history on every rank."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
 from nanodiff.diffusion.timesteps import make_timesteps
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "gaussian.json"
 FLOW = SimpleNamespace(num_timesteps=0)  # all that a sampler asks of a process
 
 
@@ -62,10 +60,8 @@ def test_logit_normal_quantiles(mean, std):
 
 
 def test_second_moment_equals_the_published():
-    if not GOLDEN.exists():
-        pytest.skip("published figures ../shared/golden/gaussian.json absent")
-    golden = json.loads(GOLDEN.read_text())
-    figure, salt = golden["loss_second_moment"], golden["salt"]
+    figures = golden("gaussian.json")
+    figure, salt = figures["loss_second_moment"], figures["salt"]
     feed_t = torch.arange(25) % 6
     feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
     for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches

@@ -3,8 +3,8 @@
 import copy
 import json
 from dataclasses import asdict
-from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -21,9 +21,7 @@ from nanodiff.models.unet import (
     timestep_embedding,
 )
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "unet.json"
-golden = json.loads(GOLDEN.read_text())["cases"] if GOLDEN.exists() else []
-needs_golden = pytest.mark.skipif(not golden, reason=f"published figures not found: {GOLDEN}")
+golden = conftest.golden("unet.json")["cases"]
 SMALL = {"image_size": 16, "model_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "num_classes": 10}
 
 
@@ -56,7 +54,6 @@ def published_state_dict(case):
     return state_dict
 
 
-@needs_golden
 @pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
 def test_published_weights_and_outputs(case):
     """The config is read from the state dict, its weights load strictly, and the outputs are the published ones."""
