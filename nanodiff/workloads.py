@@ -21,9 +21,10 @@ from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
 from nanodiff.device import choose_dtype
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.sampling import sample_images
+from nanodiff.diffusion.process import choose_sampler
+from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.build import build_model, choose_sampler
+from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.training.amp import LossScaler
@@ -148,10 +149,11 @@ def sample(spec: dict, device: torch.device):
     sampler = choose_sampler(process, spec["sampler"], spec["sample_steps"])
     labels = next(batches)[1].cpu()
     cond, cfg_scale = ({"y": labels}, spec["cfg_scale"]) if codec.facts["num_classes"] else ({}, 1.0)
-    how = codec.shape, spec["sample_steps"], sampler, len(labels), device, autocast
+    settings = SampleSettings(spec["sample_steps"], sampler, cfg_scale)
 
     def step():
-        sample_images(model, process, range(len(labels)), cond, *how, cfg_scale=cfg_scale)
+        with autocast:
+            sample_images(model, process, range(len(labels)), cond, codec.shape, settings, len(labels))
 
     return step, {}, {"sampler": sampler}
 

@@ -23,7 +23,8 @@ from nanodiff.common import Progress, UserError, brief, get_dist, leave_together
 from nanodiff.data.dataset import Relabelled, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.diffusion.sampling import bits_per_dim, validation_loss
+from nanodiff.diffusion.process import choose_sampler
+from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics.distances import class_accuracy, load_stats, save_stats
@@ -37,7 +38,6 @@ from nanodiff.metrics.features import (
     load_network,
     reference_features,
 )
-from nanodiff.models.build import choose_sampler
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -102,21 +102,17 @@ if metric in ("loss", "bpd"):
 # Evaluate
 
 if metric == "loss":
-    mean, quarters = validation_loss(
-        loaded.model, loaded.process, dataset, num_images, seed, codec, batch_size, device, autocast, low_res_size
-    )
-    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # of few images some are NaN
+    with autocast:
+        mean, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
+    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q is not None}
 
 elif metric == "bpd":
     if not loaded.process.num_timesteps:
         raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
-    with Progress(num_images, "images", "bits/dim") as bar:
-        terms = bits_per_dim(
-            loaded.model, loaded.process, dataset, num_images, codec, batch_size, device, autocast, low_res_size,
-            bar.update,
-        )  # fmt: skip
+    with Progress(num_images, "images", "bits/dim") as bar, autocast:
+        terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size, bar.update)
     result |= {"timesteps": loaded.process.num_timesteps}
     result |= {key: value for key, value in terms.items() if key.endswith("bpd")}
     if rank == 0 and loaded.run_dir:
@@ -145,7 +141,8 @@ else:
         if low_res_size or codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable or f'{source} is a super-resolution model'}")
         guidance = cfg_scale if loaded.has_null_class else 1.0
-        judged = ModelSamples(loaded.model, loaded.process, codec, seed, steps, sampler, guidance, device, autocast)
+        settings = SampleSettings(steps, sampler, guidance)
+        judged = ModelSamples(loaded.model, loaded.process, codec, settings, seed)
         num_images = num_images or 400
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype)[6:]}
     result |= judged.protocol | {"num_images": num_images}
@@ -175,7 +172,8 @@ else:
         few = f"{num_images:,} images for {network.num_features:,} features"
         print0(f"note: {few}: the distance is biased upwards, comparable only with others of {num_images:,}")
 
-    found = collect_features(judged.images, num_images, network, batch_size, "samples")
+    with autocast:
+        found = collect_features(judged.images, num_images, network, batch_size, "samples")
     if rank == 0 and metric != "class_accuracy":
         result |= compare(metric, found, known)
     if rank == 0 and metric != "fid" and judged.num_classes:

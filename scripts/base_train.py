@@ -23,12 +23,20 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import choose_dtype, device_name, init_device, peak_flops
 from nanodiff.diffusion.guidance import drop_labels
-from nanodiff.diffusion.sampling import bits_per_dim, conditioning, quartile_sums, sample_grid, validation_loss
+from nanodiff.diffusion.process import choose_sampler, make_process
+from nanodiff.diffusion.sampling import (
+    SampleSettings,
+    bits_per_dim,
+    conditioning,
+    quartile_sums,
+    sample_grid,
+    validation_loss,
+)
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_weights
 from nanodiff.metrics.features import FrechetDistance
-from nanodiff.models.build import build_model, check_settings, choose_sampler, make_model_config, make_process
+from nanodiff.models.build import build_model, check_settings, make_model_config
 from nanodiff.training.amp import LossScaler
 from nanodiff.training.checkpoint import load_meta, lock_run, save_checkpoint
 from nanodiff.training.ema import EMA
@@ -79,11 +87,11 @@ use_scale_shift_norm = True  # the UNet takes t as scale and shift of a norm, ra
 dropout = 0.0  # [0, 1): of the UNet
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # Process
-objective = "flow"  # flow|eps|x0|v: flow matching, or a Gaussian diffusion whose network predicts this
+objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: flow matching, or a Gaussian diffusion whose network predicts this
 flow_prediction = "v"  # v|x0: what the network puts out under flow matching; the loss is on v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: of the Gaussian diffusion
-variance = "fixed_small"  # fixed_small|fixed_large|learned_range: of its reverse steps
+variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: of its reverse steps
 loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is the hybrid loss
 rescale_timesteps = True  # the network sees t in [0, 1000) whatever num_timesteps is
 timesteps = "auto"  # auto|uniform|logit-normal|loss-second-moment: which t to train on; auto = logit-normal for flow
@@ -168,7 +176,7 @@ epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
 
 timestep_sampler = make_timesteps(
-    ("logit-normal" if objective == "flow" else "uniform") if timesteps == "auto" else timesteps, process
+    ("logit-normal" if objective.startswith("flow") else "uniform") if timesteps == "auto" else timesteps, process
 )
 optim = make_optimizer(model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(beta1, beta2))
 ema = EMA(model, ema_rates, ramp=ema_ramp)
@@ -182,7 +190,7 @@ if device_batch_size == 0:
         )
         x0 = noise = torch.randn(n, *codec.shape, device=device)
         with autocast:
-            loss = process.losses(model, x0, t, noise, **conditioning(x0, y, num_classes, low_res_size))["loss"]
+            loss = process.losses(model, x0, t, noise, **conditioning(model_config, x0, y))["loss"]
         loss.mean().backward()
 
     device_batch_size = largest_batch(forward_backward, total_batch_size // world, optim.zero_grad)
@@ -191,7 +199,7 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 sampler = choose_sampler(process, sampler, sample_steps)
 if bpd_every >= 0 and (not process.num_timesteps or facts["kind"] != "images"):
     raise UserError(f"bpd_every={bpd_every} wants a Gaussian diffusion (objective eps, x0 or v) of pixels; -1 = never")
-frechet = FrechetDistance(fid_metric, data, fid_images, codec, low_res_size, device) if fid_every >= 0 else None
+frechet = FrechetDistance(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
@@ -225,10 +233,8 @@ loop["wandb_id"] = log.wandb_id
 # The loop
 
 model = compiled(raw_model, device) if compile else raw_model
-evaluation = dict(
-    codec=codec, device=device, autocast=autocast, batch_size=device_batch_size, low_res_size=low_res_size
-)
 guidance = cfg_scale if label_drop else 1.0  # a model that never went without labels has no null class to guide from
+settings = SampleSettings(sample_steps, sampler, guidance)
 loader = DataLoader(train_set, device_batch_size, total_batch_size, rank, world, seed, start_step=step, device=device)
 images, labels = next(loader)  # (B, C, H, W) uint8, (B,) int64
 stop = StopSignal()
@@ -256,20 +262,22 @@ while True:
     # Validation loss, of the raw weights and of their average
     if due(eval_every) and not stopping:
         raw_model.eval()
-        val_loss, _ = validation_loss(model, process, val_set, eval_images, seed=seed, **evaluation)
-        with ema.applied():
-            val_loss_ema, quarters = validation_loss(model, process, val_set, eval_images, seed=seed, **evaluation)
+        evaluation = process, val_set, codec, eval_images, device_batch_size, seed
+        with autocast:
+            val_loss, _ = validation_loss(model, *evaluation)
+            with ema.applied():
+                val_loss_ema, quarters = validation_loss(model, *evaluation)
         raw_model.train()
-        by_t = " ".join(f"{q:.4f}" for q in quarters)
+        by_t = " ".join("-" if q is None else f"{q:.4f}" for q in quarters)
         print0(f"step {step:05d} | val loss {val_loss:.4f} | of the average {val_loss_ema:.4f}, by quarter of t {by_t}")
-        line = {f"val/loss_q{i}": q for i, q in enumerate(quarters) if q == q}  # NaN: no image
+        line = {f"val/loss_q{i}": q for i, q in enumerate(quarters) if q is not None}
         log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | line)
 
     # Bits/dim, of the average
     if due(bpd_every) and not stopping:
         raw_model.eval()
-        with ema.applied():
-            bpd = bits_per_dim(raw_model, process, val_set, bpd_images, **evaluation)["total_bpd"]
+        with ema.applied(), autocast:
+            bpd = bits_per_dim(raw_model, process, val_set, codec, bpd_images, device_batch_size)["total_bpd"]
         raw_model.train()
         print0(f"step {step:05d} | {bpd:.4f} bits/dim")
         log.metrics({"step": step, "val/bpd": bpd})
@@ -277,8 +285,8 @@ while True:
     # Frechet distance of samples to the training images, of the average
     if due(fid_every) and not stopping:
         raw_model.eval()
-        with ema.applied():
-            distance = frechet.measure(raw_model, process, sample_steps, sampler, guidance, **evaluation)
+        with ema.applied(), autocast:
+            distance = frechet.measure(raw_model, process, codec, settings, device_batch_size)
         raw_model.train()
         print0(f"step {step:05d} | {fid_metric} {distance:.3f} of {fid_images:,} samples")
         log.metrics({"step": step, f"val/{fid_metric}": distance})
@@ -286,8 +294,8 @@ while True:
     # A grid of samples with fixed noise and classes; the other ranks go on and wait in the next step
     if due(sample_every) and not stopping and rank == 0:
         raw_model.eval()
-        with ema.applied():
-            grid = sample_grid(raw_model, process, val_set, sample_steps, sampler, guidance, **evaluation)
+        with ema.applied(), autocast:
+            grid = sample_grid(raw_model, process, val_set, codec, settings, device_batch_size)
         raw_model.train()
         log.grid(grid, step)
     log.report(last=bool(stopping) or due(0))
@@ -309,7 +317,7 @@ while True:
         y = drop_labels(labels, draw.u_drop[rows], label_drop, num_classes)
         if dropout:
             torch.manual_seed(make_generator(seed, step, first).initial_seed())
-        cond = conditioning(x0, y, num_classes, low_res_size)
+        cond = conditioning(model_config, x0, y)
         with autocast:
             terms = process.losses(model, x0, t[rows], draw.noise[rows], **cond)
         terms["loss"] = terms["loss"] * t_weight[rows]  # (B,)

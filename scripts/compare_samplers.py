@@ -20,12 +20,12 @@ from nanodiff.common import Progress, UserError, get_dist
 from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.diffusion.sampling import network_evaluations, sample_images
+from nanodiff.diffusion.process import choose_sampler
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics.distances import class_accuracy
 from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
-from nanodiff.models.build import choose_sampler, samplers_of
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -58,7 +58,7 @@ codec = load_codec(loaded.data, device, autoencoder)
 if loaded.config["low_res_size"] or codec.undecodable:
     raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
 codec.keep_loaded()
-names = samplers_of(process) if samplers == "auto" else samplers.split(",")
+names = list(process.samplers) if samplers == "auto" else samplers.split(",")
 if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
 # More steps than a Gaussian diffusion has timesteps there are not
@@ -83,9 +83,9 @@ def draw(ids, sampler, count) -> torch.Tensor:
     ids = torch.as_tensor(ids)
     cond = {"y": ids % loaded.num_classes} if loaded.num_classes else {}
     seeds = [(seed << 32) + i for i in ids.tolist()]
-    return sample_images(
-        model, process, seeds, cond, codec.shape, count, sampler, batch_size, device, autocast, **guidance
-    ).float()
+    settings = SampleSettings(count, sampler, **guidance)
+    with autocast:
+        return sample_images(model, process, seeds, cond, codec.shape, settings, batch_size).float()
 
 
 few = np.arange(error_images)
@@ -96,7 +96,7 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
     rows = []
     for sampler, count in plan:
         row = {"sampler": sampler, "steps": count}
-        row["evaluations"] = network_evaluations(model, process, count, sampler)
+        row["evaluations"] = network_evaluations(model, process, SampleSettings(count, sampler))
         stochastic = sampler in ("sde", "ddpm")
         row["error"] = None if stochastic else float((draw(few, sampler, count) - reference).square().mean().sqrt())
         if num_images:

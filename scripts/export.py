@@ -52,7 +52,7 @@ if form == "improved_diffusion":
     state_dict = to_improved_diffusion(state_dict, model_config)
 elif form != "safetensors":
     if arch != "dit_classic" or not model_config.num_classes or model_config.low_res:
-        given = f"a {arch} with {model_config.num_classes or 'no'} classes{', low_res' * model_config.low_res}"
+        given = f"a {arch} with {model_config.num_classes or 'no'} classes{', low_res' * bool(model_config.low_res)}"
         raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {loaded.source} is {given}")
     if form == "meta":
         state_dict = to_meta(state_dict, model_config)

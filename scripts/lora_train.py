@@ -25,11 +25,12 @@ from nanodiff.data.latents import check_same_data, load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.guidance import drop_labels
-from nanodiff.diffusion.sampling import conditioning, quartile_sums, sample_grid
+from nanodiff.diffusion.process import choose_sampler
+from nanodiff.diffusion.sampling import SampleSettings, conditioning, quartile_sums, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run, load_weights
-from nanodiff.models.build import check_settings, choose_sampler
+from nanodiff.models.build import check_settings
 from nanodiff.models.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
 from nanodiff.training import run as training
 from nanodiff.training.amp import LossScaler
@@ -195,8 +196,10 @@ while True:
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
 
     if due(sample_every) and not stopping and ddp_rank == 0:
-        evaluation = dict(batch_size=device_batch_size, device=device, autocast=autocast, low_res_size=low_res_size)
-        log.grid(sample_grid(raw_model, process, train_set, sample_steps, sampler, guidance, codec, **evaluation), step)
+        settings = SampleSettings(sample_steps, sampler, guidance)
+        with autocast:
+            grid = sample_grid(raw_model, process, train_set, codec, settings, device_batch_size)
+        log.grid(grid, step)
 
     log.report(last=bool(stopping) or due(0))
 
@@ -214,7 +217,7 @@ while True:
         x0 = codec.to_x0(images, draw.u_flip[rows] < 0.5 if flip else None, eps)  # (B, C, H, W)
         y = drop_labels(labels, draw.u_drop[rows], label_drop, num_classes)
         with autocast:
-            cond = conditioning(x0, y, num_classes, low_res_size)
+            cond = conditioning(raw_model.config, x0, y)
             terms = process.losses(model, x0, t[rows], draw.noise[rows], **cond)
         terms["loss"] = terms["loss"] * t_weight[rows]  # (B,)
         scaler.scale(terms["loss"].mean() / grad_accum_steps).backward()

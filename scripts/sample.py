@@ -23,11 +23,12 @@ from configurator import configure
 from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.diffusion.sampling import network_evaluations, sample_images
+from nanodiff.diffusion.process import choose_sampler
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import check_guide, load_run
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
-from nanodiff.models.build import choose_sampler, parse_classes
+from nanodiff.models.build import parse_classes
 from nanodiff.models.lora import apply_adapters
 from nanodiff.png import encode_png, make_grid
 
@@ -40,6 +41,8 @@ num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers, comma-separated, in turn; "" = all in turn
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
 steps = 50  # >= 1: of the sampler
+respacing = ""  # which timesteps of a Gaussian diffusion, in place of steps: "250", "ddim50", "10,15,20" (IDDPM)
+eta = 0.0  # [0, 1]: noise of ddim's steps; 1 = as much as ddpm
 cfg_scale = 2.0  # >= 0: guidance, away from the null class or from another model; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 cfg_channels = 0  # >= 0: guide only the first channels, 3 as in the published DiT; 0 = all
@@ -85,7 +88,7 @@ if guide_run or guide_step >= 0 or guide_ema:
     check_guide(guide, loaded)
 elif not loaded.has_null_class:
     cfg_scale = 1.0  # the model was never trained without labels: there is nothing to guide away from
-sampler = choose_sampler(loaded.process, sampler, steps)
+sampler = choose_sampler(loaded.process, sampler, steps, eta, respacing)
 try:
     low, high = (float(x) for x in cfg_interval.split(","))
     if not 0 <= low < high <= 1:
@@ -104,12 +107,13 @@ except OSError as e:
     raise UserError(f"out={out!r}: cannot write to {stem.parent}: {e.strerror}") from None
 
 # All that an image depends on, and no more: the number of ranks is not in it
-guidance = dict(cfg_scale=cfg_scale, cfg_interval=(low, high), cfg_channels=cfg_channels or None)
-guidance["weak_model"] = guide and guide.model
+settings = SampleSettings(
+    steps, sampler, cfg_scale, (low, high), eta, respacing, guide and guide.model, cfg_channels or None
+)
 latents = {} if codec.undecodable else codec.facts.get("latents", {})
 protocol = loaded.described() | {
-    "sampler": sampler, "steps": steps,
-    "network_evaluations": network_evaluations(loaded.model, loaded.process, steps, sampler, **guidance),
+    "sampler": sampler, "steps": steps, "respacing": respacing, "eta": eta,
+    "network_evaluations": network_evaluations(loaded.model, loaded.process, settings),
     "cfg_scale": cfg_scale, "cfg_interval": [low, high], "cfg_channels": cfg_channels or "all",
     "guide": guide and guide.described(), "lora": lora, "lora_scale": lora_scale if lora else "",
     "classes": classes or "all, balanced", "class_names": loaded.data["class_names"][:num_classes],
@@ -135,11 +139,10 @@ stop = StopSignal()
 with Progress(num_images - before, "images", "sampling") as bar:
     for k in todo:
         ids = store.ids(k)
-        x0 = sample_images(
-            loaded.model, loaded.process, [(seed << 32) + i for i in ids],
-            {"y": labels[list(ids)]} if num_classes else {}, codec.shape, steps, sampler, batch_size, device, autocast,
-            **guidance,
-        )  # fmt: skip
+        seeds = [(seed << 32) + i for i in ids]
+        cond = {"y": labels[list(ids)]} if num_classes else {}
+        with autocast:
+            x0 = sample_images(loaded.model, loaded.process, seeds, cond, codec.shape, settings, batch_size)
         store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
         bar.update(store.num_drawn() - before - bar.done)  # what the other ranks have drawn counts as well
         if stop.received:

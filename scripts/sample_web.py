@@ -30,10 +30,10 @@ from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.diffusion import flow, gaussian
-from nanodiff.diffusion.sampling import sample_images
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
+from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.formats.load import find_run, load_run
-from nanodiff.models.build import choose_sampler, make_process, parse_classes, samplers_of
+from nanodiff.models.build import parse_classes
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import Job, LocalHandler, LocalServer
@@ -73,10 +73,10 @@ def describe_run(path: Path) -> dict:
         if meta["model_config"]["low_res"]:
             raise UserError(f"{path} is of a super-resolution model: its training run shows samples of it")
         if "lora" in meta:  # adapters to another run, or to a file: which process that is is known when it is loaded
-            samplers, most_steps, guided = (*flow.SAMPLERS, *gaussian.SAMPLERS), max_steps, True
+            samplers, most_steps, guided = SAMPLERS, max_steps, True
         else:
             process = make_process(meta["config"], meta["data"])
-            samplers, most_steps = samplers_of(process), min(max_steps, process.num_timesteps or max_steps)
+            samplers, most_steps = process.samplers, min(max_steps, process.num_timesteps or max_steps)
             guided = meta["config"]["label_drop"] > 0
         return {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
@@ -191,11 +191,12 @@ def draw(job: Job, device, compute_dtype) -> None:
             event |= {"first": first, "images": encode_images(small, [None] * len(small))}
         job.send(progress=(first + len(x0) * i / steps) / n, **event)
 
-    x0 = sample_images(
-        loaded.model, loaded.process, [(s["seed"] << 32) + i for i in range(n)],
-        {"y": torch.tensor(labels)} if num_classes else {}, codec.shape, s["steps"], sampler, batch_size, device,
-        autocast, drawn.append, on_step, cfg_scale=cfg_scale,
-    )  # fmt: skip
+    how = SampleSettings(s["steps"], sampler, cfg_scale)
+    seeds, cond = [(s["seed"] << 32) + i for i in range(n)], {"y": torch.tensor(labels)} if num_classes else {}
+    with autocast:
+        x0 = sample_images(
+            loaded.model, loaded.process, seeds, cond, codec.shape, how, batch_size, drawn.append, on_step
+        )
     settings = {name: s[name] for name in DEFAULTS} | {"sampler": sampler, "cfg_scale": cfg_scale}
     classes = [class_names[label] if num_classes else "" for label in labels]
     facts = settings | {"dtype": str(compute_dtype)[6:]}

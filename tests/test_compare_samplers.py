@@ -41,7 +41,7 @@ def test_gaussian_samplers_with_distances_in_the_report(base, run_script, quick_
     "args, message",
     [
         ("--steps=5,0", "steps='5,0'; accepted: whole numbers from 1"),
-        ("--samplers=ddim", "not one for flow matching"),
+        ("--samplers=ddim", "not a sampler of flow matching"),
     ],
 )
 def test_mistakes(base, run_script, args, message):

@@ -19,6 +19,7 @@ from torch.utils import backend_registration
 from nanodiff.common import StackedGenerator
 from nanodiff.data import latents as codec
 from nanodiff.diffusion import guidance
+from nanodiff.diffusion import process as processes
 from nanodiff.diffusion import sampling as evaluation
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models import autoencoder, lora
@@ -63,7 +64,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
         if latents == "cached":
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 
-    process = recipe.make_process(config, facts)
+    process = processes.make_process(config, facts)
     model_config = recipe.make_model_config(config, facts, process)
     model = moved((recipe.UNet if config["arch"] == "unet" else recipe.DiT)(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
@@ -77,7 +78,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
     x0, y = pixels.to_x0(stored, u < 0.5, noise), guidance.drop_labels(y, u, 0.1, num_classes)
-    cond = evaluation.conditioning(x0, y, num_classes, config["low_res_size"])
+    cond = evaluation.conditioning(model_config, x0, y)
     terms = process.losses(model, x0, t, noise, **cond)
     (terms["loss"] * weight).mean().backward()
     evaluation.quartile_sums(t, terms["loss"], process)
@@ -90,7 +91,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())
     with ema.applied():
-        for sampler in recipe.samplers_of(process):
+        for sampler in process.samplers:
             denoiser = guidance.make_denoiser(model, **cond, cfg_scale=2.0 if num_classes else 1.0)
             generator = StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)

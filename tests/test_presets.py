@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from configurator import configure
-from nanodiff.models.build import empty_model, make_model_config, make_process
+from nanodiff.diffusion.process import make_process
+from nanodiff.models.build import empty_model, make_model_config
 
 RUNS = Path(__file__).parents[1] / "runs"
 PRESETS = sorted(path.name for path in RUNS.glob("*.py"))

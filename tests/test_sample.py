@@ -23,7 +23,7 @@ from nanodiff.data import latents as codec
 from nanodiff.diffusion import sampling as evaluation
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.sampling import network_evaluations
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.formats.sample_store import SampleStore
@@ -186,16 +186,16 @@ def test_network_evaluations(num_classes):
     model = argparse.Namespace(config=argparse.Namespace(in_channels=3, out_channels=6, num_classes=num_classes))
     eps, flow, guide = GaussianDiffusion(variance="learned_range"), FlowMatching(), object()
     for sampler, expected in (("ddpm", 10), ("ddim", 10), ("dpm++", 10)):
-        assert network_evaluations(model, eps, 10, sampler, cfg_scale=1.0) == expected
+        assert network_evaluations(model, eps, SampleSettings(10, sampler)) == expected
     model.config.out_channels = 3
     for sampler, expected in (("euler", 10), ("sde", 10), ("heun", 19)):
-        assert network_evaluations(model, flow, 10, sampler, cfg_scale=1.0) == expected
-        assert network_evaluations(model, flow, 10, sampler, guide, cfg_scale=2.0) == 2 * expected
+        assert network_evaluations(model, flow, SampleSettings(10, sampler)) == expected
+        assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0, weak_model=guide)) == 2 * expected
         if num_classes:
-            assert network_evaluations(model, flow, 10, sampler, cfg_scale=2.0) == 2 * expected
+            assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0)) == 2 * expected
     # Euler asks at t = 1, 0.75, 0.5 and 0.25, of which two are in the interval
-    interval = dict(cfg_scale=2.0, cfg_interval=(0.3, 0.8))
-    assert network_evaluations(model, flow, 4, "euler", guide, **interval) == 4 + 2
+    settings = SampleSettings(4, "euler", 2.0, (0.3, 0.8), weak_model=guide)
+    assert network_evaluations(model, flow, settings) == 4 + 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class Latents(Codec):
     def to_x0(self, stored, flip=None, eps=None):
         """As the data set stores it -> x0 (N, C, h, w) float32; `eps` as x0, or None for the mean."""
         if stored.dtype == torch.uint8:
-            mean, std = self.autoencoder.encode(to_model_range(stored, flip))
+            with torch.autocast(stored.device.type, enabled=False):
+                mean, std = self.autoencoder.encode(to_model_range(stored, flip))
         else:
             blocks = stored.float().unflatten(1, (self.info["copies"], self.info["parts"], -1))  # (N, 2, 2, C, h, w)
             block = blocks[:, 0]

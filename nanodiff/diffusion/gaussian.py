@@ -122,6 +122,8 @@ class GaussianDiffusion:
     to [-1, 1] in sampling and in bits/dim, never in training; off for latents. Raises UserError for unknown names.
     """
 
+    samplers, default_sampler = SAMPLERS, "ddim"
+
     def __init__(self, schedule="linear", num_timesteps=1000, prediction="eps", variance="fixed_small", loss="mse",
                  rescale_timesteps=False, respacing="", clip_denoised=True, betas=None):  # fmt: skip
         _check("prediction", prediction, PREDICTIONS)
@@ -312,6 +314,13 @@ class GaussianDiffusion:
             return self._respaced([self.num_timesteps - 1])
         return self.respace(str(steps))
 
+    def check_sampling(self, steps, sampler: str, eta: float = 0.0) -> None:
+        """UserError for settings that `sample` cannot follow."""
+        _check("sampler", sampler, SAMPLERS)
+        if not 0 <= eta <= 1 or (eta and sampler != "ddim"):
+            raise UserError(f"eta={eta}; accepted: 0 (deterministic) to 1, for sampler=ddim")
+        self._with_steps(steps)
+
     @torch.no_grad()
     def sample(self, denoiser, noise, steps=0, sampler="ddpm", generator=None, progress=None, eta=0.0):
         """Images (N, C, H, W) from x_T = noise, by `steps` calls of denoiser(x_t, model_t) -> prediction.
@@ -320,9 +329,7 @@ class GaussianDiffusion:
         "ddim" (stochastic where `eta` > 0) or "dpm++". `generator` has .randn_like(x); None is torch.randn_like.
         progress(i, steps, x0) follows step i = 1 ... steps with the present prediction of x0. Raises UserError.
         """
-        _check("sampler", sampler, SAMPLERS)
-        if not 0 <= eta <= 1:
-            raise UserError(f"eta={eta} of the ddim sampler; accepted: 0 (deterministic) to 1")
+        self.check_sampling(steps, sampler, eta)
         process, x_t, x0 = self._with_steps(steps), noise, None
         T = process.num_timesteps
         for i, step in enumerate(reversed(range(T)), start=1):

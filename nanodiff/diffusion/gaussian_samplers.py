@@ -8,8 +8,6 @@ import math
 
 import torch
 
-SAMPLERS = ("ddpm", "ddim", "dpm++")
-
 
 def full(x, step):
     """t (N,) int64, every image at the same timestep."""
@@ -63,3 +61,6 @@ def dpmpp_step(process, denoiser, x_t, step: int, x0_last=None):
         r = (lam(step) - lam(step + 1)) / h
         D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_last
     return float(sigma[step - 1] / sigma[step]) * x_t - float(alpha[step - 1]) * math.expm1(-h) * D, x0
+
+
+SAMPLERS = {"ddpm": ddpm_step, "ddim": ddim_step, "dpm++": dpmpp_step}

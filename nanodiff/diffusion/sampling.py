@@ -1,4 +1,9 @@
-"""What base_train, lora_train, sample and base_eval ask of a model: its loss, its samples."""
+"""What the scripts ask of a trained model: its loss on held-out images, bits/dim, samples, a grid of them.
+
+The caller enters autocast; tensors go to the device of the model's parameters.
+"""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,71 +15,91 @@ from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.png import make_grid
 
 
-def conditioning(x0, labels, num_classes: int, low_res_size: int) -> dict:
-    """What a model is given besides x_t and t: labels (N,); for super-resolution x0 (N, C, H, W) shrunk by areas."""
-    cond = {"y": labels} if num_classes else {}
-    if low_res_size:
-        cond["low_res"] = F.interpolate(x0, size=low_res_size, mode="area")
+@dataclass(frozen=True)
+class SampleSettings:
+    """How samples are drawn, for a sampler that process.choose_sampler has resolved."""
+
+    steps: int = 25
+    sampler: str = "heun"
+    cfg_scale: float = 1.0  # guidance: see make_denoiser
+    cfg_interval: tuple[float, float] = (0.0, 1.0)
+    eta: float = 0.0  # noise of DDIM's steps
+    respacing: str = ""  # timesteps of a Gaussian diffusion, in place of `steps`: see gaussian.space_timesteps
+    weak_model: torch.nn.Module | None = None
+    cfg_channels: int | None = None
+
+
+def device_of(model) -> torch.device:
+    return next(model.parameters()).device
+
+
+def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
+    """The model's inputs besides x_t and t: labels (N,); for super-resolution x0 (N, C, H, W), averaged over areas."""
+    cond = {"y": labels} if model_config.num_classes else {}
+    if model_config.low_res:
+        cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
     return cond
 
 
 def quartile_sums(t, values, process) -> torch.Tensor:
-    """(2, 4): sums of `values` (N,) and their number, by quarter of the range of t (N,). On the CPU, in float64."""
+    """(2, 4) fp64 on the CPU: the sum of `values` (N,) and their count in each quarter of the range of t (N,)."""
     quarter = (t.cpu().double() * 4 / (process.num_timesteps or 1)).long().clamp(max=3)
-    both = torch.stack([values.detach().cpu().double(), torch.ones(len(t), dtype=torch.float64)])
-    return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, both)
+    values_and_ones = torch.stack([values.detach().cpu().double(), torch.ones(len(t), dtype=torch.float64)])
+    return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, values_and_ones)
 
 
 def stored_images(dataset, ids, codec, device, generator=None):
-    """x0 (N, C, H, W) and labels (N,) of a data set's images; of latents a sample, by `generator`, or their mean."""
+    """x0 (N, C, H, W) and labels (N,). Latents with a spread are sampled by `generator`; without one, their mean."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
     eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.stochastic else None
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
 
 
-@torch.no_grad()
-def validation_loss(model, process, val_set, num_images, seed, codec, batch_size, device, autocast, low_res_size=0):
-    """(mean, [4 means by quarter of t]) of the loss on the first `num_images` validation images, over all ranks.
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses on held-out images
 
-    The noise of an image is a function of its index, its t of (seed, index), the t spread evenly over their range: the
-    same for any model, number of ranks and batch size. All batches are full: a compiled model has one shape to know.
+
+@torch.no_grad()
+def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
+    """(mean loss, [mean in each quarter of t, None if empty]) on the first `num_images` of `val_set`, over all ranks.
+
+    An image's noise depends on its index alone, its t on (seed, index), with the t spread evenly: the same for any
+    model, number of ranks and batch size.
     """
-    rank, _, world = get_dist()
-    n, sums = min(num_images, len(val_set)), torch.zeros(2, 4, dtype=torch.float64)
+    device, (rank, _, world) = device_of(model), get_dist()
+    n = min(num_images, len(val_set))
     timesteps = make_timesteps("uniform", process)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
+    sums = torch.zeros(2, 4, dtype=torch.float64)
     for start in range(rank * batch_size, n, world * batch_size):
         ids = np.arange(start, start + batch_size)
-        real, ids = torch.from_numpy(ids < n), np.minimum(ids, n - 1)
+        real = torch.from_numpy(ids < n)  # the last batch is filled up: a compiled model knows one shape
+        ids = np.minimum(ids, n - 1)
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator)
-        cond = conditioning(x0, labels, model.config.num_classes, low_res_size)
         noise = generator.randn(x0.shape, device)
         t, _ = timesteps.sample(u[ids].to(device))
-        with autocast:
-            loss = process.losses(model, x0, t, noise, **cond)["loss"]
+        loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
         sums += quartile_sums(t.cpu()[real], loss.cpu()[real], process)
     total, count = sum_over_ranks(sums, device)
-    return float(total.sum() / count.sum()), (total / count).tolist()
+    quarters = [float(s / c) if c else None for s, c in zip(total, count)]
+    return float(total.sum() / count.sum()), quarters
 
 
 @torch.no_grad()
-def bits_per_dim(
-    model, process, val_set, num_images, codec, batch_size, device, autocast, low_res_size=0, progress=None
-):
-    """The variational bound on the first `num_images` validation images, over all ranks: a dict of means.
+def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
+    """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks.
 
-    total_bpd and prior_bpd, floats in bits per dimension; vb, xstart_mse and mse (T,), by timestep, first t = T-1.
-    The noise of an image is a function of its index. T evaluations of the model per image (IDDPM, section 3).
+    total_bpd and prior_bpd are floats; vb, xstart_mse and mse (T,), t = T-1 first. An image's noise depends on its
+    index alone. T evaluations of the model per image; progress(n) follows each batch of n.
     """
-    rank, _, world = get_dist()
-    n, sums = min(num_images, len(val_set)), {}
+    device, (rank, _, world) = device_of(model), get_dist()
+    n = min(num_images, len(val_set))
+    sums = {}
     for part in torch.arange(n).tensor_split(world)[rank].split(batch_size):
         ids = part.numpy()
         x0, labels = stored_images(val_set, ids, codec, device)
-        cond = conditioning(x0, labels, model.config.num_classes, low_res_size)
-        with autocast:
-            terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)
+        terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **conditioning(model.config, x0, labels))
         for name, value in terms.items():
             sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)
         if progress:
@@ -83,30 +108,38 @@ def bits_per_dim(
     return {name: value.numpy() if value.ndim else float(value) for name, value in means.items()}
 
 
-@torch.no_grad()
-def sample_images(
-    model, process, seeds, cond, shape, steps, sampler, batch_size, device, autocast, progress=None, on_step=None,
-    **guidance,
-):  # fmt: skip
-    """Samples (N, C, H, W) in [-1, 1]; image i is a function of seeds[i] and cond[...][i], not of the batch it is in.
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
 
-    `shape` is (C, H, W); `guidance` goes to make_denoiser (cfg_scale, cfg_interval, ...); `progress(n)` per batch.
-    `on_step(i, steps, x0)` follows each step of a batch with the present prediction of its images.
+
+@torch.no_grad()
+def sample_images(model, process, seeds, cond, shape, settings, batch_size, progress=None, on_step=None):
+    """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
+
+    `shape` is (C, H, W). progress(n) follows each batch of n, on_step(i, steps, x0) each of its steps, with the
+    prediction of x0.
     """
+    device = device_of(model)
     images = []
     for part in torch.arange(len(seeds)).split(batch_size):
         generator = StackedGenerator([seeds[i] for i in part])
         noise = generator.randn((len(part), *shape), device)
-        denoiser = make_denoiser(model, **{k: v[part].to(device) for k, v in cond.items()}, **guidance)
-        with autocast:
-            images.append(process.sample(denoiser, noise, steps, sampler, generator, on_step))
+        denoiser = guided(model, {name: value[part].to(device) for name, value in cond.items()}, settings)
+        steps = settings.respacing or settings.steps
+        images.append(process.sample(denoiser, noise, steps, settings.sampler, generator, on_step, settings.eta))
         if progress:
             progress(len(part))
     return torch.cat(images)
 
 
-def network_evaluations(model, process, steps, sampler, weak_model=None, **guidance) -> int:
-    """Forward passes per image that sample_images makes, those of the guide included: counted on stand-ins."""
+def guided(model, cond: dict, settings: SampleSettings):
+    """make_denoiser by these settings."""
+    guidance = {name: getattr(settings, name) for name in ("cfg_scale", "cfg_interval", "cfg_channels", "weak_model")}
+    return make_denoiser(model, **cond, **guidance)
+
+
+def network_evaluations(model, process, settings: SampleSettings) -> int:
+    """Forward passes per image that sample_images makes, the guide's included: counted on a stand-in."""
     num_images = []
 
     def stand_in(x_t, t, **cond):
@@ -114,35 +147,37 @@ def network_evaluations(model, process, steps, sampler, weak_model=None, **guida
         return x_t.new_zeros(len(x_t), model.config.out_channels, 1, 1)
 
     stand_in.config = model.config
-    y = torch.zeros(1, dtype=torch.int64) if model.config.num_classes else None
-    denoiser = make_denoiser(stand_in, y, weak_model=weak_model and stand_in, **guidance)
-    process.sample(denoiser, torch.zeros(1, model.config.in_channels, 1, 1), steps, sampler)
+    cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
+    denoiser = guided(stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in))
+    noise = torch.zeros(1, model.config.in_channels, 1, 1)
+    process.sample(denoiser, noise, settings.respacing or settings.steps, settings.sampler, eta=settings.eta)
     return sum(num_images)
 
 
-def sample_grid(
-    model, process, val_set, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
-):
-    """A grid (H, W, C) uint8 of fixed noise and classes, eight images to a row (four of more than 128 px), a row to a
-    class where these are few.
+def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray:
+    """A grid (H, W, C) uint8 of fixed noise and classes: one class per row if there are at most ten.
 
-    Super-resolution shows triplets from the validation set: low resolution, sample, truth.
+    Eight images per row, four if they are larger than 128 px. Super-resolution shows triplets from `val_set`: low
+    resolution, sample, truth.
     """
-    num_classes = model.config.num_classes
+    num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4
-    n = 24 if low_res_size else columns * (num_classes if 0 < num_classes <= 10 else columns)
-    y = torch.arange(n) // columns if num_classes <= 10 else torch.linspace(0, num_classes - 1, n).long()
+    rows = num_classes if 0 < num_classes <= 10 else columns
+    n = 24 if low_res else columns * rows
+    if num_classes <= 10:
+        y = torch.arange(n) // columns
+    else:
+        y = torch.linspace(0, num_classes - 1, n).long()
     cond = {"y": y} if num_classes else {}
-    if low_res_size:
-        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
-        cond = conditioning(truth, labels, num_classes, low_res_size)
-    images = sample_images(
-        model, process, range(n), cond, codec.shape, steps, sampler, batch_size, device, autocast,
-        cfg_scale=cfg_scale if num_classes else 1.0,
-    )  # fmt: skip
-    if low_res_size:
+    if low_res:
+        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device_of(model))
+        cond = conditioning(model.config, truth, labels)
+    if not num_classes:
+        settings = replace(settings, cfg_scale=1.0)
+    images = sample_images(model, process, range(n), cond, codec.shape, settings, batch_size)
+    if low_res:
         low = F.interpolate(cond["low_res"], size=codec.shape[-1], mode="nearest")
-        images = torch.stack([low, images, truth], 1).flatten(0, 1)
+        images = torch.stack([low, images, truth], dim=1).flatten(0, 1)
     pixels = codec.to_pixels(images).numpy()
     scale = max(1, 48 // pixels.shape[-1])  # so that small images can be seen
-    return make_grid(pixels, columns=9 if low_res_size else columns, scale=scale)
+    return make_grid(pixels, columns=9 if low_res else columns, scale=scale)

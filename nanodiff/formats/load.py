@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
+from nanodiff.diffusion.process import make_process
 from nanodiff.files import load_tensors
 from nanodiff.formats.model_meta import check_data, read_model_config
-from nanodiff.models.build import empty_model, make_process
+from nanodiff.models.build import empty_model
 from nanodiff.models.dit import from_meta
 from nanodiff.models.lora import apply_adapters
 from nanodiff.models.unet import config_from_state_dict, from_improved_diffusion
@@ -244,7 +245,7 @@ def load_published(
         variance="learned_range" if model_config.out_channels == 2 * model_config.in_channels else "fixed_large",
         loss="mse",
         label_drop=label_drop,
-        low_res_size=model_config.image_size // 4 if model_config.low_res else 0,
+        low_res_size=model_config.low_res,
     )
     meta = dict(step=0, arch=arch, config=config, model_config=dataclasses.asdict(model_config), data=data)
     return restore(meta, weights, device, source=str(path), weights="as published", weights_path=path)

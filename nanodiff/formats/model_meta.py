@@ -33,7 +33,11 @@ def read_model_config(meta: dict, source, num_tensors: int) -> DiTConfig | UNetC
     for key, kind in dict(step=int, arch=str, config=dict, model_config=dict, data=dict).items():
         require(isinstance(meta.get(key), kind), f"{key!r} is missing or not a {kind.__name__}")
     require(0 <= meta["step"] < 2**63, f"step={meta['step']}; accepted: >= 0")
-    given, data, config = meta["model_config"], meta["data"], meta["config"]
+    given, data, config = dict(meta["model_config"]), meta["data"], meta["config"]
+    if given.get("low_res") is True:  # older checkpoints hold a bool
+        given["low_res"] = config.get("low_res_size", 1)
+    elif given.get("low_res") is False:
+        given["low_res"] = 0
     unet = meta["arch"] == "unet"
     make = UNetConfig if unet else DiTConfig
     kinds = {field.name: field.type for field in dataclasses.fields(make)}
@@ -55,7 +59,7 @@ def read_model_config(meta: dict, source, num_tensors: int) -> DiTConfig | UNetC
     check_data(data, source, model_config)
     require(model_config.num_classes in (0, data["num_classes"]), "the model's classes are not those of the data set")
     low_res, drop = config.get("low_res_size"), config.get("label_drop")
-    require(fits(low_res, int) and (low_res > 0) == model_config.low_res, "low_res_size does not fit the model")
+    require(fits(low_res, int) and low_res == model_config.low_res, "low_res_size does not fit the model")
     require(fits(drop, float) and drop < 1, "label_drop is missing or not in [0, 1)")
     require(fits(config.get("num_timesteps", 0), int), f"num_timesteps={config.get('num_timesteps')!r:.100}")
     return model_config

@@ -70,8 +70,11 @@ class Judge(nn.Module):
         self.eval()
         images = torch.as_tensor(images)
         assert images.dtype == torch.uint8 and images.ndim == 4, (images.dtype, images.shape)
-        features = [self.embed(batch.to(self.head.weight.device)) for batch in images.split(batch_size)]
-        return torch.cat([x.float().cpu() for x in features]), torch.cat([self.head(x).float().cpu() for x in features])
+        device = self.head.weight.device
+        with torch.autocast(device.type, enabled=False):
+            features = [self.embed(batch.to(device)) for batch in images.split(batch_size)]
+            logits = [self.head(x).float().cpu() for x in features]
+        return torch.cat([x.float().cpu() for x in features]), torch.cat(logits)
 
     def predict(self, images) -> torch.Tensor:
         """Most likely labels of (N, C, H, W) uint8 images -> (N,) int64 on the CPU."""

@@ -8,7 +8,7 @@ import io
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from nanodiff.common import Progress, UserError, collective, get_dist, make_gene
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.image_arrays import open_npz
 from nanodiff.data.image_files import ARCHIVE_ERRORS
-from nanodiff.diffusion.sampling import network_evaluations, sample_images
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.sample_store import stored_protocol
 from nanodiff.metrics.classifier import get_judge
@@ -104,16 +104,13 @@ class ModelSamples:
     model: torch.nn.Module
     process: object
     codec: object
-    seed: int
-    steps: int
-    sampler: str
-    cfg_scale: float
-    device: torch.device
-    autocast: object
+    settings: SampleSettings
+    seed: int = 0
 
     def __post_init__(self):
         self.num_classes = self.model.config.num_classes
-        self.guidance = {"cfg_scale": self.cfg_scale if self.num_classes else 1.0}
+        if not self.num_classes:
+            self.settings = replace(self.settings, cfg_scale=1.0)
         self.codec.keep_loaded()
 
     @property
@@ -126,8 +123,9 @@ class ModelSamples:
     @property
     def protocol(self) -> dict:
         """How they are drawn."""
-        evaluations = network_evaluations(self.model, self.process, self.steps, self.sampler, **self.guidance)
-        drawn = {"sampler": self.sampler, "steps": self.steps, "network_evaluations": evaluations} | self.guidance
+        evaluations = network_evaluations(self.model, self.process, self.settings)
+        drawn = {"sampler": self.settings.sampler, "steps": self.settings.steps, "network_evaluations": evaluations}
+        drawn["cfg_scale"] = self.settings.cfg_scale
         rounding = "round(127.5 (x + 1)), clamped to 0..255"
         return drawn | {"classes": "all, balanced", "seed": self.seed, "rounding": rounding}
 
@@ -139,8 +137,7 @@ class ModelSamples:
         """(n,) numbers -> (n, C, H, W) uint8 on the CPU."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        how = self.steps, self.sampler, len(ids), self.device, self.autocast
-        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, *how, **self.guidance)
+        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, self.settings, len(ids))
         return self.codec.to_pixels(x0)
 
 
@@ -265,17 +262,15 @@ class FrechetDistance:
     Raises UserError where they cannot be had, or samples have no pixels to look at.
     """
 
-    def __init__(self, metric: str, data: str, num_images: int, codec, low_res_size: int, device):
-        if low_res_size or codec.undecodable:
+    def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
+        if model_config.low_res or codec.undecodable:
             raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
         self.num_images, self.network = num_images, load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 
-    def measure(
-        self, model, process, steps, sampler, cfg_scale, codec, batch_size, device, autocast, low_res_size=0
-    ) -> float:
+    def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> float:
         """The distance of samples of seed 0, drawn by all ranks; on the first rank, NaN on the others."""
-        samples = ModelSamples(model, process, codec, 0, steps, sampler, cfg_scale, device, autocast)
+        samples = ModelSamples(model, process, codec, settings)
         found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
         if found is None:
             return math.nan

@@ -73,7 +73,7 @@ class Inception(nn.Module):
         images = torch.as_tensor(images)
         assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] in (1, 3), images.shape
         pool3, logits = [], []
-        with full_float32():
+        with full_float32(), torch.autocast(self.fc.weight.device.type, enabled=False):
             for batch in images.split(batch_size):
                 out = self(batch.to(self.fc.weight.device))
                 pool3.append(out["2048"].cpu())

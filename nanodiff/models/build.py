@@ -3,51 +3,8 @@
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.diffusion import flow, gaussian
-from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
-
-
-def make_process(config: dict, data: dict):
-    """The diffusion process that the settings name: flow matching, or a Gaussian diffusion that predicts eps, x0, v.
-
-    `data`: a codec's facts; predictions of x0 are clipped to [-1, 1] where they are images, not where they are latents.
-    """
-    if config["objective"] == "flow":
-        return FlowMatching(prediction=config["flow_prediction"])
-    return GaussianDiffusion(
-        schedule=config["noise_schedule"],
-        num_timesteps=config["num_timesteps"],
-        prediction=config["objective"],
-        variance=config["variance"],
-        loss=config["loss"],
-        rescale_timesteps=config["rescale_timesteps"],
-        clip_denoised=data["kind"] == "images",
-    )
-
-
-def default_sampler(process) -> str:
-    """What sampler="auto" stands for."""
-    return "heun" if isinstance(process, FlowMatching) else "ddim"
-
-
-def samplers_of(process) -> tuple[str, ...]:
-    """Those that a process can take."""
-    return (flow if isinstance(process, FlowMatching) else gaussian).SAMPLERS
-
-
-def choose_sampler(process, sampler: str, steps: int) -> str:
-    """The sampler, "auto" resolved. UserError where this process cannot take it: told at the start, not at the end."""
-    accepted = samplers_of(process)
-    sampler = default_sampler(process) if sampler == "auto" else sampler
-    if sampler not in accepted:
-        kind = "flow matching" if isinstance(process, FlowMatching) else "a Gaussian diffusion"
-        raise UserError(f"sampler={sampler!r} is not one for {kind}; accepted: auto, {', '.join(accepted)}")
-    if process.num_timesteps and steps > process.num_timesteps:
-        raise UserError(f"{steps} sampling steps are more than the process has; accepted: 1 to {process.num_timesteps}")
-    return sampler
 
 
 def parse_classes(classes: str, num_classes: int) -> list[int]:
@@ -71,7 +28,7 @@ def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConf
         in_channels=channels,
         out_channels=process.out_channels(channels),
         num_classes=data["num_classes"] if config["class_cond"] else 0,
-        low_res=config["low_res_size"] > 0,
+        low_res=config["low_res_size"],
         checkpointing=config["checkpointing"],
     )
     if config["arch"] == "unet":

@@ -32,7 +32,7 @@ class DiTConfig:
     num_classes: int
     block: str = "modern"
     mlp_ratio: float = 4.0  # hidden / width; the modern MLP has 2/3 of it, since it has three matrices
-    low_res: bool = False  # super-resolution: a low-resolution image is concatenated to x_t
+    low_res: int = 0  # super-resolution: side of the low-resolution image that is concatenated to x_t; 0 = off
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
 
     def __post_init__(self):

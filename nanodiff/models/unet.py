@@ -43,7 +43,7 @@ class UNetConfig:
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
     conv_resample: bool = True
-    low_res: bool = False
+    low_res: int = 0
     checkpointing: bool = False
 
     def __post_init__(self):
@@ -205,7 +205,9 @@ class UNet(nn.Module):
             res = ResBlock(cin, cout, c)
             return [res, AttentionBlock(cout, heads)] if factor in c.attention_factors else [res]
 
-        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(c.in_channels * (1 + c.low_res), width, 3, padding=1))])
+        self.input_blocks = nn.ModuleList(
+            [Level(nn.Conv2d(c.in_channels * (1 + bool(c.low_res)), width, 3, padding=1))]
+        )
         ch, skips, last = width, [width], len(c.channel_mult) - 1  # skips: channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
             for _ in range(c.num_res_blocks):
@@ -249,7 +251,7 @@ class UNet(nn.Module):
     def forward(self, x_t, t, y=None, low_res=None):
         c = self.config
         if c.low_res and low_res is None:
-            raise UserError("low_res=None; accepted: the image to enlarge, as the model has low_res=True")
+            raise UserError("low_res=None; accepted: the image to enlarge, as the model is built for super-resolution")
         if c.num_classes and y is None:
             raise UserError(f"y=None; accepted: (N,) labels below {c.num_classes + c.null_class}")
         if c.low_res:
@@ -338,7 +340,7 @@ def config_from_state_dict(state_dict: dict, image_size: int = 0, **known) -> UN
     found = {
         "image_size": image_size,
         "in_channels": 3 if cin == 6 else cin,
-        "low_res": cin == 6,
+        "low_res": image_size // 4 if cin == 6 else 0,
         "out_channels": shapes["out.2.weight"][0],
         "model_channels": width,
         "num_res_blocks": num_res_blocks,

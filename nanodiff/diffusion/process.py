@@ -1,0 +1,36 @@
+"""Settings to a diffusion process, and the one table of samplers that scripts, help, page and tests read."""
+
+from nanodiff.common import UserError
+from nanodiff.diffusion import flow, gaussian
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+
+SAMPLERS = flow.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
+
+
+def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
+    """The process of config["objective"]: flow, flow_x0 (flow matching), eps, x0, x_prev or v (Gaussian diffusion).
+
+    `facts`: a codec's. Predictions of x0 are clipped to [-1, 1] for images, not for latents.
+    """
+    objective = config["objective"]
+    if objective == "flow_x0":
+        return FlowMatching("x0")
+    if objective == "flow":
+        return FlowMatching(config.get("flow_prediction", "v"))  # checkpoints from before flow_x0 hold this key
+    return GaussianDiffusion(
+        schedule=config["noise_schedule"],
+        num_timesteps=config["num_timesteps"],
+        prediction=objective,
+        variance=config["variance"],
+        loss=config["loss"],
+        rescale_timesteps=config["rescale_timesteps"],
+        clip_denoised=facts["kind"] == "images",
+    )
+
+
+def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:
+    """The sampler, "auto" resolved. Refuses at the start of a program what process.sample would refuse hours later."""
+    sampler = process.default_sampler if sampler == "auto" else sampler
+    process.check_sampling(respacing or steps, sampler, eta)
+    return sampler
