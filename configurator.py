@@ -3,10 +3,13 @@
 A script starts with its settings, one line each, and then calls configure:
 
     depth = 12                        # >= 1: layers; the one dial of model size
-    dtype = "auto"                    # auto|bfloat16|float16|float32: of the forward pass
+    dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
     label_drop = 0.1                  # [0, 1): fraction of images that train without their label
-    save_every = 1000                 # >= 1 or -1: steps between checkpoints; -1 disables
+    sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
     max_images: int | None = None     # > 0: None has no type of its own, so the annotation gives it
+    #                                   a comment goes on in lines that begin with "#" and three spaces
+    # Only arch=unet                    a heading; with "Only" the settings below it are refused where they do nothing
+    dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help lists everything.
@@ -37,7 +40,8 @@ COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator
 COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.lt}
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
-RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "seed: of ..."
+RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
+ONLY = re.compile(r"Only (\w+)=([\w|]+)")
 
 
 class Setting(NamedTuple):
@@ -45,8 +49,9 @@ class Setting(NamedTuple):
     kind: str  # a key of KINDS
     optional: bool  # None is accepted
     rule: str  # "" if the comment starts with none
-    comment: str
+    comment: list[str]  # its lines
     heading: list[str]  # comment lines of their own above the setting
+    only: tuple[str, str] | None  # ("arch", "unet|dit"): the setting counts only with these values of another one
 
     @property
     def accepted(self) -> str:
@@ -107,12 +112,19 @@ def check(name: str, setting: Setting, value, where: str = ""):
     return result
 
 
+class Config(dict):
+    """{name: value} of all settings; `defaults` has the same names."""
+
+    defaults: dict
+
+
 def read_settings(globals_: dict) -> dict[str, Setting]:
     """The settings of the calling script in file order: its plain assignments up to the call of configure."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.strip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    settings, last_row = {}, 0
+    table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
+    comments = {t.start[0]: re.sub(r"\{(\w+)\}", table, t.string) for t in tokens if t.type == tokenize.COMMENT}
+    settings, last_row, only = {}, 0, None
     for node in ast.parse(source).body:
         if any(isinstance(n, ast.Name) and n.id == "configure" for n in ast.walk(node)):
             break
@@ -126,9 +138,15 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
         kinds = re.findall(rf"\b({'|'.join(KINDS)})\b", annotation)
         assert len(kinds) == 1, f"{name}: give its type in an annotation, such as `{name}: int | None = None`"
-        comment = comments.get(last_row, "")
-        heading = [line for row in above if (line := comments.get(row, "").strip("-= "))]
-        setting = Setting(default, kinds[0], default is None, find_rule(comment), comment, heading)
+        comment = [comments.get(last_row, "").strip("# ")]
+        while comments.get(last_row + 1, "").startswith("#   "):
+            last_row += 1
+            comment.append(comments[last_row].strip("# "))
+        heading = [line for row in above if (line := comments.get(row, "").strip("#-= "))]
+        if heading:
+            condition = ONLY.search(" ".join(heading))
+            only = (condition[1], condition[2]) if condition else None
+        setting = Setting(default, kinds[0], default is None, find_rule(comment[0]), comment, heading, only)
         settings[name] = setting._replace(default=check(name, setting, default, "default: "))
     return settings
 
@@ -179,17 +197,29 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
     return {name: check(name, setting, text if verbatim else literal(text) if equals else True)}
 
 
+def check_used(settings: dict[str, Setting], config: dict) -> None:
+    """Raises ValueError for a setting that was changed and does nothing beside the others."""
+    for name, setting in settings.items():
+        if setting.only is None or config[name] == setting.default:
+            continue
+        key, values = setting.only
+        if str(config[key]) not in values.split("|"):
+            used = f"only {key}={values} uses it, and {key}={config[key]!r}"
+            raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
+
+
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
     script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
     lines = [globals_.get("__doc__") or "", f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)"]
     for name, s in settings.items():
         lines += ["", *s.heading] if s.heading else []
-        lines.append(f"  {f'--{name}={s.default}':<38} {s.kind:<5}  {s.comment}".rstrip())
+        lines.append(f"  {f'--{name}={s.default}':<38} {s.kind:<5}  {s.comment[0]}".rstrip())
+        lines += [" " * 48 + line for line in s.comment[1:]]
     return "\n".join(lines).strip()
 
 
-def configure(globals_: dict, argv: list[str] | None = None) -> dict:
-    """Override the settings of the calling script, whose globals() are given, in place; return {name: value} of all.
+def configure(globals_: dict, argv: list[str] | None = None) -> Config:
+    """Override the settings of the calling script, whose globals() are given, in place; return them all.
 
     `argv` is sys.argv[1:] by default. --help prints and exits with 0; a mistake prints one line, exits with 2 and
     changes nothing. Under torchrun only rank 0 prints.
@@ -200,10 +230,12 @@ def configure(globals_: dict, argv: list[str] | None = None) -> dict:
     if "--help" in argv or "-h" in argv:
         show(help_text(settings, globals_))
         sys.exit(0)
-    config = {name: setting.default for name, setting in settings.items()}
+    config = Config({name: setting.default for name, setting in settings.items()})
+    config.defaults = dict(config)
     try:
         for arg in argv:
             config.update(read_argument(settings, arg))
+        check_used(settings, config)
     except ValueError as error:
         show(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""The ground floor: user errors, ranks and what ends them, seeds, files, progress. Devices are in device.py."""
+"""The ground floor: user errors, ranks and signals, seeds, progress."""
 
 import contextlib
 import errno
@@ -16,26 +16,28 @@ import torch
 import torch.distributed as dist
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mistakes of the user's
+# User errors
 
 
 class UserError(ValueError):
-    """A mistake of the user's: what was given, what is accepted. Ends a program with this one line and exit code 2."""
+    """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2.
 
-    def __str__(self):
-        """One line, without what would steer a terminal: names in it may come from any file."""
+    Any function of the package may raise it; docstrings mention it only where it would surprise.
+    """
+
+    def __str__(self):  # one line without control characters: names in it may come from any file
         return "".join(c if c.isprintable() else "?" for c in " ".join(super().__str__().splitlines()))
 
 
 class LostRank(RuntimeError):
-    """Another rank hangs or is gone. Ends a program with one line and exit code 1; torchrun then ends the others."""
+    """Another rank hangs or died. Ends a program with one line and exit code 1; torchrun then ends the others."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if isinstance(error, OSError) and error.errno in NO_ROOM:  # whatever was being written
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
     if isinstance(error, (UserError, LostRank)):
@@ -51,7 +53,7 @@ sys.excepthook = _excepthook
 
 
 def get_dist():
-    """(rank, local_rank, world_size) as torchrun tells it; (0, 0, 1) without torchrun."""
+    """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it."""
     return tuple(int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 
 
@@ -62,37 +64,37 @@ def print0(*args, **kwargs):
 
 
 def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
-    """Join the process group of torchrun's ranks, whose exchanges fail after `timeout_s` seconds of waiting."""
+    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
     timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # torchrun --max-restarts keeps its store, with the addresses of dead ranks, which new ones would call; over
-        # several nodes, whose counts of restarts differ, runs/multinode.sh makes it take a new one
+        # torchrun --max-restarts keeps its store and the addresses of dead ranks in it, which new ones would call. On
+        # several nodes, whose restart counts differ, runs/multinode.sh makes it use a new one
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
     dist.init_process_group(backend, **group)
-    # It has put in a hook that names the rank, and swallows what a hook before it prints and then exits
+    # init_process_group installs its own excepthook, which swallows ours: put ours in front again
     sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
 
 
 @contextlib.contextmanager
 def collective(name: str):
-    """What the ranks exchange within it (also as a decorator), for the message with which a hanging or dead rank ends
-    the others: gloo tells only what its socket did. On GPUs NCCL's watchdog names the operation and ends the process.
+    """Names a collective (context or decorator), so that a hang or a dead rank is reported as "all-gather of the
+    weights failed after 600 s": gloo alone reports its socket. On GPUs NCCL's watchdog names the operation itself.
 
-    Raises LostRank once the timeout of init_device is over, or at once where another rank's process is gone.
+    Raises LostRank after the timeout of init_device, or at once if another rank's process died.
     """
     start = time.monotonic()
     try:
         yield
     except RuntimeError as e:
-        # gloo, too, says "Application timeout caused pair closure": of two exchanges under way, the other timed out
+        # gloo's "Application timeout caused pair closure": of two collectives in flight, the other one timed out
         if not isinstance(e, dist.DistError) and not re.search("gloo|pair closure", str(e)):
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
         rank, _, world = get_dist()
         waited = f"after {time.monotonic() - start:.1f} s of waiting"
-        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or is gone: {cause}") from e
+        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or died: {cause}") from e
 
 
 @collective("a sum over ranks")
@@ -106,7 +108,7 @@ def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
 
 
 def leave_together() -> None:
-    """Wait for the other ranks, then leave the process group: gloo may abort a rank while another still works."""
+    """Wait for the other ranks, then leave the process group: without it gloo may abort a rank that still works."""
     if dist.is_initialized():
         with collective("the wait for all ranks to finish"):
             dist.barrier()
@@ -114,7 +116,7 @@ def leave_together() -> None:
 
 
 class StopSignal:
-    """The first SIGINT or SIGTERM asks for an orderly end, the second ends the process at once."""
+    """The first SIGINT or SIGTERM requests an orderly end, the second ends the process at once."""
 
     def __init__(self):
         self.received = 0
@@ -127,11 +129,11 @@ class StopSignal:
         self.received = number
 
     def agreed(self, device) -> int:
-        """The number of a signal that any rank has received, the same on every rank; 0 for none. A collective."""
+        """The number of a signal that any rank received, the same on every rank; 0 for none. A collective."""
         if not dist.is_initialized():
             return self.received
         number = torch.tensor(self.received, device=device)
-        with collective("the agreement on whether to stop"):
+        with collective("the agreement to stop"):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
@@ -147,9 +149,9 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 
 
 class StackedGenerator:
-    """One generator per image, so that an image depends on its own seed and not on its neighbours in the batch.
+    """One generator per image, so that an image depends on its own seed, not on its neighbours in the batch.
 
-    Draws on the CPU, where every machine draws the same numbers, then moves them to the device of `x`.
+    Draws on the CPU, where all machines draw the same numbers.
     """
 
     def __init__(self, seeds):
@@ -165,16 +167,16 @@ class StackedGenerator:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files and progress
+# Folders and progress
 
 
 def base_dir() -> Path:
-    """Where data sets and runs live: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
+    """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
     return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
 
 
 def brief(value, most: int = 50):
-    """`value`, of JSON's types, to be shown: where it has more than `most` entries (1,000 classes), their number."""
+    """A JSON value for display: a list or dict of more than `most` entries (1,000 classes) becomes their number."""
     if isinstance(value, (list, dict)) and len(value) > most:
         return f"{len(value):,} entries"
     return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The device that a program runs on: which, in which dtype, whether it compiles, its memory and its peak."""
+"""The device: choice, dtype, torch.compile, memory, peak FLOP/s."""
 
 import contextlib
 import os
@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from nanodiff.common import UserError, get_dist, join_ranks
 
+RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 
-def init_device(device_type: str = "", timeout_s: float = 600.0) -> torch.device:
-    """Choose the device ("" = the best present), join the process group where torchrun started us; return the device.
 
-    NCCL on CUDA, gloo elsewhere. Raises UserError when the device asked for is absent.
+def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S) -> torch.device:
+    """Choose the device ("" = the best present) and, under torchrun, join the process group.
+
+    NCCL on CUDA, gloo elsewhere. A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run
+    aborts.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     device_type = device_type or next(kind for kind, present in available.items() if present)
@@ -53,7 +56,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def can_compile(device: torch.device) -> str:
-    """Why torch.compile cannot be used here, or "" if it can."""
+    """Why torch.compile does not work here, or "" if it does."""
     if device.type == "mps":
         return "torch.compile supports little of MPS"
     if device.type == "cpu":
@@ -67,13 +70,13 @@ def can_compile(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; clocks are read after this."""
+    """Wait until the device has finished all queued work, so that a clock can be read."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory used so far, in GiB: of the GPU, or of this process on the CPU."""
+    """Peak memory so far, in GiB: of the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -81,7 +84,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, such as that of compiling; on the CPU this works under Linux alone."""
+    """Forget the peak so far, such as compiling's; on the CPU this works on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -89,7 +92,7 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
 
 
-# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. First that is in the device's name wins.
+# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. The first key in the device's name wins.
 PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
     "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
@@ -99,18 +102,18 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float:
-    """Dense bf16 peak of one device in FLOP/s; 0 where it is unknown (CPU, MPS, a GPU that the table lacks)."""
+    """Dense bf16 peak of one device in FLOP/s; 0 if unknown (CPU, MPS, a GPU missing from the table)."""
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
-    if "Laptop" in name:  # less power and fewer units under the same number
+    if "Laptop" in name:  # fewer units and less power under the same number
         return 0.0
-    # Whole words, as an RTX A4000 is no A40
+    # Whole words: an RTX A4000 is no A40
     return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), 0.0)
 
 
 def device_name(device: torch.device) -> str:
-    """What the machine calls itself, for config.json and the report."""
+    """The device's name, for config.json and the report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"

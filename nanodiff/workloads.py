@@ -27,9 +27,8 @@ from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
-from nanodiff.training.amp import LossScaler
 from nanodiff.training.ema import EMA
-from nanodiff.training.optim import make_optimizer
+from nanodiff.training.optim import LossScaler, make_optimizer
 
 # Sets to read: kind, channels, side as stored. The latents are like SD's: mean and deviation of 4 channels.
 SETS = {"32 px": ("images", 3, 32), "256 px": ("images", 3, 256), "latents of 256 px": ("latents", 8, 32)}

@@ -104,7 +104,7 @@ if metric in ("loss", "bpd"):
 if metric == "loss":
     with autocast:
         mean, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
-    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q is not None}
+    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}
 
 elif metric == "bpd":
     if not loaded.process.num_timesteps:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from configurator import configure
+
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on a busy machine its threads wait for each other
 
@@ -44,6 +46,15 @@ def run_script(monkeypatch):
         signal.signal(number, handler)
     gc.enable()  # base_train puts it off
     gc.unfreeze()
+
+
+def base_train_settings(*argv):
+    """The settings of scripts/base_train.py with presets and arguments, without running it."""
+    path = ROOT / "scripts" / "base_train.py"
+    head = path.read_text().split("config = configure(globals())")[0]
+    names = {"__file__": str(path)}
+    exec(compile(head, str(path), "exec"), names)
+    return configure(names, list(argv))
 
 
 def command(name, *args, ranks=1):

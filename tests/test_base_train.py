@@ -125,11 +125,21 @@ def test_learning_rate_warms_up_and_down(tiny, run_script):
     )
     lrm = [line["train/lrm"] for line in metrics(tiny, "tiny_dit_d1")]
     assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    run_script(
-        "base_train", *TINY, "--num_iterations=4", "--lr_schedule=linear", "--eval_every=-1", "--model_tag=linear"
-    )
-    lrm = [line["train/lrm"] for line in metrics(tiny, "linear") if "train/lrm" in line]
-    assert lrm == [1, 0.75, 0.5, 0.25]
+    linear = ("--num_iterations=4", "--warmup_ratio=0", "--warmdown_ratio=1", "--eval_every=-1", "--model_tag=linear")
+    run_script("base_train", *TINY, *linear, "--final_lr_frac=0.2")
+    assert [line["train/lrm"] for line in metrics(tiny, "linear")] == pytest.approx([1, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--dropout=0.3",), ("--variance=learned",), ("--arch=unet", "--patch_size=2"),
+        ("--optimizer=adamw", "--muon_lr=0.1"), ("--latent_norm=scale",), ("--objective=flow_x0", "--bpd_every=1"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_would_do_nothing_is_refused(tiny, more):
+    done = run_process("base_train", *TINY, *more, check=False)
+    assert done.returncode == 2 and more[-1][2:].split("=")[0] in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_training_learns(tiny, run_script):
@@ -140,7 +150,7 @@ def test_training_learns(tiny, run_script):
 
 
 def test_changed_settings(tiny, run_script):
-    """What makes the model cannot change within a run; the rest is taken over."""
+    """Settings that make the model cannot change within a run; the others can."""
     run_script("base_train", *TINY, "--model_tag=a")
     done = run_script("base_train", *TINY, "--model_tag=a", "--eval_every=-1", "--num_iterations=8")
     assert done["step"] == 8 and len(losses(tiny, "a")) == 8
@@ -167,14 +177,24 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatc
         ("--arch=unet", "--num_res_blocks=1", "--low_res_size=8"),
         ("--arch=unet", "--num_res_blocks=1", "--objective=v", "--dropout=0.1"),
         ("--low_res_size=4", "--checkpointing"),
-        ("--arch=dit_classic", "--objective=eps", "--variance=learned_range", "--loss=rescaled_kl", "--bpd_every=0"),
+        (
+            "--arch=dit_classic",
+            "--objective=eps",
+            "--variance=learned_range",
+            "--loss=rescaled_kl",
+            "--bpd_every=0",
+            "--eval_images=4",
+        ),
+        ("--objective=x_prev", "--variance=learned", "--sampler=ddpm", "--sample_steps=50"),
         ("--class_cond=False", "--objective=x0", "--noise_schedule=linear", "--variance=fixed_large", "--ema_rates="),
     ],
 )
 def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     """Three steps, a grid, and one more step after a resume equal four steps in one go, dropout included."""
-    end = "--eval_every=0 --bpd_images=4 --sample_every=0 --sample_steps=2".split()
-    args = (*TINY, *more, *end, "--num_timesteps=50", "--warmup_ratio=0", "--warmdown_ratio=0")
+    end = "--eval_every=0 --eval_images=4 --sample_every=0 --sample_steps=2 --warmup_ratio=0 --warmdown_ratio=0".split()
+    few = ("--num_timesteps=50",) if any("--objective" in arg for arg in more) else ()
+    tiny_args = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in more)]
+    args = (*tiny_args, *end, *few, *more)
     run_script("base_train", *args, "--num_iterations=3", "--model_tag=a")
     run_script("base_train", *args, "--num_iterations=4", "--model_tag=a")
     run_script("base_train", *args, "--num_iterations=4", "--model_tag=b")
@@ -185,7 +205,7 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
 
 
 def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monkeypatch):
-    """IDDPM's rule: log2 of the scale falls by 1 on overflow and the weights stay; it grows by 0.001 otherwise."""
+    """IDDPM's rule: log2 of the scale falls by 1 on overflow and the weights stay; else it grows by 0.001."""
     monkeypatch.setattr("nanodiff.device.choose_dtype", lambda *_: torch.float16)
     honest, calls = FlowMatching.losses, []
 

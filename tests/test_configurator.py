@@ -342,3 +342,52 @@ def test_any_input_is_accepted_or_refused_in_one_line(script, tmp_path_factory, 
     else:
         assert all(type(config[name]) is type(value) for name, value in DEFAULTS.items() if value is not None)
         assert config["depth"] >= 1 and config["lr"] > 0 and 0 <= config["label_drop"] < 1
+
+
+CONDITIONAL = '''"""A program."""
+from configurator import configure
+TABLE = {"euler": 1, "heun": 2}
+arch = "dit"  # dit|classic|unet
+sampler = "auto"  # auto|{TABLE}: the names of a table
+#                   and a second line of help
+# Only arch=unet|classic
+dropout = 0.0  # [0, 1)
+# Everything
+tail = 1  # > 0
+config = configure(globals(), ARGV)
+'''
+
+
+@pytest.fixture
+def conditional(tmp_path):
+    path = tmp_path / "conditional.py"
+    path.write_text(CONDITIONAL)
+
+    def run(*argv):
+        globals_ = {"__file__": str(path), "__name__": "__main__", "ARGV": list(argv)}
+        exec(compile(CONDITIONAL, path, "exec"), globals_)
+        return globals_["config"]
+
+    return run
+
+
+def test_a_setting_that_would_do_nothing_is_refused(conditional, capsys):
+    assert conditional("--arch=unet", "--dropout=0.3") == conditional("--dropout=0.3", "--arch=unet")
+    assert conditional("--tail=2")["tail"] == 2 and conditional("--dropout=0")["dropout"] == 0
+    line = mistake(conditional, capsys, "--dropout=0.3")
+    assert line == "error: dropout=0.3 would do nothing: only arch=unet|classic uses it, and arch='dit'\n"
+
+
+def test_names_of_a_table_are_rule_and_help(conditional, capsys):
+    assert conditional("--sampler=heun")["sampler"] == "heun"
+    assert "auto|euler|heun" in mistake(conditional, capsys, "--sampler=ddim")
+    with pytest.raises(SystemExit):
+        conditional("--help")
+    out = capsys.readouterr().out
+    assert "auto|euler|heun: the names of a table" in out and "and a second line of help" in out
+    assert out.index("dropout") < out.index("Everything")
+
+
+def test_the_defaults_stay_known(conditional):
+    config = conditional("--arch=unet")
+    assert (config["arch"], config.defaults["arch"]) == ("unet", "dit")

@@ -36,7 +36,7 @@ def test_constant_weights_are_their_own_average():
 def test_a_jump_decays_as_a_power_of_the_rate():
     """Weights 0, then 1: the average after n updates is 1 - rate^n, for each rate by itself."""
     model = Vector(0.0)
-    ema = EMA(model, (0.9, 0.99, 0.5), ramp=False)
+    ema = EMA(model, "0.9,0.99,0.5", ramp=False)
     model.set(1.0)
     for n in range(1, 101):
         ema.update(n)
@@ -49,7 +49,7 @@ def test_a_jump_decays_as_a_power_of_the_rate():
 def test_a_line_is_followed_with_the_known_lag(rate, n):
     """Weights w_i = i: average = n - (rate / (1 - rate)) (1 - rate^n)."""
     model = Vector(0.0)
-    ema = EMA(model, rate, ramp=False)
+    ema = EMA(model, str(rate), ramp=False)
     for i in range(1, n + 1):
         model.set(float(i))
         ema.update(i)
@@ -91,14 +91,14 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit(views):
     ema.update(1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     pointers = [p.data_ptr() for p in model.parameters()]
-    for rate in (0.99, "0.9"):
-        with pytest.raises(KeyboardInterrupt), ema.applied(rate):
-            for name, p in model.named_parameters():
-                assert torch.equal(p, ema.state_dict()[str(rate)][name]) and not torch.equal(p, before[name])
-            raise KeyboardInterrupt
-        assert all(
-            torch.equal(p.view(torch.int32), before[name].view(torch.int32)) for name, p in model.named_parameters()
-        )
+    with pytest.raises(KeyboardInterrupt), ema.applied(model):
+        assert not model.training
+        for name, p in model.named_parameters():
+            assert torch.equal(p, ema.state_dict()["0.9"][name]) and not torch.equal(p, before[name])
+        raise KeyboardInterrupt
+    assert model.training
+    for name, p in model.named_parameters():
+        assert torch.equal(p.view(torch.int32), before[name].view(torch.int32))
     assert pointers == [p.data_ptr() for p in model.parameters()]
 
 
@@ -123,27 +123,27 @@ def test_states_of_other_rates_and_models_are_refused():
     ema = EMA(Vector(), "0.9")
     assert list(ema.state_dict()["0.9"]) == ["w"], "frozen parameters have no average"
     for state, message in (
-        ({"0.99": {"w": torch.zeros(3)}}, "0.9.*0.99"),
         ({"0.9": {}}, "'w' is missing"),
         ({"0.9": {"w": torch.zeros(3), "v": torch.zeros(3)}}, "'v' is unknown"),
         ({"0.9": {"w": torch.zeros(4)}}, r"\(4,\), not \(3,\)"),
     ):
         with pytest.raises(UserError, match=message):
             ema.load_state_dict(state)
-    with pytest.raises(UserError, match=r"0\.5.*0\.9"), ema.applied(0.5):
-        pass
 
 
 def test_rates():
-    assert parse_rates("0.999, 0.9999") == parse_rates((0.999, "0.9999")) == (0.999, 0.9999)
-    assert parse_rates(0.5) == (0.5,) and parse_rates("") == parse_rates(()) == ()
-    EMA(Vector(), "").update(1)
-    for bad in ("1", "0", "1.5", "-0.1", "nan", "x", "0.9,", (0.9, None)):
+    assert parse_rates("0.999, 0.9999") == (0.999, 0.9999) and parse_rates("") == ()
+    model = Vector(1.0)
+    ema = EMA(model, "")
+    ema.update(1)
+    with ema.applied(model):
+        assert model.w[0] == 1 and not model.training
+    for bad in ("1", "0", "1.5", "-0.1", "nan", "x", "0.9,"):
         with pytest.raises(UserError, match="ema_rates"):
             parse_rates(bad)
 
 
 def test_averages_are_fp32_whatever_the_weights():
     model = Vector().bfloat16()
-    assert EMA(model, 0.9).state_dict()["0.9"]["w"].dtype == torch.float32
-    np.testing.assert_equal(EMA(model, 0.9).names, ["w"])
+    assert EMA(model, "0.9").state_dict()["0.9"]["w"].dtype == torch.float32
+    np.testing.assert_equal(EMA(model, "0.9").names, ["w"])

@@ -106,17 +106,17 @@ def test_twenty_kills_lose_nothing(base, run_script):
 # base_train, in which something happens in the given rank at the given step: FAULT is "rank step action"
 FAULTY = """
 import os, runpy, signal, time
-from nanodiff.training import run as training
+from nanodiff import common
 rank, at, action = os.environ["FAULT"].split()
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 if not first and os.environ["RANK"] == rank:
     time.sleep(3)  # the others are there before it, and shall not take its predecessor's address for its own
-honest = training.draw_step
-def draw_step(seed, step, *rest):
-    if first and (os.environ.get("RANK", "0"), str(step)) == (rank, at):
+honest = common.make_generator
+def make_generator(*key, **options):  # a step's numbers come from (seed, step)
+    if first and (os.environ.get("RANK", "0"), str(key[-1]), len(key)) == (rank, at, 2):
         os.kill(os.getppid() if action.endswith("launcher") else os.getpid(), getattr(signal, action.split("_")[0]))
-    return honest(seed, step, *rest)
-training.draw_step = draw_step
+    return honest(*key, **options)
+common.make_generator = make_generator
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 SHORT = [*TRAIN, "--num_iterations=8", "--device_batch_size=4"]
@@ -157,8 +157,8 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(base, faulty, run_script, act
     ranks, port = [], free_port()
     for rank in "01":
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        args = (f"--rank_timeout={timeout}", "--model_tag=a")
-        ranks.append(faulty((sys.executable,), f"1 5 {action}", *args, env=env, wait=False))
+        env["NANODIFF_RANK_TIMEOUT"] = str(timeout)
+        ranks.append(faulty((sys.executable,), f"1 5 {action}", "--model_tag=a", env=env, wait=False))
     try:
         _, err = ranks[0].communicate(timeout=150)
     finally:
@@ -196,7 +196,7 @@ def test_a_signal_to_any_rank_or_to_torchrun_stops_all_after_the_same_step(base,
     if "launcher" in fault:
         assert re.search(r"stopped by signal \d+ after step [5-8]", done.stdout), done.stdout + done.stderr
     else:
-        assert done.returncode == 0 and "after step 5: the same command continues" in done.stdout, done.stderr
+        assert done.returncode == 0 and "after step 5: the same command resumes" in done.stdout, done.stderr
     run_script("base_train", *SHORT, "--model_tag=a")
     assert [step for step, *_ in everything(base, "a", 8)[1]] == [*range(1, 9)]
 

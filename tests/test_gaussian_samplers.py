@@ -158,7 +158,12 @@ def test_an_image_depends_on_its_own_seed_alone(sampler):
     process = GaussianDiffusion("cosine", 10)
     denoiser = lambda x, t: torch.tanh(x)
     sample = lambda seeds: process.sample(
-        denoiser, (g := StackedGenerator(seeds)).randn((len(seeds), 3, 4, 4)), 5, sampler, generator=g, eta=0.5 if sampler == "ddim" else 0.0
+        denoiser,
+        (g := StackedGenerator(seeds)).randn((len(seeds), 3, 4, 4)),
+        5,
+        sampler,
+        generator=g,
+        eta=0.5 if sampler == "ddim" else 0.0,
     )
     torch.testing.assert_close(sample([7, 8, 9])[1:2], sample([8]))
 

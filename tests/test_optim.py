@@ -1,6 +1,7 @@
 """Laws of the optimizer: torch's AdamW, the polar factor by SVD, and that ranks and resuming change nothing."""
 
 import copy
+import json
 from datetime import timedelta
 
 import numpy as np
@@ -13,18 +14,23 @@ import torch.nn as nn
 from nanodiff.common import UserError
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
-from nanodiff.training.optim import POLAR_EXPRESS, make_optimizer, polar_express
+from nanodiff.training import optim as optim_module
+from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, make_optimizer, polar_express
+
+
+@pytest.fixture(autouse=True)
+def fp32_products(monkeypatch):
+    """The laws below hold to fp32's precision, whatever this machine would choose for Muon's matrix products."""
+    monkeypatch.setattr(optim_module, "choose_dtype", lambda *_: torch.float32)
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(16, 48)
-        self.qkv.muon_split = 3
         self.fc1 = nn.Linear(16, 40, bias=False)
         self.fc2 = nn.Linear(40, 16)
         self.ada = nn.Linear(16, 16)
-        self.ada.muon_split = 0
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
@@ -164,9 +170,8 @@ class Matrices(nn.Module):
 
     def __init__(self):
         super().__init__()
-        wide, tall, fused = nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(48, 72)
-        fused.muon_split = 3
-        self.blocks = nn.ModuleList([wide, tall, fused, nn.Conv2d(8, 16, 3), nn.Conv1d(40, 20, 1), nn.Linear(64, 24)])
+        linear = [nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 24)]
+        self.blocks = nn.ModuleList([*linear, nn.Conv2d(8, 16, 3), nn.Conv1d(40, 20, 1)])
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -175,7 +180,7 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
     if channels_last:
         model.to(memory_format=torch.channels_last)
     lr, wd, mu = 0.1, 0.2, 0.9
-    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd, momentum=mu, momentum_warmup=0, ns_dtype=torch.float32)
+    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd, momentum=mu, momentum_warmup=0)
     assert model.blocks[3].weight.is_contiguous(memory_format=torch.channels_last) == channels_last
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     momentum = dict.fromkeys(weights, 0.0)
@@ -185,14 +190,13 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
         opt.sync_grads()
         opt.step()
         for name, p in weights.items():
-            split = 3 if name.startswith("blocks.2.") else 1
-            g = p.grad.double().numpy().reshape(split, p.shape[0] // split, -1)
+            g = p.grad.double().numpy().reshape(p.shape[0], -1)
             momentum[name] = mu * momentum[name] + (1 - mu) * g
-            polar = np.stack([polar_factor(x) for x in mu * momentum[name] + (1 - mu) * g])
-            scale = lr * max(1, g.shape[1] / g.shape[2]) ** 0.5
+            polar = polar_factor(mu * momentum[name] + (1 - mu) * g)
+            scale = lr * max(1, g.shape[0] / g.shape[1]) ** 0.5
             update = ((1 - lr * wd) * before[name] - p.detach()).double().numpy().reshape(g.shape) / scale
-            error = np.linalg.norm(update - polar, ord=2, axis=(1, 2))  # spectral: how far singular values are from 1
-            assert error.max() < 0.16, (name, error)
+            error = np.linalg.norm(update - polar, ord=2)  # spectral: how far singular values are from 1
+            assert error < 0.16, (name, error)
 
 
 def test_momentum_warms_up_linearly_from_085():
@@ -210,10 +214,11 @@ def test_momentum_warms_up_linearly_from_085():
     np.testing.assert_allclose(mus, np.minimum(0.95, 0.85 + 0.01 * np.arange(12)), atol=1e-4)
 
 
-def test_bf16_products_stay_close_to_fp32():
+def test_bf16_products_stay_close_to_fp32(monkeypatch):
     models = Toy(), Toy()
     for model, dtype in zip(models, (torch.float32, torch.bfloat16)):
-        train(model, make_optimizer(model, ns_dtype=dtype), range(3))
+        monkeypatch.setattr(optim_module, "choose_dtype", lambda *_, dtype=dtype: dtype)
+        train(model, make_optimizer(model), range(3))
     moved = params(models[0])["blocks.0.fc1.weight"] - params(Toy())["blocks.0.fc1.weight"]
     error = params(models[0])["blocks.0.fc1.weight"] - params(models[1])["blocks.0.fc1.weight"]
     assert error.norm() < 0.3 * moved.norm()
@@ -249,8 +254,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(build, optimizer):
     blocks = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")
     for name, p in model.named_parameters():
         block_matrix = p.ndim >= 2 and name.startswith(blocks) and not name.startswith("input_blocks.0.")
-        opted_out = build is Toy and ".ada." in name
-        assert (name in muon) == (optimizer == "muon" and block_matrix and not opted_out), name
+        assert (name in muon) == (optimizer == "muon" and block_matrix), name
 
 
 def test_compiled_model_has_the_same_groups():
@@ -280,8 +284,6 @@ def test_no_gradient_at_all_and_zero_grad():
     opt = make_optimizer(model)
     assert opt.sync_grads() == 0
     randomize_grads(model)
-    opt.zero_grad(set_to_none=False)
-    assert all((p.grad == 0).all() for p in model.parameters() if p.requires_grad)
     opt.zero_grad()
     assert all(p.grad is None for p in model.parameters() if p.requires_grad)
 
@@ -372,11 +374,12 @@ def test_state_of_another_model_is_refused_by_name():
 # Two ranks
 
 CASES = [("muon", 0.0), ("muon", 0.05), ("adamw", 0.0), ("adamw", 0.05)]
-OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1, "ns_dtype": torch.float32}
+OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 
 def two_ranks(rank, folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
+    optim_module.choose_dtype = lambda *_: torch.float32
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
@@ -492,3 +495,93 @@ def test_bytes_are_those_of_a_ring(ranks):
     numel = sum(p.numel() for p in Toy().parameters() if p.requires_grad)
     assert [found["bytes"] for found in ranks] == [ranks[0]["bytes"]] * 2
     assert 4 * numel <= ranks[0]["bytes"] < 1.2 * 4 * numel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss scale of fp16
+
+
+def test_walk_is_the_published_one():
+    """log2 of the scale: 20 at first, +0.001 per good step, -1 per overflow (IDDPM's fp16 trainer)."""
+    scaler = LossScaler(enabled=True)
+    assert scaler.lg_loss_scale == 20.0
+    for _ in range(1000):
+        scaler.update(overflow=False)
+    assert scaler.lg_loss_scale == pytest.approx(21.0)
+    for overflow in (True, True, False, True):
+        scaler.update(overflow)
+    assert scaler.lg_loss_scale == pytest.approx(21.0 - 3 + 0.001)
+    assert scaler.skipped_in_a_row == 1
+
+
+def test_gradients_times_inv_scale_are_those_of_the_plain_loss():
+    w = torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    loss = lambda: (w**3).sum()
+    (plain,) = torch.autograd.grad(loss(), w)
+    scaler = LossScaler(enabled=True)  # a power of two: exact in floating point
+    (scaled,) = torch.autograd.grad(scaler.scale(loss()), w)
+    assert torch.equal(scaled * scaler.inv_scale, plain) and not torch.equal(scaled, plain)
+
+
+def test_scale_saves_gradients_from_underflow():
+    """A gradient of 1e-9 is zero in fp16 (whose least number is 6e-8) but comes through the scaled loss."""
+    grads = []
+    for enabled in (False, True):
+        scaler, x = LossScaler(enabled), torch.ones(1, requires_grad=True)
+        scaler.scale(x.half().float() * 1e-9).sum().backward()
+        grads.append(x.grad.item() * scaler.inv_scale)
+    assert grads[0] == 0.0 and grads[1] == pytest.approx(1e-9, rel=1e-2)
+
+
+def test_training_survives_an_overflow_and_finds_a_scale():
+    """From a scale that overflows fp16, skipped steps bring it down until steps are good; weights stay finite."""
+    scaler, w = LossScaler(enabled=True, lg_scale=30.0), torch.full((4,), 2.0, requires_grad=True)
+    optimizer, good = torch.optim.SGD([w], lr=0.1), 0
+    for _ in range(60):
+        scaler.scale((w.half() ** 2).mean().float()).backward()
+        norm = w.grad.norm().item() * scaler.inv_scale
+        overflow = not norm < float("inf")
+        if not overflow:
+            w.grad *= scaler.inv_scale
+            optimizer.step()
+            good += 1
+        scaler.update(overflow)
+        optimizer.zero_grad()
+    assert 40 < good <= 60 - 13  # 2^30 to below fp16's 2^16 takes more than 13 skips
+    assert scaler.lg_loss_scale < 17
+    assert w.abs().max() < 2.0  # it trained
+
+
+def test_a_nan_that_stays_ends_the_run_with_the_count():
+    scaler = LossScaler(enabled=True)
+    for _ in range(7):
+        scaler.update(overflow=False)
+    skips = 0
+    with pytest.raises(FloatingPointError, match="21 steps skipped in a row"):
+        for _ in range(100):
+            skips += 1
+            scaler.update(overflow=True)
+    assert skips == 21
+
+
+def test_disabled_scaler_is_the_identity():
+    scaler, loss = LossScaler(enabled=False), torch.tensor(3.0)
+    assert scaler.scale(loss) is loss and scaler.inv_scale == 1.0
+    for _ in range(100):
+        scaler.update(overflow=True)
+    assert scaler.inv_scale == 1.0
+
+
+def test_state_survives_json_and_a_change_of_dtype():
+    a, b, off = LossScaler(enabled=True), LossScaler(enabled=True), LossScaler(enabled=False)
+    for i in range(50):
+        a.update(overflow=i % 20 == 19)
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    for scaler in (a, b):
+        scaler.update(overflow=True)
+    assert a.state_dict() == b.state_dict()
+    off.load_state_dict(a.state_dict())  # an fp16 run that goes on in bf16
+    assert off.inv_scale == 1.0
+    b = LossScaler(enabled=True)
+    b.load_state_dict(LossScaler(enabled=False).state_dict())  # a bf16 run that goes on in fp16
+    assert b.lg_loss_scale == 20.0

@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from conftest import base_train_settings
 
-from configurator import configure
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
 
@@ -17,14 +17,8 @@ LATENTS = dict(kind="latents", channels=4, resolution=32, num_classes=1000)
 
 
 def settings(preset):
-    """base_train's defaults, read from its source, with those of a preset."""
-    script, names = RUNS.parent / "scripts" / "base_train.py", {}
-    for node in ast.parse(script.read_text()).body:
-        if isinstance(node, ast.Assign):
-            if isinstance(node.value, ast.Call):  # the settings end
-                break
-            names[node.targets[0].id] = ast.literal_eval(node.value)
-    return configure(names | {"__file__": str(script)}, argv=[str(RUNS / preset)])
+    """base_train's settings with those of a preset, as its --help and command line read them."""
+    return base_train_settings(str(RUNS / preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -45,5 +39,5 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
 def test_published_sizes(preset, data, parameters):
     config = settings(preset)
     process = make_process(config, data)
-    model = empty_model(make_model_config(config, data, process))
+    model = empty_model(make_model_config(config, data, process.out_channels(data["channels"])))
     assert sum(p.numel() for p in model.parameters()) == parameters

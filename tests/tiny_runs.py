@@ -44,7 +44,8 @@ def randomise(tensors, seed=0):
 
 def make_run(run_script, tag, *args):
     """Train `tag` for no step, then put random weights into its checkpoint 1; other ones for raw and averaged."""
-    run_dir = run_script("base_train", *TINY, *args, f"--model_tag={tag}")["run_dir"]
+    tiny = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in args)]
+    run_dir = run_script("base_train", *tiny, *args, f"--model_tag={tag}")["run_dir"]
     first = run_dir / "checkpoints" / "step_000000"
     tensors = {p.stem: torch.load(p, weights_only=True) for p in first.glob("*.pt")}
     for i, name in enumerate(sorted(name for name in tensors if name == "model" or name.startswith("ema"))):

@@ -61,7 +61,7 @@ def stored_images(dataset, ids, codec, device, generator=None):
 
 @torch.no_grad()
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
-    """(mean loss, [mean in each quarter of t, None if empty]) on the first `num_images` of `val_set`, over all ranks.
+    """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
     An image's noise depends on its index alone, its t on (seed, index), with the t spread evenly: the same for any
     model, number of ranks and batch size.
@@ -82,8 +82,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
         sums += quartile_sums(t.cpu()[real], loss.cpu()[real], process)
     total, count = sum_over_ranks(sums, device)
-    quarters = [float(s / c) if c else None for s, c in zip(total, count)]
-    return float(total.sum() / count.sum()), quarters
+    return float(total.sum() / count.sum()), (total / count).tolist()
 
 
 @torch.no_grad()

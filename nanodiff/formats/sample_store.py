@@ -17,8 +17,7 @@ import numpy as np
 
 from nanodiff.common import UserError, print0
 from nanodiff.data.dataset_writer import npy_header
-from nanodiff.files import fsync_dir, write_atomic
-from nanodiff.training.checkpoint import lock_run
+from nanodiff.files import fsync_dir, lock_file, write_atomic
 
 GRID_IMAGES = 256  # what a grid shows at most; so many of another protocol are dropped without asking
 
@@ -42,7 +41,9 @@ class SampleStore:
         A broken part is removed, to be drawn again. What was begun by another protocol is dropped, unless it is more
         than a grid: UserError then says what differs. It is raised too where another process makes the same file.
         """
-        self.lock = lock_run(self.folder, "sampling", "out")
+        self.lock = lock_file(
+            self.folder / ".lock", f"another process is sampling in {self.folder}; stop it or choose another out", "out"
+        )
         described = self.folder / "protocol.json"
         old = described.read_text() if described.exists() else ""
         parts = {path: load_part(path) for path in sorted(self.folder.glob("*.npy"))}

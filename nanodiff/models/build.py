@@ -18,7 +18,7 @@ def parse_classes(classes: str, num_classes: int) -> list[int]:
     return chosen
 
 
-def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConfig:
+def make_model_config(config: dict, data: dict, out_channels: int) -> DiTConfig | UNetConfig:
     """Sizes from `depth` and from the data set's facts (`data`: a codec's)."""
     channels, resolution = data["channels"], data["resolution"]
     if config["low_res_size"] >= resolution:
@@ -26,19 +26,19 @@ def make_model_config(config: dict, data: dict, process) -> DiTConfig | UNetConf
     shape = dict(
         image_size=resolution,
         in_channels=channels,
-        out_channels=process.out_channels(channels),
+        out_channels=out_channels,
         num_classes=data["num_classes"] if config["class_cond"] else 0,
         low_res=config["low_res_size"],
         checkpointing=config["checkpointing"],
     )
     if config["arch"] == "unet":
-        keys = ("num_res_blocks", "num_heads", "num_heads_upsample", "use_scale_shift_norm", "dropout")
+        keys = ("num_res_blocks", "use_scale_shift_norm", "dropout")
         try:
             resolutions = tuple(int(r) for r in config["attention_resolutions"].split(",") if r)
         except ValueError:
             given = config["attention_resolutions"]
             raise UserError(f"attention_resolutions={given!r}: accepted are integers, comma-separated") from None
-        chosen = {key: config[key] for key in keys}
+        chosen = {key: config[key] for key in keys} | {"num_heads": config["heads"] or 4}
         return UNetConfig.from_depth(config["depth"], attention_resolutions=resolutions, **chosen, **shape)
     block = "classic" if config["arch"] == "dit_classic" else "modern"
     sizes = {key: config[key] for key in ("patch_size", "width", "heads")}
@@ -56,21 +56,3 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int):
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
-
-
-# Settings that make the model what it is: a run cannot go on with others. The rest may change between two starts.
-FIXED = (
-    "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "width", "heads",
-    "patch_size", "num_res_blocks", "attention_resolutions", "num_heads", "num_heads_upsample",
-    "use_scale_shift_norm", "dropout", "objective", "flow_prediction", "noise_schedule", "num_timesteps", "variance",
-    "loss", "rescale_timesteps", "timesteps", "label_drop", "total_batch_size", "optimizer", "ema_rates", "ema_ramp",
-)  # fmt: skip
-
-
-def check_settings(config: dict, old: dict, model_tag: str, names=FIXED) -> list[str]:
-    """Compare settings with those a checkpoint was made with; UserError on one of `names`, else the changes as text."""
-    changed = {key: f"{key}={value!r} (was {old.get(key)!r})" for key, value in config.items() if value != old.get(key)}
-    fixed = [changed[key] for key in names if key in changed]
-    if fixed:
-        raise UserError(f"{model_tag} was trained otherwise: {', '.join(fixed)}; set it back or use another model_tag")
-    return list(changed.values())

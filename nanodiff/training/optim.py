@@ -1,9 +1,9 @@
 """Muon for the matrices of a model's blocks, AdamW for the rest; gradients averaged and state sharded over ranks.
 
-The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. A step, for each buffer: gather
-the gradients into the same layout, reduce-scatter them, update the share that this rank owns (it alone holds the
-moments of that share), all-gather the parameters. This is ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054). One
-rank is the case where the share is everything and nothing is sent.
+The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. Each step, for each buffer: copy
+the gradients into the same layout, reduce-scatter them, update the share that this rank owns (only it holds the moments
+of that share), all-gather the parameters. This is ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054). With one
+rank the share is everything and nothing is sent.
 """
 
 import math
@@ -33,21 +33,21 @@ SAFETY = 1.01  # the listing's own: room for singular values that rounding pushe
 def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """G (K, m, n) -> (K, m, n) in `dtype`: nearly U V^T of each matrix G = U S V^T; a zero matrix stays zero.
 
-    Singular values above 1e-3 of the Frobenius norm come out within [0.84, 1.13], smaller ones times at most 966.
-    Oblong matrices take two steps at a time on their small Gram matrix A, at a quarter less work
+    Singular values above 1e-3 of the Frobenius norm end within [0.84, 1.13], smaller ones grow by at most 966. Oblong
+    matrices take two steps at a time on their small Gram matrix A, a quarter less work
     (github.com/Dao-AILab/gram-newton-schulz).
     """
     tall = G.size(-2) > G.size(-1)
     X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
     X = X.mT if tall else X  # (K, m, n), m <= n
-    # A recomputed: rounding in bf16 gives A negative eigenvalues, which three steps on end blow up without bound.
+    # A is recomputed at a restart: rounding in bf16 gives it negative eigenvalues, which three steps on would blow up
     restarts = (0, 1, 3, 5) if X.size(-1) > 1.5 * X.size(-2) else range(6)
     for i, (a, b, c) in enumerate(POLAR_EXPRESS):
         if i in restarts:
             A, Q = X @ X.mT, None  # (K, m, m)
         P = torch.baddbmm(A, A, A, beta=b / SAFETY**3, alpha=c / SAFETY**5)
         P.diagonal(dim1=-2, dim2=-1).add_(a / SAFETY)  # P = a + b A + c A^2, X <- P X
-        Q = P if Q is None else P @ Q  # of all the steps since the restart
+        Q = P if Q is None else P @ Q  # all steps since the restart
         if i + 1 in restarts:
             X = Q @ X
         else:
@@ -58,7 +58,8 @@ def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float, warmup: int) -> None:
     """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    lr is times sqrt(max(1, rows / columns)), Jordan's scale; momentum warms up from 0.85, as in modded-nanogpt.
+    The rate is scaled by sqrt(max(1, rows / columns)) as in Jordan's code; momentum warms up from 0.85, as in
+    modded-nanogpt.
     """
     p, g, m, lr = bucket.own, bucket.grad, bucket.state["momentum"], bucket.group["lr"]
     mu = momentum if step > warmup else min(momentum, 0.85 + (momentum - 0.85) * (step - 1) / warmup)
@@ -66,7 +67,9 @@ def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float
     g.lerp_(m, mu)
     p.mul_(1 - lr * bucket.group["weight_decay"])
     for start, count, rows, cols in bucket.runs:
-        G, P = (x[start : start + count * rows * cols].view(count, rows, cols) for x in (g, p))
+        part = slice(start, start + count * rows * cols)
+        G = g[part].view(count, rows, cols)
+        P = p[part].view(count, rows, cols)
         P.add_(polar_express(G, dtype), alpha=-lr * max(1.0, rows / cols) ** 0.5)
 
 
@@ -80,39 +83,51 @@ def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float], eps: f
     )  # fmt: skip
 
 
-STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # what is kept of each parameter
+STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # tensors kept for each parameter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Buckets: a group's parameters in one buffer, cut into shares
 
 
-def _align(n: int) -> int:
+def align(n: int) -> int:
     return -(-n // 16) * 16  # 64 bytes: cuBLAS and Inductor want aligned operands
 
 
-def _layout(params, splits, world):
-    """(offsets, length of a share, runs of each share): whole parameters, the largest first to the emptiest share.
+def plan_buffer(params, world: int):
+    """(offset of each parameter, length of a share, runs of each share). No parameter is cut: the largest go first,
+    each to the emptiest share.
 
     Within a share, matrices of one shape lie side by side: a run (start, count, rows, cols) is one batch for Muon.
     """
-    rows = [p.shape[0] if p.ndim else 1 for p in params]
-    shapes = [(r // split, p.numel() // r) for p, r, split in zip(params, rows, splits)]
-    load, owner, offsets = [0] * world, {}, [0] * len(params)
+    load, members = [0] * world, [[] for _ in range(world)]
     for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
-        owner[i] = load.index(min(load))
-        load[owner[i]] += params[i].numel()
-    runs, ends = [[] for _ in range(world)], [0] * world
-    for i in sorted(owner, key=lambda i: (shapes[i], i)):
-        r = owner[i]
-        if not runs[r] or runs[r][-1][2:] != shapes[i]:
-            ends[r] = _align(ends[r])
-            runs[r].append((ends[r], 0, *shapes[i]))
-        start, count, *shape = runs[r][-1]
-        runs[r][-1] = (start, count + splits[i], *shape)
-        offsets[i] = ends[r]
-        ends[r] += params[i].numel()
-    share = _align(max(ends))
-    return [owner[i] * share + offset for i, offset in enumerate(offsets)], share, runs
+        emptiest = load.index(min(load))
+        members[emptiest].append(i)
+        load[emptiest] += params[i].numel()
+
+    def matrix_shape(i):
+        rows = params[i].shape[0] if params[i].ndim else 1
+        return rows, params[i].numel() // rows
+
+    offset_in_share, runs, ends = {}, [], []
+    for share in members:
+        end, own_runs = 0, []
+        for i in sorted(share, key=lambda i: (matrix_shape(i), i)):
+            if not own_runs or own_runs[-1][2:] != matrix_shape(i):
+                end = align(end)
+                own_runs.append((end, 0, *matrix_shape(i)))
+            start, count, *shape = own_runs[-1]
+            own_runs[-1] = (start, count + 1, *shape)
+            offset_in_share[i] = end
+            end += params[i].numel()
+        runs.append(own_runs)
+        ends.append(end)
+    length = align(max(ends))
+    offsets = [0] * len(params)
+    for number, share in enumerate(members):
+        for i in share:
+            offsets[i] = number * length + offset_in_share[i]
+    return offsets, length, runs
 
 
 class Bucket:
@@ -120,7 +135,7 @@ class Bucket:
 
     def __init__(self, group: dict, rank: int, world: int):
         self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
-        self.offsets, share, runs = _layout(self.params, group["splits"], world)
+        self.offsets, share, runs = plan_buffer(self.params, world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
         # A convolution in channels_last keeps its memory order: Muon sees its columns permuted, which is the same.
         self.strides = [
@@ -140,14 +155,20 @@ class Bucket:
         return [flat.as_strided(p.shape, strides, offset) for p, strides, offset in layout]
 
     def reduce_grads(self):
-        """This rank's share of the sum of all ranks' gradients (None is zero) into `grad`. Returns the work or None."""
+        """Put this rank's share of the sum of all ranks' gradients (None counts as zero) into `grad`.
+
+        Returns the collective in flight, or None.
+        """
         start, full = self.flat.data_ptr(), torch.zeros_like(self.flat)
-        for name, p, offset in zip(self.names, self.params, self.offsets):
+        targets, grads = [], []
+        for name, p, offset, view in zip(self.names, self.params, self.offsets, self.views(full)):
             if p.data_ptr() != start + 4 * offset:
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
-        pairs = [(view, p.grad) for view, p in zip(self.views(full), self.params) if p.grad is not None]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs)))
+            if p.grad is not None:
+                targets.append(view)
+                grads.append(p.grad)
+        if grads:
+            torch._foreach_copy_(targets, grads)
         if self.world == 1:
             self.grad = full
             return None
@@ -156,14 +177,14 @@ class Bucket:
         return reduce_scatter(self.grad, full, async_op=True)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
-        """Every rank's share into `flat`; where there is one rank they are the same. Returns the work or None."""
+        """Gather every rank's share into `flat`; with one rank they are the same. Returns the collective or None."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
         return all_gather(flat, share, async_op=True)
 
 
-def _wait(works) -> None:
+def wait_all(works) -> None:
     for work in works:
         if work is not None:
             work.wait()
@@ -197,11 +218,12 @@ class Optimizer:
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def sync_grads(self) -> torch.Tensor:
-        """Average the gradients over ranks, once per step; a collective. `p.grad` itself is left as it is.
+        """Average the gradients over ranks, once per step; a collective. `p.grad` itself stays as it is until
+        zero_grad: the averages live in the buckets until step().
 
         Returns their global L2 norm, 0-dim, the same on every rank: not finite if any gradient on any rank is not.
         """
-        _wait([bucket.reduce_grads() for bucket in self.buckets])
+        wait_all([bucket.reduce_grads() for bucket in self.buckets])
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
         if self.world > 1:
             dist.all_reduce(norm_sq)
@@ -223,21 +245,22 @@ class Optimizer:
                 update_adamw(bucket, self.steps, **self.adamw_options)
             bucket.grad = None
             works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
-        _wait(works)
+        wait_all(works)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        for p in (p for bucket in self.buckets for p in bucket.params):
-            p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
+    def zero_grad(self) -> None:
+        for bucket in self.buckets:
+            for p in bucket.params:
+                p.grad = None
 
     @collective("the gathering of what is not finite")
     @torch.no_grad()
     def not_finite(self) -> str:
-        """For an error message: on each rank with gradients that are not finite the worst parameter; a collective."""
+        """For an error message: the worst parameter on each rank whose gradients are not finite; a collective."""
         worst = (0.0, "")
-        for name, p in ((name, p) for bucket in self.buckets for name, p in zip(bucket.names, bucket.params)):
-            if p.grad is not None:
-                worst = max(worst, (1 - float(p.grad.isfinite().double().mean()), name))
+        for bucket in self.buckets:
+            for name, p in zip(bucket.names, bucket.params):
+                if p.grad is not None:
+                    worst = max(worst, (1 - float(p.grad.isfinite().float().mean()), name))
         every = [worst]
         if self.world > 1:
             every = [None] * self.world
@@ -248,7 +271,7 @@ class Optimizer:
     @collective("the comparison of the ranks' weights")
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Raise RuntimeError, on every rank, naming the first parameter that is not rank 0's to the bit; collective."""
+        """Raise RuntimeError, on every rank, naming the first parameter that differs from rank 0's; a collective."""
         for bucket in self.buckets if self.world > 1 else []:
             reference = bucket.flat.clone()
             dist.broadcast(reference, 0)
@@ -269,17 +292,17 @@ class Optimizer:
         for bucket in self.buckets:
             for key, share in bucket.state.items():
                 full = share if self.world == 1 else torch.empty_like(bucket.flat)
-                _wait([bucket.all_gather(full, share)])
+                wait_all([bucket.all_gather(full, share)])
                 if self.rank == 0:
-                    copies = [torch.empty(view.shape).copy_(view) for view in bucket.views(full)]
-                    state |= {f"{key}/{name}": copy for name, copy in zip(bucket.names, copies)}
+                    for name, view in zip(bucket.names, bucket.views(full)):
+                        state[f"{key}/{name}"] = torch.empty(view.shape).copy_(view)
         return state if self.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Take this rank's share of a state_dict written by any number of ranks; every rank is given all of it.
 
-        Raises UserError for a missing, an unknown or a misshapen tensor, before anything is changed.
+        A missing, unknown or misshapen tensor is refused before anything is changed.
         """
         mine = {f"{key}/{name}": p for b in self.buckets for key in b.state for name, p in zip(b.names, b.params)}
         for name in sorted({"step", *mine} ^ state.keys()):
@@ -306,15 +329,12 @@ FIRST = "input_blocks.0."  # the UNet's first convolution
 def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, momentum: float = 0.95, momentum_warmup: int = 300,
-    ns_dtype: torch.dtype | None = None,
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective where torch.distributed is up.
 
     "muon": the repeated blocks' matrices and convolutions, the latter as (out, rest), at `muon_lr`, and AdamW at `lr`
-    for all else; "adamw": AdamW for everything. Decoupled weight decay, of parameters of 2 and more dimensions only.
-    `muon_split = k`, an attribute of a module, says that its weight is k matrices on top of each other, which Muon
-    takes one by one; 0 leaves it to AdamW. `momentum_warmup` is in steps. `ns_dtype` is that of Muon's matrix products,
-    None = bf16 where that is native, else fp32. Raises UserError for a value that is not accepted.
+    for all else; "adamw": AdamW for everything. Weight decay is decoupled and applies to tensors of 2 or more
+    dimensions. `momentum_warmup` is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
     """
     if optimizer not in ("muon", "adamw"):
         raise UserError(f"optimizer={optimizer!r} is not known; accepted: muon, adamw")
@@ -322,25 +342,73 @@ def make_optimizer(
     for name, value in {"lr": lr, "muon_lr": muon_lr, "weight_decay": weight_decay, "eps": eps, **below_1}.items():
         if not 0 <= value < (1 if name in below_1 else math.inf):
             raise UserError(f"{name}={value} is out of range; accepted: {'[0, 1)' if name in below_1 else '0 or more'}")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     rows = (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay))
     groups = [
-        {"kind": kind, "lr": rate, "initial_lr": rate, "weight_decay": wd, "names": [], "params": [], "splits": []}
-        for kind, rate, wd in rows  # AdamW first: its all-gathers run while Muon computes
+        {"kind": kind, "lr": rate, "initial_lr": rate, "weight_decay": decay, "names": [], "params": []}
+        for kind, rate, decay in rows  # AdamW first: its all-gathers run while Muon computes
     ]
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         assert p.dtype == torch.float32, f"{name} is {p.dtype}: the weights are kept in fp32, autocast does the rest"
-        split = getattr(model.get_submodule(name.rpartition(".")[0]), "muon_split", 1)
-        matrix = p.ndim >= 2 and name.startswith(BLOCKS) and not name.startswith(FIRST)
-        muon = optimizer == "muon" and matrix and split > 0
-        assert not muon or len(p) % split == 0, f"{name}: {len(p)} rows are not {split} matrices"
-        group = groups[2 if muon else 0 if p.ndim >= 2 else 1]
+        is_matrix = p.ndim >= 2
+        in_block = name.startswith(BLOCKS) and not name.startswith(FIRST)
+        if optimizer == "muon" and is_matrix and in_block:
+            group = groups[2]
+        else:
+            group = groups[0 if is_matrix else 1]
         group["names"].append(name)
         group["params"].append(p)
-        group["splits"].append(split if muon else 1)
     native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
-    ns_dtype = ns_dtype or (torch.bfloat16 if native else torch.float32)
-    muon_options = {"dtype": ns_dtype, "momentum": momentum, "warmup": momentum_warmup}
-    return Optimizer([group for group in groups if group["names"]], muon_options, {"betas": betas, "eps": eps})
+    muon_options = dict(dtype=torch.bfloat16 if native else torch.float32, momentum=momentum, warmup=momentum_warmup)
+    return Optimizer([group for group in groups if group["names"]], muon_options, dict(betas=betas, eps=eps))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss scale of fp16
+
+
+class LossScaler:
+    """Keeps small gradients above fp16's underflow by scaling the loss by 2^lg_loss_scale (IDDPM's fp16 trainer).
+
+    The exponent grows by 0.001 each good step and falls by 1 on overflow, whose step is skipped. With enabled=False
+    (bf16, fp32) every method is the identity or does nothing.
+    """
+
+    def __init__(self, enabled: bool, lg_scale: float = 20.0, growth: float = 1e-3):
+        self.enabled, self.growth = enabled, growth
+        self.lg_loss_scale = lg_scale
+        self.skipped_in_a_row = 0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 2.0**self.lg_loss_scale if self.enabled else loss
+
+    @property
+    def inv_scale(self) -> float:
+        """Multiply the gradients by this: 2^-lg_loss_scale; 1 when disabled."""
+        return 2.0**-self.lg_loss_scale if self.enabled else 1.0
+
+    def update(self, overflow: bool) -> None:
+        """Raises FloatingPointError once the scale is below 1: about 20 skips in a row, which no smaller scale cures.
+
+        All those steps were skipped, so weights and averages are still good.
+        """
+        if not self.enabled:
+            return
+        if not overflow:
+            self.lg_loss_scale += self.growth
+            self.skipped_in_a_row = 0
+            return
+        self.lg_loss_scale -= 1.0
+        self.skipped_in_a_row += 1
+        if self.lg_loss_scale < 0:
+            skipped = f"{self.skipped_in_a_row} steps skipped in a row"
+            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale has fallen below 1")
+
+    def state_dict(self) -> dict:
+        return {"lg_loss_scale": self.lg_loss_scale, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Also into a disabled scaler and from one: a run may resume in another dtype."""
+        self.lg_loss_scale, self.skipped_in_a_row = state["lg_loss_scale"], state["skipped_in_a_row"]

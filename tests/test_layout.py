@@ -1,0 +1,87 @@
+"""The house: arrows go one way, run time needs four packages, and the two trainers share their step."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = [{"ground"}, {"models", "diffusion"}, {"data", "training"}, {"metrics"}, {"formats"}, {"web"}, {"scripts"}]
+RUNTIME = set(sys.stdlib_module_names) | {"torch", "numpy", "wandb", "nanodiff", "configurator"}
+SOURCES = sorted([*ROOT.glob("nanodiff/**/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "configurator.py"])
+
+
+def imports(path):
+    """(module, line of the import is indented) of every import in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module, node.col_offset > 0
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.col_offset > 0
+
+
+def room(module):
+    parts = module.split(".")
+    if parts[0] == "scripts":
+        return "scripts"
+    return parts[1] if len(parts) > 2 or (ROOT / "nanodiff" / parts[-1]).is_dir() else "ground"
+
+
+def floor(module):
+    return next(i for i, rooms in enumerate(FLOORS) if room(module) in rooms)
+
+
+def test_imports_go_down_or_stay_in_their_room():
+    climbing = []
+    for path in SOURCES:
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for module, _ in imports(path):
+            if own == "configurator" or not module.startswith("nanodiff."):
+                continue
+            if floor(module) > floor(own) or (floor(module) == floor(own) and room(module) != room(own)):
+                climbing.append(f"{own} -> {module}")
+    assert not climbing
+
+
+def test_no_circle_of_imports():
+    graph = {}
+    for path in SOURCES:
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        graph[own] = {module for module, _ in imports(path) if module.startswith("nanodiff.")}
+    while leaves := [module for module, needs in graph.items() if not needs & graph.keys()]:
+        for leaf in leaves:
+            del graph[leaf]
+    assert not graph
+
+
+def test_run_time_packages():
+    for path in SOURCES:
+        for module, indented in imports(path):
+            name = module.split(".")[0]
+            assert name in RUNTIME or (name == "PIL" and indented), f"{path} imports {module}"
+            assert name != "wandb" or indented, f"{path} imports wandb where it may not be wanted"
+
+
+def step_of(script):
+    """The code of a trainer's step: from its clock to its optimizer, without comments."""
+    source = (ROOT / "scripts" / script).read_text()
+    tree = ast.parse(source)
+    loop = next(node for node in tree.body if isinstance(node, ast.While))
+    text = [ast.unparse(node) for node in loop.body]
+    start = next(i for i, line in enumerate(text) if line.startswith("t0 ="))
+    return "\n".join(text[start:]).splitlines()
+
+
+def test_lora_train_makes_base_trains_step():
+    """Line for line: what fine-tuning does not need is left out, and nothing is different."""
+    base, lora = step_of("base_train.py"), step_of("lora_train.py")
+    assert len(lora) > 40
+    rest = iter(base)
+    assert [line for line in lora if line not in rest] == []  # `in` moves the iterator on: the order counts
+
+
+@pytest.mark.parametrize("script", ["base_train", "lora_train"])
+def test_the_settings_stand_before_everything_else(script):
+    assert "config = configure(globals())" in (ROOT / "scripts" / f"{script}.py").read_text()

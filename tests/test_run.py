@@ -1,0 +1,139 @@
+"""A run's start and logs: the cut of a batch, the largest batch that fits, sums by quarter of t, where to resume."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from configurator import Config
+from nanodiff.common import UserError
+from nanodiff.training.checkpoint import save_checkpoint
+from nanodiff.training.run import RunLog, StepTerms, cut_batch, largest_batch, resume_point
+
+
+@pytest.mark.parametrize("total, device, world", [(64, 8, 2), (64, 64, 2), (6, 64, 3), (12, 3, 4), (1, 64, 1)])
+def test_micro_steps_and_ranks_make_up_the_batch(total, device, world):
+    images, micro_steps = cut_batch(total, device, world)
+    assert images * micro_steps * world == total and images <= device
+
+
+@pytest.mark.parametrize("total, device, world", [(10, 4, 1), (8, 8, 3), (1, 1, 2)])
+def test_a_batch_that_cannot_be_cut(total, device, world):
+    with pytest.raises(UserError, match=f"total_batch_size={total} is not a multiple of device_batch_size x ranks"):
+        cut_batch(total, device, world)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+class Memory(nn.Module):
+    """A stand-in for model, process and optimizer: a device with room for `room` images at a time."""
+
+    def __init__(self, room, error=NO_MEMORY[0]):
+        super().__init__()
+        self.room, self.error, self.tried, self.cleared = room, error, [], 0
+        self.w = nn.Parameter(torch.zeros(()))
+        self.config = SimpleNamespace(num_classes=0, low_res=0)
+        self.num_timesteps = 0
+
+    def losses(self, model, x0, t, noise):
+        self.tried.append(len(x0))
+        if len(x0) > self.room:
+            raise self.error
+        return {"loss": self.w * x0.flatten(1).sum(1)}
+
+    def zero_grad(self):
+        self.cleared += 1
+
+
+def find(memory, limit):
+    return largest_batch(memory, memory, (1, 2, 2), nullcontext(), memory, limit)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("limit, room, best", [(64, 20, 16), (64, 64, 64), (64, 1000, 64), (48, 1000, 16), (7, 9, 1)])
+def test_the_largest_batch_that_fits(error, limit, room, best):
+    memory = Memory(room, error)
+    assert find(memory, limit) == best
+    assert memory.tried == [2**i for i in range(len(memory.tried))] and memory.tried[-1] <= 2 * best
+    assert memory.cleared == len(memory.tried)  # after each try, the failed one as well
+
+
+def test_no_batch_fits_or_something_else_is_wrong():
+    with pytest.raises(UserError, match="not even one image"):
+        find(Memory(0), 8)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        find(Memory(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), 8)
+
+
+@pytest.mark.parametrize("theirs, found", [(2, 2), (16, 8), (0, None)])
+def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
+    """8 fit on this rank; the other, whose answer stands in for the collective, has room for `theirs`."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    minimum = lambda x, op: x.clamp_(max=theirs) if op == dist.ReduceOp.MIN else None
+    monkeypatch.setattr(dist, "all_reduce", minimum)
+    if found:
+        assert find(Memory(8), 16) == found
+    else:
+        with pytest.raises(UserError, match="not even one image"):
+            find(Memory(8), 16)
+
+
+def test_sums_by_quarter_of_t():
+    """Means by quarter, weighted for the loss; the whole mean is over all micro-steps; an empty quarter is left out."""
+    terms = StepTerms()
+    terms.add(torch.tensor([0.1, 0.2]), torch.tensor([1.0, 3.0]), {"loss": torch.tensor([1.0, 1.0])})
+    terms.add(torch.tensor([0.6, 1.0]), torch.tensor([1.0, 0.5]), {"loss": torch.tensor([2.0, 4.0])})
+    found = terms.summary(0, torch.device("cpu"))
+    assert found == {"train/loss": 2.0, "train/loss_q0": 2.0, "train/loss_q2": 2.0, "train/loss_q3": 2.0}
+    t, losses = terms.unweighted()
+    assert losses.tolist() == [1, 1, 2, 4] and len(t) == 4
+
+
+def config_of(defaults, **changed):
+    config = Config(defaults | changed)
+    config.defaults = defaults
+    return config
+
+
+def test_a_log_begins_where_the_run_resumes(tmp_path):
+    described = {"config": config_of({"lr": 1, "rank": 3}, lr=2)}
+    log = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 0, None)
+    for step in (1, 2, 3):
+        log.metrics({"step": step, "train/loss": 0.0, "train/grad_norm": float("inf")})
+    again = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 2, None)
+    again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["changed_from"] == {"lr": 1}
+
+
+def test_where_to_resume(tmp_path):
+    config = config_of({"lr": 1, "depth": 4})
+    assert resume_point(tmp_path, "auto", config, ()) == resume_point(tmp_path, "never", config, ()) == (None, {})
+    for resume, fault in (("later", "resume='later': accepted are auto, never or"), ("3", "no checkpoint of step 3")):
+        with pytest.raises(UserError, match=fault):
+            resume_point(tmp_path, resume, config, ())
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_has_its_default(tmp_path, capsys):
+    meta = dict(step=1, config={"depth": 4, "gone": 1}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
+    path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
+    defaults, fixed = {"lr": 1, "depth": 4, "new": 7}, ("depth", "new")
+    assert resume_point(tmp_path, "auto", config_of(defaults), fixed) == (path, meta)
+    resume_point(tmp_path, "1", config_of(defaults, lr=2), fixed)
+    assert capsys.readouterr().out.splitlines()[1].endswith("now with lr=2 (was 1)")
+    with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
+        resume_point(tmp_path, "auto", config_of(defaults, lr=2, depth=3, new=8), fixed)
+    with pytest.raises(UserError, match="resume=never"):
+        resume_point(tmp_path, "never", config_of(defaults), fixed)
