@@ -155,7 +155,7 @@ if codec.undecodable:
     print0(f"grids will show latents, not pixels: {codec.undecodable}")
 
 process = make_process(config, facts)
-model_config = make_model_config(config, facts, process)
+model_config = make_model_config(config, facts, process.out_channels(facts["channels"]))
 model = raw_model = build_model(model_config, device, seed)
 num_params, flops_per_image = sum(p.numel() for p in model.parameters()), raw_model.estimate_flops()
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")

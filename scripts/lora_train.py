@@ -29,9 +29,10 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, conditioning, quartile_sums, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
+from nanodiff.formats.adapters import identity, match_classes, save_adapters
 from nanodiff.formats.load import load_run, load_weights
 from nanodiff.models.build import check_settings
-from nanodiff.models.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
+from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training import run as training
 from nanodiff.training.amp import LossScaler
 from nanodiff.training.checkpoint import load_meta, lock_run, save_checkpoint
