@@ -20,11 +20,10 @@ import torch
 from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import write_atomic
-from nanodiff.formats.diffusers_format import to_diffusers
+from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import load_run
-from nanodiff.models.dit import to_meta
-from nanodiff.models.lora import apply_adapters
-from nanodiff.models.unet import UNetConfig, to_improved_diffusion
+from nanodiff.formats.published import to_diffusers, to_improved_diffusion, to_meta
+from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import save_safetensors
 
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last
@@ -52,7 +51,7 @@ if form == "improved_diffusion":
     state_dict = to_improved_diffusion(state_dict, model_config)
 elif form != "safetensors":
     if arch != "dit_classic" or not model_config.num_classes or model_config.low_res:
-        given = f"a {arch} with {model_config.num_classes or 'no'} classes{', low_res' * bool(model_config.low_res)}"
+        given = f"a {arch} with {model_config.num_classes or 'no'} classes{', low_res' if model_config.low_res else ''}"
         raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {loaded.source} is {given}")
     if form == "meta":
         state_dict = to_meta(state_dict, model_config)

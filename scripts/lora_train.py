@@ -27,8 +27,9 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, conditioning, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
+from nanodiff.formats.adapters import identity, match_classes, save_adapters
 from nanodiff.formats.load import load_run, load_weights
-from nanodiff.models.lora import add_lora, class_table, identity, match_classes, save_adapters, trained
+from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.checkpoint import lock_run, save_checkpoint
 from nanodiff.training.optim import LossScaler, make_optimizer
 from nanodiff.training.run import RunLog, StepTerms, compiled, cut_batch, end, resume_point

@@ -26,10 +26,10 @@ from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
+from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import check_guide, load_run
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
 from nanodiff.models.build import parse_classes
-from nanodiff.models.lora import apply_adapters
 from nanodiff.png import encode_png, make_grid
 
 run = ""  # tag or folder of a run, or a published checkpoint file; "" = the run that was written to last

@@ -1,21 +1,19 @@
 """The DiT against the published one's figures and parameter counts, and the laws of the backbone contract."""
 
 import copy
-import json
-import subprocess
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import conftest
 import numpy as np
 import pytest
 import torch
+from figures import assert_figures, rule_weights, wave
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.common import UserError
-from nanodiff.models.dit import DiT, DiTConfig, from_meta, rope_table, sincos_table, timestep_embedding, to_meta
+from nanodiff.formats.published import from_meta, to_meta
+from nanodiff.models.dit import DiT, DiTConfig, rope_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
 both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
@@ -41,18 +39,10 @@ def inputs(n=3, channels=3, size=8):
     return torch.randn(n, channels, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
 
 
-def wave(shape, i, scale):
-    """The golden file's formula for weights and inputs."""
-    return torch.tensor(scale * np.sin(0.37 * np.arange(np.prod(shape)) + 1.7 * i).reshape(shape), dtype=torch.float32)
-
-
 def published_state_dict():
-    state_dict = {}
-    for i, (name, shape) in enumerate(golden["parameters"]):
-        state_dict[name] = wave(shape, i, 0.1 if len(shape) < 2 else np.prod(shape[1:]) ** -0.5)
-        state_dict[name] += float(len(shape) == 1 and name.endswith(".weight"))
-    c = golden["config"]
-    state_dict["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, c["hidden_size"], 2, 4, 10))[None]  # kept by the rule
+    state_dict = rule_weights(golden["parameters"])
+    width = golden["config"]["hidden_size"]
+    state_dict["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, width, 2, 4, 10))[None]  # the rule keeps it
     return state_dict
 
 
@@ -64,32 +54,20 @@ def published_model():
     return model
 
 
-def assert_golden(out, figures):
-    """First and last values, mean and rms, to 1e-5 of the largest value."""
-    assert list(out.shape) == figures["shape"]
-    flat = out.detach().double().flatten()
-    tol = 1e-5 * max(map(abs, figures["first"]))
-    np.testing.assert_allclose(flat[: len(figures["first"])], figures["first"], rtol=0, atol=tol)
-    np.testing.assert_allclose(flat[-len(figures["last"]) :], figures["last"], rtol=0, atol=tol)
-    np.testing.assert_allclose([flat.mean(), flat.square().mean().sqrt()], [figures["mean"], figures["rms"]], atol=tol)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The published DiT
 
 
 def test_forward_is_the_published_forward():
-    x, t, y = wave((4, 4, 8, 8), 0, 1), torch.tensor(golden["inputs"]["t"]), torch.tensor(golden["inputs"]["y"])
-    assert_golden(published_model()(x, t, y), golden["forward"])
+    x, t, y = wave((4, 4, 8, 8)), torch.tensor(golden["inputs"]["t"]), torch.tensor(golden["inputs"]["y"])
+    assert_figures(published_model()(x, t, y), golden["forward"], tolerance=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [lambda sd: sd, lambda sd: {"model": {}, "ema": sd, "opt": {}, "args": None}])
-def test_published_config_is_inferred(wrap):
+def test_published_config_is_inferred():
     c = golden["config"]
-    config, _ = from_meta(wrap(published_state_dict()), heads=4)
-    assert config == DiTConfig(
-        c["input_size"], 4, 8, c["patch_size"], c["hidden_size"], c["depth"], 4, c["num_classes"], block="classic"
-    )
+    size, patch, width, depth = c["input_size"], c["patch_size"], c["hidden_size"], c["depth"]
+    expected = DiTConfig(size, 4, 8, patch, width, depth, 4, c["num_classes"], block="classic")
+    assert from_meta(published_state_dict(), heads=4)[0] == expected
 
 
 def test_export_has_the_published_names_order_and_values():
@@ -118,7 +96,7 @@ def test_published_parameter_counts(name, size, patch, width, depth, heads):
     }  # fmt: skip
     with torch.device("meta"):
         model = DiT(DiTConfig(size, 4, 8, patch, width, depth, heads, 1000, block="classic"))
-    assert model.num_params() + model.position.numel() == published[name]
+    assert sum(p.numel() for p in model.parameters()) + model.position.numel() == published[name]
     assert from_meta_shapes(model)[0] == model.config
 
 
@@ -142,11 +120,7 @@ def test_position_table_row_by_hand():
     np.testing.assert_allclose(table[1 * 4 + 2], np.concatenate(expected), atol=1e-6)
 
 
-def test_other_formats_are_refused():
-    with pytest.raises(UserError, match="published DiT"):
-        from_meta({"time_embed.0.weight": torch.zeros(1)})
-    with pytest.raises(UserError, match="classic"):
-        to_meta({}, DiTConfig(**SMALL))
+def test_another_table_of_positions_is_refused():
     model = build(block="classic")
     theirs = to_meta(model.state_dict(), model.config)
     theirs["pos_embed"] = theirs["pos_embed"] + 0.1
@@ -183,15 +157,17 @@ def test_rope_halves_are_axes():
 
 @both_blocks
 def test_tokens_know_their_place(block):
-    """Of an image of one colour all tokens are alike, and by their offsets alone they would stay so."""
+    """In an image of one colour all tokens are alike, and relative offsets alone would keep them so."""
     model = build(block=block)
-    patches = lambda: (
-        model(torch.ones(1, 3, 8, 8), torch.tensor([500.0]), torch.tensor([1])).unfold(2, 2, 2).unfold(3, 2, 2)
-    )
-    differ = lambda out: (out - out[:, :, :1, :1]).abs().amax(dim=(1, 4, 5)).flatten()[1:]
-    assert (differ(patches()) > 1e-3).all()
+
+    def differences():
+        out = model(torch.ones(1, 3, 8, 8), torch.tensor([500.0]), torch.tensor([1]))
+        patches = out.unfold(2, 2, 2).unfold(3, 2, 2)  # (1, C, row, col, p, p)
+        return (patches - patches[:, :, :1, :1]).abs().amax(dim=(1, 4, 5)).flatten()[1:]
+
+    assert (differences() > 1e-3).all()
     model.position.zero_()
-    assert (differ(patches()) < 1e-5).all()
+    assert (differences() < 1e-5).all()
 
 
 def test_qk_norm_bounds_the_logits():
@@ -216,7 +192,10 @@ def test_modern_forward_by_hand():
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     patches = [x_t[0, :, i : i + 2, j : j + 2].flatten() for i in range(0, 8, 2) for j in range(0, 8, 2)]
     x = linear(torch.stack(patches).double(), "patch_embed") + sincos_table(model.config)  # (16, 64)
-    c = linear(silu(linear(timestep_embedding(t)[0].double(), "t_embed.0")), "t_embed.2") + sd["y_embed.weight"][y[0]]
+    c = (
+        linear(silu(linear(timestep_embedding(t, 256)[0].double(), "t_embed.0")), "t_embed.2")
+        + sd["y_embed.weight"][y[0]]
+    )
     s1, m1, g1, s2, m2, g2 = linear(silu(c), "blocks.0.ada").split(64)
     q, k, v = linear(norm(x) * (1 + m1) + s1, "blocks.0.qkv").split(64, dim=1)
     heads = []
@@ -276,13 +255,7 @@ def test_meta_construction_gives_the_same_model(block):
 
 
 @both_blocks
-def test_config_survives_json(block):
-    config = DiTConfig(**SMALL, block=block)
-    assert DiTConfig(**json.loads(json.dumps(asdict(config)))) == config
-
-
-@both_blocks
-@pytest.mark.parametrize("low_res", [False, True])
+@pytest.mark.parametrize("low_res", [0, 4])
 def test_flops_are_those_of_the_counter(block, low_res):
     model, (x, t, y) = build(block=block, low_res=low_res), inputs(2)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -323,13 +296,11 @@ def test_compiles_as_one_graph(block):
 
 
 def test_super_resolution_reads_the_low_resolution_image():
-    model, (x, t, y) = build(low_res=True), inputs()
+    model, (x, t, y) = build(low_res=4), inputs()
     low = torch.randn(3, 3, 4, 4)
     assert not torch.allclose(model(x, t, y, low_res=low), model(x, t, y, low_res=-low))
     big = torch.nn.functional.interpolate(low, (8, 8), mode="bilinear")  # of full size already: used as it is
     torch.testing.assert_close(model(x, t, y, low_res=low), model(x, t, y, low_res=big))
-    with pytest.raises(UserError, match="low_res"):
-        model(x, t, y)
 
 
 def test_labels():
@@ -337,15 +308,13 @@ def test_labels():
     null = torch.full_like(y, 5)
     assert model(x, t, null).shape == x.shape
     assert not torch.allclose(model(x, t, y), model(x, t, null))
-    with pytest.raises(UserError, match="y=None"):
-        model(x, t)
     model = build(num_classes=0)
     assert model.y_embed is None and torch.equal(model(x, t), model(x, t, y))
 
 
 def test_timestep_embedding_tells_fractions_apart():
-    """cos then sin of t * 10000^(-i/128); at t near 1000 a step of 1/64 must still move it (bf16 could not)."""
-    e = timestep_embedding(torch.tensor([999.0, 999.015625]))
+    """cos then sin of t * 10000^(-i/128); near t = 1000 a step of 1/64 must still move it (in bf16 it could not)."""
+    e = timestep_embedding(torch.tensor([999.0, 999.015625]), 256)
     angles = 999.0 * 10000.0 ** -(np.arange(128) / 128)
     np.testing.assert_allclose(e[0], np.concatenate([np.cos(angles), np.sin(angles)]), atol=2e-4)
     assert e.dtype == torch.float32 and (e[0] - e[1]).abs().max() > 0.01
@@ -366,14 +335,3 @@ def test_from_depth(image_size, patch, tokens):
 def test_impossible_shapes_are_refused(wrong):
     with pytest.raises(UserError, match=next(iter(wrong)) if "heads" not in wrong else "width"):
         DiTConfig(**SMALL | wrong)
-
-
-@pytest.mark.parametrize("config", ["dit.DiTConfig.from_depth", "unet.UNetConfig.from_depth"])
-def test_building_a_model_does_not_import_the_compiler(config):
-    """It takes two seconds, which every program would pay at its start."""
-    shape = "image_size=32, in_channels=3, out_channels=3, num_classes=10"
-    build = f"build.build_model({config}(1, {shape}), 'cpu', 0)"
-    code = (
-        f"import sys; from nanodiff.models import build, dit, unet; {build}; sys.exit('torch._dynamo' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)

@@ -9,12 +9,13 @@ from tiny_runs import TIMELESS, make_data, make_run, randomise
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
-from nanodiff.models.dit import DiT, DiTConfig, to_meta
+from nanodiff.formats.published import to_meta
+from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import save_safetensors
 
 CLASSIC = ("--arch=dit_classic", "--depth=2", "--objective=eps", "--variance=learned_range")
-UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--num_heads=2", "--objective=eps")
+UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--heads=2", "--objective=eps")
 
 
 def outputs(model, seed=1):

@@ -36,11 +36,13 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.data.decode import decode_chunk
 from nanodiff.data.image_arrays import CIFAR10_BATCHES
 from nanodiff.data.latents import load_codec
+from nanodiff.formats.adapters import identity, save_adapters
 from nanodiff.formats.load import load_run, restore
+from nanodiff.formats.published import to_improved_diffusion, to_meta
 from nanodiff.models.build import build_model
-from nanodiff.models.dit import DiTConfig, to_meta
-from nanodiff.models.lora import add_lora, identity, save_adapters
-from nanodiff.models.unet import UNetConfig, to_improved_diffusion
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.lora import add_lora
+from nanodiff.models.unet import UNetConfig
 from nanodiff.png import encode_png
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training import checkpoint

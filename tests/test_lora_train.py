@@ -16,9 +16,10 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import load_run
-from nanodiff.models.dit import DiT, DiTConfig, to_meta
-from nanodiff.models.lora import apply_adapters
+from nanodiff.formats.published import to_meta
+from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.safetensors import load_safetensors
 
 # Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class

@@ -12,9 +12,10 @@ import torch
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import load_run, restore
+from nanodiff.formats.published import to_improved_diffusion, to_meta
 from nanodiff.models.build import build_model
-from nanodiff.models.dit import DiTConfig, to_meta
-from nanodiff.models.unet import UNetConfig, to_improved_diffusion
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
 from nanodiff.training.checkpoint import save_checkpoint
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])

@@ -26,8 +26,9 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
+from nanodiff.formats.published import to_meta
 from nanodiff.formats.sample_store import SampleStore
-from nanodiff.models.dit import DiT, DiTConfig, to_meta
+from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 
 

@@ -11,11 +11,10 @@ import torch
 from nanodiff.common import UserError, base_dir
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import load_tensors
+from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.model_meta import check_data, read_model_config
+from nanodiff.formats.published import from_improved_diffusion, from_meta
 from nanodiff.models.build import empty_model
-from nanodiff.models.dit import from_meta
-from nanodiff.models.lora import apply_adapters
-from nanodiff.models.unet import config_from_state_dict, from_improved_diffusion
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
@@ -207,22 +206,19 @@ def load_published(
     if not weights.keys() & {"x_embedder.proj.weight", "time_embed.0.weight"}:
         first = next(iter(weights), "none")
         raise UserError(f"{path}: neither Meta's DiT nor improved-diffusion's UNet; its first tensor is {first!r}")
-    known = {"num_heads": num_heads, "image_size": image_size}
-    known = {key: value for key, value in known.items() if value}
     try:
         if "x_embedder.proj.weight" in weights:
-            model_config, weights = from_meta(weights, **({"heads": num_heads} if num_heads else {}))
+            model_config, weights = from_meta(weights, num_heads)
             process = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False)
             arch, label_drop = "dit_classic", 0.1
         else:
-            lsun = not (config := config_from_state_dict(weights, **known)).use_scale_shift_norm
-            model_config = config_from_state_dict(weights, **({"num_heads": 1} if lsun else {}) | known)
-            weights = from_improved_diffusion(weights)
+            model_config, weights = from_improved_diffusion(weights, image_size, num_heads)
+            lsun = not model_config.use_scale_shift_norm
             arch, label_drop = "unet", 0.0  # the class table has no null class
             # By improved-diffusion's README: LSUN and the upsampler are linear, and the unconditional models of 32 and
             # 64 pixels alone rescale t
-            linear = lsun or config.low_res
-            rescale = not (lsun or config.num_classes)
+            linear = lsun or model_config.low_res
+            rescale = not (lsun or model_config.num_classes)
             process = dict(
                 noise_schedule=("linear" if linear else "cosine") if noise_schedule == "auto" else noise_schedule,
                 num_timesteps=num_timesteps or (1000 if lsun else 4000),

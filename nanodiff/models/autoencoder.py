@@ -1,7 +1,7 @@
-"""Latent autoencoders in plain torch: the SD VAE (`AutoencoderKL`) and the tiny one (`TinyAutoencoder`, TAESD).
+"""Latent autoencoders in plain torch, read from their published files: Stable Diffusion's VAE and the tiny TAESD.
 
-`open_autoencoder(path)` opens either from its published weight files. Both are frozen: a diffusion model is trained on
-`normalize(mean + std * eps)` of what `encode` returns, and its samples go through `decode(unnormalize(z))`.
+Both are frozen. A diffusion model is trained on what `encode` returns, normalised (data/latents.py), and its samples go
+through `decode`.
 """
 
 import hashlib
@@ -16,54 +16,45 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError
+from nanodiff.files import load_tensors
 from nanodiff.safetensors import load_safetensors
 
-# Of one forward; larger batches are sliced. The SD VAE in fp32 on a CPU: decoding one image of 512 px takes 1.04 GB,
-# 4.2 KB a pixel, so that a slice on a GPU takes about 4 GB, and nothing needs to be cut into tiles. On a CPU one image
-# of 256 px at a time is best: the tiny encoder took 4.5 s for 8 of them rather than 6.6 s, with channels last 3.7 s.
+# Pixels per forward pass; larger batches are sliced. The SD VAE in fp32 takes 4.2 KB per pixel to decode (measured on a
+# CPU at 512 px), so a slice on a GPU takes about 4 GB and no image needs tiling. On a CPU one 256 px image at a time is
+# fastest: 8 of them took the tiny encoder 4.5 s rather than 6.6 s, and 3.7 s with channels last.
 MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 
 
 class Autoencoder(nn.Module):
-    """What both share: `encode`, `decode`, `normalize`, `unnormalize`, and their facts.
+    """Base class. A subclass gives `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
 
-    `downsample` (pixels per latent along a side), `latent_channels`, `scale`, `shift`, `parts` (2 = mean and std of a
-    latent, 1 = mean alone, std being zero); after `open_autoencoder` also
-    `name` and `sha256` of the weights. A subclass gives `moments(x) -> (mean, std)` and `reconstruct(z) -> x`.
-    """
-
-    downsample, latent_channels, scale, shift, parts, name, sha256 = 8, 4, 1.0, 0.0, 2, "", ""
+    downsample = 8  # pixels per latent along a side
+    latent_channels = 4
+    scale = 1.0  # the published normalisation is (z - shift) * scale
+    shift = 0.0
+    parts = 2  # 2 = a latent has mean and std; 1 = mean only, std is zero
+    name = ""
+    sha256 = ""  # of the weight file
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (N, 3, H, W) in [-1, 1] -> mean and std of the latents, each (N, C, H/8, W/8) in fp32.
-
-        Raises UserError where a side is no multiple of `downsample`. Slices the batch to bound the memory.
-        """
-        if x.shape[2] % self.downsample or x.shape[3] % self.downsample:
-            raise UserError(
-                f"image of {x.shape[3]}x{x.shape[2]} px: {self.name} needs multiples of {self.downsample} px"
-            )
+        """Images (N, 3, H, W) in [-1, 1] -> mean and std of the latents, each (N, C, H/8, W/8) in fp32."""
+        H, W = x.shape[2:]
+        if H % self.downsample or W % self.downsample:
+            raise UserError(f"image of {W}x{H} px: {self.name} needs multiples of {self.downsample} px")
         x = x.contiguous(memory_format=torch.channels_last)
-        batch = max(1, MAX_PIXELS[x.device.type] // (x.shape[2] * x.shape[3]))
+        batch = max(1, MAX_PIXELS[x.device.type] // (H * W))
         parts = [self.moments(part) for part in x.split(batch)]
-        return tuple(torch.cat(each).float() for each in zip(*parts))
+        mean = torch.cat([part[0] for part in parts])
+        std = torch.cat([part[1] for part in parts])
+        return mean.float(), std.float()
 
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """Latents (N, C, h, w) -> images (N, 3, 8h, 8w) in fp32; about [-1, 1], not clamped."""
         pixels = z.shape[2] * z.shape[3] * self.downsample**2
-        return torch.cat(
-            [self.reconstruct(part).float() for part in z.split(max(1, MAX_PIXELS[z.device.type] // pixels))]
-        )
-
-    def normalize(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents as encoded -> latents of about unit deviation, which a diffusion model is trained on."""
-        return (z - self.shift) * self.scale
-
-    def unnormalize(self, z: torch.Tensor) -> torch.Tensor:
-        """The inverse of `normalize`."""
-        return z / self.scale + self.shift
+        batch = max(1, MAX_PIXELS[z.device.type] // pixels)
+        return torch.cat([self.reconstruct(part).float() for part in z.split(batch)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +213,7 @@ class TinyAutoencoder(Autoencoder):
 # Weight files
 
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-RENAMES = [  # CompVis' names, and diffusers' before 0.18, to diffusers'
+RENAMES = [  # from CompVis' names, and diffusers' before 0.18, to diffusers' names
     (r"\.(down|up)\.(\d+)\.block\.", r".\1_blocks.\2.resnets."),
     (r"\.(down|up)\.(\d+)\.\1sample\.", r".\1_blocks.\2.\1samplers.0."),
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
@@ -237,32 +228,34 @@ RENAMES = [  # CompVis' names, and diffusers' before 0.18, to diffusers'
 
 
 def open_autoencoder(path: str | Path) -> Autoencoder:
-    """The frozen autoencoder, in fp32 on the CPU, whose weights are at `path`; its architecture is read off them.
+    """The frozen autoencoder at `path`, in fp32 on the CPU; its architecture is read off the weights.
 
-    `path`: a weight file (diffusers' or CompVis' names, a whole SD checkpoint too); or either file of a pair
-    `*encoder.*`, `*decoder.*` side by side (TAESD); or a folder with one such file or pair (if several, with
-    `diffusion_pytorch_model.*`). A diffusers config.json beside it sets scale, shift and the norms' groups.
-    `.sha256` is the file's; of a pair, that of `cat encoder decoder`. Raises UserError for anything else.
+    `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), or either file of a TAESD pair
+    `*encoder.*`, `*decoder.*`, or a folder with one such file or pair (if several, `diffusion_pytorch_model.*`). A
+    diffusers config.json beside it sets scale, shift and the norms' groups. A pair's sha256 is `cat encoder decoder`'s.
     """
     path = Path(path)
-    files, weights, digest = find_weights(path), {}, hashlib.sha256()
-    for file, half in zip(files, ("encoder.", "decoder.") if len(files) == 2 else ("",)):
-        weights |= {half + key: w for key, w in read_weights(file).items()}
-        digest.update(np.memmap(file, np.uint8, "r"))
-    config = read_config(files[0].parent / "config.json")
-    # Copied, since safetensors come as views of the file.
-    weights = {key: w.to(torch.float32, copy=True) for key, w in rename(weights).items()}
+    files = find_weights(path)
+    weights = {}
+    digest = hashlib.sha256()
     try:
+        for file, half in zip(files, ("encoder.", "decoder.") if len(files) == 2 else ("",)):
+            tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
+            weights |= {half + name: w for name, w in tensors.get("state_dict", tensors).items()}
+            digest.update(np.memmap(file, np.uint8, "r"))
+        config = read_config(files[0].parent / "config.json")
+        weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)
-    except (KeyError, IndexError, ValueError, ArithmeticError) as error:  # other names, other ranks, a wrong `groups`
-        raise UserError(f"{path}: neither an SD VAE nor both halves of a TAESD ({error})") from None
-    except RuntimeError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-    ae.scale, ae.shift = config.get("scaling_factor", ae.scale), config.get("shift_factor", ae.shift)
-    own = re.sub(r"[-_.]*encoder$", "", files[0].stem) if len(files) == 2 else files[0].stem
-    ae.name = files[0].resolve().parent.name if path.is_dir() or not own else own
+        ae.scale = float(config.get("scaling_factor", ae.scale))
+        ae.shift = float(config.get("shift_factor", ae.shift))
+    except UserError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"{path}: neither an SD VAE nor both halves of a TAESD: {str(error)[:300]}") from None
+    name = re.sub(r"[-_.]*encoder$", "", files[0].stem) if len(files) == 2 else files[0].stem
+    ae.name = files[0].resolve().parent.name if path.is_dir() or not name else name
     ae.sha256 = digest.hexdigest()
     return ae.eval().requires_grad_(False)
 
@@ -273,68 +266,55 @@ def find_weights(path: Path) -> list[Path]:
         raise UserError(f"{path}: no such file or folder")
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors before .bin
-    found = set()
-    for file in files:
-        pair = [re.sub("(?<![a-z])(en|de)coder(?![a-z])", half, file.name) for half in ("encoder", "decoder")]
-        pair = tuple(file.with_name(name) for name in pair)
-        found.add(pair if pair[0] != pair[1] and pair[0].is_file() and pair[1].is_file() else (file,))
-    if len(found) != 1:
+    found = files[:1]
+    for file in found:
+        half = "(?<![a-z])(en|de)coder(?![a-z])"
+        encoder, decoder = (file.with_name(re.sub(half, name, file.name)) for name in ("encoder", "decoder"))
+        if encoder != decoder and encoder.is_file() and decoder.is_file():
+            found = [encoder, decoder]
+    if not found or not set(files) <= set(found):
         names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
         raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
-    return list(*found)
+    return found
 
 
-def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one file; never unpickles anything but tensors and plain containers."""
-    if file.suffix == ".safetensors":
-        return load_safetensors(file)[0]
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-        weights = weights.get("state_dict", weights)
-        return {key: w for key, w in weights.items() if isinstance(w, torch.Tensor)}
-    except Exception as error:  # torch.load raises a dozen kinds on a broken file
-        raise UserError(f"{file}: no weights that torch.load can read safely ({type(error).__name__})") from None
-
-
-def read_config(path: Path) -> dict[str, float]:
-    """scaling_factor, shift_factor and norm_num_groups from diffusers' config.json, as far as it has them."""
-    try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        if not str(config.get("_class_name")).startswith("Autoencoder"):
-            return {}  # another program's
-        kinds = {"scaling_factor": float, "shift_factor": float, "norm_num_groups": int}
-        return {key: kind(config[key]) for key, kind in kinds.items() if config.get(key) is not None}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not the config.json of an autoencoder: {error}") from None
+def read_config(path: Path) -> dict:
+    """What diffusers' config.json sets; {} where there is none, or another program's."""
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    ours = str(config.get("_class_name")).startswith("Autoencoder")
+    return {key: value for key, value in config.items() if ours and value is not None}
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights under this module's names, from any of the published layouts; what is no autoencoder's is left out."""
-    weights = {key.removeprefix("first_stage_model."): w for key, w in weights.items()}
-    top = max((int(m[1]) for key in weights if (m := re.match(r"decoder\.up\.(\d+)\.", key))), default=0)
+    """Weights under this module's names, from any of the published layouts; tensors of other modules are left out."""
+    weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
+    top = max((int(m[1]) for name in weights if (m := re.match(r"decoder\.up\.(\d+)\.", name))), default=0)
     renamed = {}
-    for key, w in weights.items():
-        if not re.match(r"(encoder|decoder|quant_conv|post_quant_conv)\.", key):
+    for name, w in weights.items():
+        if not re.match(r"(encoder|decoder|quant_conv|post_quant_conv)\.", name):
             continue
-        # diffusers' AutoencoderTiny gives the soft clamp no number.
-        key = re.sub(r"^encoder\.layers\.", "encoder.", key)
-        key = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.{int(m[1]) + 1}", key)
-        # CompVis counts the decoder's levels from the finest, diffusers from the coarsest.
-        key = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{top - int(m[1])}.", key)
-        for pattern, name in RENAMES:
-            key = re.sub(pattern, name, key)
-        renamed[key] = w.flatten(1) if ".attentions.0.to_" in key and w.ndim == 4 else w  # a 1x1 convolution is linear
+        # diffusers' AutoencoderTiny gives the soft clamp no number
+        name = re.sub(r"^encoder\.layers\.", "encoder.", name)
+        name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.{int(m[1]) + 1}", name)
+        # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
+        name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{top - int(m[1])}.", name)
+        for pattern, ours in RENAMES:
+            name = re.sub(pattern, ours, name)
+        renamed[name] = (
+            w.flatten(1) if ".attentions.0.to_" in name and w.ndim == 4 else w
+        )  # a 1x1 convolution is linear
     return renamed
 
 
 def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
-    """A new autoencoder of the architecture that the weights' shapes tell; KeyError where they tell of none."""
+    """A new autoencoder of the architecture that the weights' shapes show; KeyError if they show none."""
     if "encoder.0.weight" in weights:
-        return TinyAutoencoder(weights["decoder.1.weight"].shape[1], any(".pool." in key for key in weights))
-    widths, blocks = [weights["encoder.conv_in.weight"].shape[0]], 0
-    while (key := f"encoder.down_blocks.{len(widths) - 1}.resnets.0.conv1.weight") in weights:
-        widths.append(weights[key].shape[0])
+        return TinyAutoencoder(weights["decoder.1.weight"].shape[1], any(".pool." in name for name in weights))
+    widths = []
+    while (name := f"encoder.down_blocks.{len(widths)}.resnets.0.conv1.weight") in weights:
+        widths.append(weights[name].shape[0])
+    blocks = 0
     while f"encoder.down_blocks.0.resnets.{blocks}.conv1.weight" in weights:
         blocks += 1
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
-    return AutoencoderKL(tuple(widths[1:]), blocks, latent_channels, groups, "quant_conv.weight" in weights)
+    return AutoencoderKL(tuple(widths), blocks, latent_channels, groups, "quant_conv.weight" in weights)

@@ -1,0 +1,182 @@
+"""Key maps of published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
+
+`from_*` gives our config, read off names and shapes, and our state dict, `to_*` theirs. `from_*` raises LookupError,
+ValueError, ... for weights of another model.
+"""
+
+import math
+
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.models.dit import DiTConfig, sincos_table
+from nanodiff.models.unet import UNetConfig
+
+# (our part of a name, theirs), replaced in this order; the way back goes from last to first
+META = (
+    ("final.", "final_layer."),
+    (".ada.", ".adaLN_modulation.1."),
+    (".fc", ".mlp.fc"),
+    (".proj.", ".attn.proj."),
+    (".qkv.", ".attn.qkv."),
+    ("y_embed.", "y_embedder.embedding_table."),
+    ("t_embed.", "t_embedder.mlp."),
+    ("patch_embed.", "x_embedder.proj."),
+)
+DIFFUSERS = (
+    (".proj.", ".attn1.to_out.0."),
+    (".fc1.", ".ff.net.0.proj."),
+    (".fc2.", ".ff.net.2."),
+    ("final.ada.", "proj_out_1."),
+    ("final.linear.", "proj_out_2."),
+    (".ada.", ".norm1.linear."),
+    ("blocks.", "transformer_blocks."),
+    ("patch_embed.", "pos_embed.proj."),
+    ("t_embed.0.", "timestep_embedder.linear_1."),
+    ("t_embed.2.", "timestep_embedder.linear_2."),
+    ("y_embed.", "class_embedder.embedding_table."),
+)
+META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
+
+
+def rename(name: str, pairs) -> str:
+    for old, new in pairs:
+        name = name.replace(old, new)
+    return name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meta's DiT: DiT-XL-2-256x256.pt
+
+
+def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
+    """heads=0: the weights do not show it, so as DiT-S, B, L, XL by width, else width / 64."""
+    width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
+    classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
+    config = DiTConfig(
+        image_size=math.isqrt(state_dict["pos_embed"].shape[1]) * patch_size,
+        in_channels=in_channels,
+        out_channels=state_dict["final_layer.linear.weight"].shape[0] // patch_size**2,
+        patch_size=patch_size,
+        width=width,
+        depth=1 + max(int(name.split(".")[1]) for name in state_dict if name.startswith("blocks.")),
+        heads=heads or META_HEADS.get(width, max(1, width // 64)),
+        num_classes=0 if classes is None else len(classes) - 1,
+        block="classic",
+        mlp_ratio=state_dict["blocks.0.mlp.fc1.weight"].shape[0] / width,
+    )
+    to_ours = [(theirs, ours) for ours, theirs in reversed(META)]
+    ours = {rename(name, to_ours): value for name, value in state_dict.items()}
+    ours["patch_embed.weight"] = ours["patch_embed.weight"].flatten(1)  # (C, ch, p, p) -> (C, ch*p*p)
+    if not torch.allclose(ours.pop("pos_embed")[0].float(), sincos_table(config), atol=1e-4):
+        raise UserError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
+    return config, ours
+
+
+def to_meta(state_dict: dict, config: DiTConfig) -> dict:
+    """A state dict that facebookresearch/DiT loads. Only for block="classic"."""
+    theirs = {rename(name, META): value for name, value in unfold_patches(state_dict, config).items()}
+    return {"pos_embed": sincos_table(config)[None]} | theirs
+
+
+def unfold_patches(state_dict: dict, config: DiTConfig) -> dict:
+    """The patch embedding as a convolution: (C, ch*p*p) -> (C, ch, p, p)."""
+    weight = state_dict["patch_embed.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
+    return state_dict | {"patch_embed.weight": weight}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# diffusers' DiTTransformer2DModel
+
+
+def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
+    """(config.json, state dict) for a classic DiT with classes and without low_res.
+
+    diffusers embeds t with frequencies 10000^(-i/127), the published DiT and we with 10000^(-i/128), so the outputs
+    are equal at t = 0 only; at all t after `block.norm1.emb.time_proj.downscale_freq_shift = 0` in each of its blocks.
+    """
+    assert config.block == "classic" and config.num_classes and not config.low_res, config
+    if config.mlp_hidden != 4 * config.width:
+        raise UserError(f"mlp_ratio={config.mlp_ratio:g}; diffusers' DiT accepts only 4")
+    theirs = {}
+    for ours, value in unfold_patches(state_dict, config).items():
+        name = rename(ours, DIFFUSERS)
+        if ours.startswith(("t_embed.", "y_embed.")):  # each of their blocks holds a copy
+            for i in range(config.depth):
+                theirs[f"transformer_blocks.{i}.norm1.emb.{name}"] = value
+        elif ".qkv." in ours:  # three matrices of theirs
+            for part, rows in zip("qkv", value.chunk(3)):
+                theirs[name.replace(".qkv.", f".attn1.to_{part}.")] = rows
+        else:
+            theirs[name] = value
+    settings = dict(
+        _class_name="DiTTransformer2DModel",
+        num_attention_heads=config.heads,
+        attention_head_dim=config.width // config.heads,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        num_layers=config.depth,
+        sample_size=config.image_size,
+        patch_size=config.patch_size,
+        num_embeds_ada_norm=config.num_classes,
+        norm_eps=1e-6,  # as published; their default is 1e-5
+    )
+    return settings, theirs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OpenAI's improved-diffusion: *_uncond_50M_500K.pt, ema_0.9999_500000.pt. The names are ours; attention is Conv1d there
+
+
+def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
+    """image_size=0: attention starts at 16 pixels, as in all published models. num_heads=0: 4, or LSUN's 1.
+
+    Six input channels are taken for RGB super-resolution from a quarter of the size, as in the published upsampler.
+    """
+    shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
+    width, channels = shapes["input_blocks.0.0.weight"][:2]
+    convs = {}  # number of an input block -> its residual block's first convolution; the others downsample
+    for name, shape in shapes.items():
+        if name.startswith("input_blocks.") and name.endswith(".0.in_layers.2.weight"):
+            convs[int(name.split(".")[1])] = shape
+    mult = {}
+    attention = set()
+    num_res_blocks = 0
+    for position, number in enumerate(sorted(convs)):
+        level = number - 1 - position  # downsamplings so far; block 0 is the first convolution
+        mult[level] = convs[number][0] // width
+        num_res_blocks += int(level == 0)
+        if f"input_blocks.{number}.1.qkv.weight" in shapes:
+            attention.add(level)
+    if list(mult) != list(range(len(mult))):
+        raise UserError(f"its input blocks, {sorted(convs)}, are not those of improved-diffusion's UNet")
+    if not (image_size or attention):
+        raise UserError("image_size=0: this state dict has no attention to tell it by; accepted: the size in pixels")
+    image_size = image_size or 16 << min(attention)
+    scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * convs[1][0]
+    config = UNetConfig(
+        image_size=image_size,
+        in_channels=3 if channels == 6 else channels,
+        out_channels=shapes["out.2.weight"][0],
+        model_channels=width,
+        num_res_blocks=num_res_blocks,
+        attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
+        channel_mult=tuple(mult.values()),
+        num_heads=num_heads or (4 if scale_shift else 1),
+        num_classes=shapes.get("label_emb.weight", (0,))[0],
+        null_class=False,
+        use_scale_shift_norm=scale_shift,
+        conv_resample=len(mult) == 1 or any(name.endswith(".op.weight") for name in shapes),
+        low_res=image_size // 4 if channels == 6 else 0,
+    )
+    return config, {name: p.squeeze(-1) if p.ndim == 3 else p for name, p in state_dict.items()}
+
+
+def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
+    """A state dict that openai/improved-diffusion loads; it leaves out the null class, which their table lacks."""
+    theirs = {}
+    for name, p in state_dict.items():
+        theirs[name] = p[..., None] if name.endswith(("qkv.weight", "proj_out.weight")) else p
+    if config.num_classes:
+        theirs["label_emb.weight"] = theirs["label_emb.weight"][: config.num_classes].clone()  # of a view all is saved
+    return theirs

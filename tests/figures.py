@@ -1,0 +1,30 @@
+"""Weights, inputs and comparisons by the rule of tests/golden/*.json."""
+
+import numpy as np
+import torch
+
+
+def wave(shape, i=0, scale=1.0):
+    numbers = np.arange(np.prod(shape), dtype=np.float64)
+    return torch.tensor(scale * np.sin(0.37 * numbers + 1.7 * i).reshape(shape), dtype=torch.float32)
+
+
+def rule_weights(parameters):
+    """{name: tensor} from a golden file's list of (name, shape)."""
+    weights = {}
+    for i, (name, shape) in enumerate(parameters):
+        scale = 0.1 if len(shape) < 2 else 1 / np.sqrt(np.prod(shape[1:]))
+        weights[name] = wave(shape, i, scale)
+        if len(shape) == 1 and name.endswith(".weight"):
+            weights[name] += 1
+    return weights
+
+
+def assert_figures(out, figures, tolerance=2e-5):
+    """Shape, first and last values, mean and rms, within `tolerance` of the largest value."""
+    assert list(out.shape) == figures["shape"]
+    flat = out.detach().double().flatten().numpy()
+    atol = tolerance * np.abs(flat).max()
+    np.testing.assert_allclose(flat[: len(figures["first"])], figures["first"], rtol=0, atol=atol)
+    np.testing.assert_allclose(flat[-len(figures["last"]) :], figures["last"], rtol=0, atol=atol)
+    np.testing.assert_allclose([flat.mean(), np.sqrt((flat**2).mean())], [figures["mean"], figures["rms"]], atol=atol)
