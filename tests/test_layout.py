@@ -85,3 +85,13 @@ def test_lora_train_makes_base_trains_step():
 @pytest.mark.parametrize("script", ["base_train", "lora_train"])
 def test_the_settings_stand_before_everything_else(script):
     assert "config = configure(globals())" in (ROOT / "scripts" / f"{script}.py").read_text()
+
+
+def test_the_readme_shows_the_loop_as_it_is():
+    """Every line of README's loop is a line of base_train.py, in its order; comments may be left out."""
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0].splitlines()
+    script = [line.split("  #")[0].rstrip() for line in (ROOT / "scripts" / "base_train.py").read_text().splitlines()]
+    rest = iter(script)
+    assert len(shown) >= 15
+    assert [line for line in shown if line not in rest] == []
