@@ -104,17 +104,8 @@ def test_a_run_in_metas_format(run_script, export):
     make_data()
     make_run(run_script, "a", *CLASSIC, "--depth=1")
     path = export("a", "--form=meta")
-    theirs = torch.load(path, weights_only=True)
-    D, linear = 64, lambda name, out, into: {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
-    block = {"attn.qkv": (3 * D, D), "attn.proj": (D, D), "mlp.fc1": (4 * D, D), "mlp.fc2": (D, 4 * D)}
-    block["adaLN_modulation.1"] = (6 * D, D)
-    wanted = {"pos_embed": (1, 16, D), "y_embedder.embedding_table.weight": (9, D)}  # 8 classes and the null class
-    wanted |= linear("t_embedder.mlp.0", D, 256) | linear("t_embedder.mlp.2", D, D)
-    wanted |= {"x_embedder.proj.weight": (D, 3, 4, 4), "x_embedder.proj.bias": (D,)}
-    for name, shape in block.items():
-        wanted |= linear(f"blocks.0.{name}", *shape)
-    wanted |= linear("final_layer.linear", 4 * 4 * 6, D) | linear("final_layer.adaLN_modulation.1", 2 * D, D)
-    assert {name: tuple(value.shape) for name, value in theirs.items()} == wanted  # github.com/facebookresearch/DiT
+    names = torch.load(path, weights_only=True).keys()  # github.com/facebookresearch/DiT; all of them: test_dit.py
+    assert {"pos_embed", "y_embedder.embedding_table.weight", "blocks.0.adaLN_modulation.1.bias"} <= names
     loaded = load_run(str(path), "cpu")
     assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
     assert loaded.data["kind"] == "images" and loaded.process.clip_denoised
@@ -170,7 +161,7 @@ def test_diffusers_loads_the_folder_and_predicts_the_same(export, tmp_path, size
 # improved-diffusion's UNet
 
 
-@pytest.mark.parametrize("settings", [dict(out_channels=6), dict(num_classes=3), dict(num_classes=3, low_res=True)])
+@pytest.mark.parametrize("settings", [dict(out_channels=6), dict(num_classes=3), dict(num_classes=3, low_res=4)])
 def test_improved_diffusion_comes_back_unchanged(export, tmp_path, settings):
     sizes = dict(image_size=16, model_channels=32, num_res_blocks=1, channel_mult=(1, 2), attention_resolutions=(16,))
     model = UNet(UNetConfig(null_class=False, **sizes, **settings))
@@ -203,7 +194,6 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
     "more, args, named",
     [
         ((), ("--form=meta",), "dit_classic.* is a dit with 8 classes"),
-        ((), ("--form=diffusers",), "dit_classic.* is a dit with 8 classes"),
         ((), ("--form=improved_diffusion",), "unet.* is a dit"),
         (UNET, ("--form=diffusers",), "dit_classic.* is a unet"),
         ((*CLASSIC, "--class_cond=False"), ("--form=meta",), "no classes"),
@@ -213,12 +203,9 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
         ((), ("--ema=0.5",), "0.5"),
         ((), ("--checkpoint_step=7",), "step 7"),
         (CLASSIC, ("--form=meta", "--out=folder.pt"), "folder.pt"),
-        (CLASSIC, ("--form=diffusers", "--out=file"), "file"),
     ],
 )
-def test_what_a_form_cannot_hold_is_refused_and_nothing_written(
-    run_script, export, tmp_path, monkeypatch, more, args, named
-):
+def test_refused_exports_write_nothing(run_script, export, tmp_path, monkeypatch, more, args, named):
     make_data()
     make_run(run_script, "a", *more)
     monkeypatch.chdir(tmp_path)
@@ -241,7 +228,6 @@ def test_a_safetensors_of_something_else(base, tmp_path):
     path = tmp_path / "a.safetensors"
     for metadata, named in [
         (None, "metadata"),
-        (good | {"config": "{"}, "metadata"),
         (good | {"step": "[1]"}, "'step'"),
         (good | {"data": "[]"}, "'data'"),
         (good, "model_config does not describe a model"),

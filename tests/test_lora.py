@@ -15,7 +15,6 @@ from nanodiff.formats.adapters import (
     fingerprint,
     identity,
     match_classes,
-    read_adapters,
     save_adapters,
 )
 from nanodiff.formats.load import Loaded
@@ -155,24 +154,6 @@ def test_the_file_has_the_names_of_peft(tmp_path):
     }
     assert info["rank"] == "2" and info["alpha"] == "3.0" and info["targets"] == "qkv" and info["classes"] == '["ring"]'
     assert info["base_sha256"] == fingerprint(make_loaded().model.state_dict())
-
-
-def test_peft_reads_the_file_and_predicts_the_same(tmp_path):
-    peft = pytest.importorskip("peft", reason="the library whose names the file has")
-    adapted = train(make_loaded(), tmp_path / "a.safetensors", rank=2, targets="qkv,fc2", rows=[0, 3])
-    config = peft.LoraConfig(
-        r=2, lora_alpha=3, target_modules=["qkv", "fc2"], trainable_token_indices={"y_embed": [0, 3]}
-    )
-    model = make_loaded().model
-    model.config = {}  # which peft takes for a dict
-    theirs = peft.get_peft_model(model, config)
-    tensors, _ = read_adapters(str(tmp_path / "a.safetensors"))
-    assert {*peft.get_peft_model_state_dict(theirs)} == {*tensors}
-    result = peft.set_peft_model_state_dict(theirs, tensors)
-    assert not result.unexpected_keys
-    model.config = CONFIGS["modern"]
-    x, t, y = inputs()
-    torch.testing.assert_close(theirs(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_improved_diffusion_files_that_need_to_be_told(base, run_script, tmp_pat
     [  # the flags in improved-diffusion's README, as: T, last beta, what the model sees of the last t, heads
         (dict(out_channels=6), (4000, 0.999, 999.75, 4)),  # ImageNet-64 and CIFAR-10
         (dict(out_channels=6, num_classes=3), (4000, 0.999, 3999, 4)),  # class-conditional ImageNet-64
-        (dict(out_channels=6, num_classes=3, low_res=True), (4000, 0.005, 3999, 4)),  # the upsampler
+        (dict(out_channels=6, num_classes=3, low_res=16), (4000, 0.005, 3999, 4)),  # the upsampler
         (dict(out_channels=6, use_scale_shift_norm=False, num_heads=1), (1000, 0.02, 999, 1)),  # LSUN
     ],
 )

@@ -171,30 +171,6 @@ def test_checkpointing_changes_no_gradient(dropout):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_checkpointing_saves_two_fifths_of_the_memory_kept_for_backward():
-    """Bytes of distinct storages held between forward and backward, parameters aside."""
-
-    def kept(model):
-        own, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-        def pack(x):
-            if x.untyped_storage().data_ptr() not in own:
-                saved[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = model(*inputs(n=4))
-        return sum(s.nbytes() for s in saved.values()), out
-
-    plain, _ = kept(build())
-    model, held = build(checkpointing=True), {}  # a checkpointed block holds the arguments it was called with
-    hold = lambda block, args: held.update({a.untyped_storage().data_ptr(): a.untyped_storage() for a in args})
-    for block in [*model.input_blocks, model.middle_block, *model.output_blocks]:
-        block.register_forward_pre_hook(hold)
-    outside, _ = kept(model)
-    assert outside + sum(s.nbytes() for s in held.values()) < 0.6 * plain
-
-
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):
@@ -242,11 +218,7 @@ def test_captured_graph_is_the_same_function(checkpointing):
 
 @pytest.mark.parametrize(
     "settings, words",
-    [
-        ({"image_size": 30, "channel_mult": (1, 2, 2)}, "image_size=30"),
-        ({"model_channels": 48}, "model_channels=48"),
-        ({"num_heads": 5}, "num_heads=5"),
-    ],
+    [({"image_size": 30, "channel_mult": (1, 2, 2)}, "image_size=30"), ({"num_heads": 5}, "num_heads=5")],
 )
 def test_settings_that_do_not_fit_are_named(settings, words):
     with pytest.raises(UserError, match=words):

@@ -94,9 +94,10 @@ def read_adapters(path: str) -> tuple[dict[str, torch.Tensor], dict]:
     """(tensors by peft's names, metadata with rank and alpha as numbers and classes as a list)."""
     tensors, info = load_safetensors(path)
     try:
-        info |= dict(rank=int(info["rank"]), alpha=float(info["alpha"]), classes=json.loads(info["classes"]))
+        classes = [None if name is None else str(name) for name in json.loads(info["classes"])]
+        info |= dict(rank=int(info["rank"]), alpha=float(info["alpha"]), classes=classes)
         intact = fingerprint(tensors) == info["sha256"]
-    except (KeyError, ValueError, RecursionError) as e:
+    except (KeyError, ValueError, TypeError, RecursionError) as e:
         raise UserError(f"{path} was not made by lora_train: its metadata have no valid {e}") from None
     if not intact:
         raise UserError(f"{path} is corrupt: its tensors do not have the SHA-256 in its metadata")
@@ -147,5 +148,5 @@ def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
                     weight.add_(delta.to(weight.device), alpha=scale * info["alpha"] / info["rank"])
                 elif key.endswith(ROWS):
                     table[rows] += scale * (x.to(table) - original[rows])
-        except (AttributeError, LookupError, RuntimeError) as e:
+        except (AttributeError, LookupError, ArithmeticError, RuntimeError) as e:
             raise UserError(f"{path} does not fit {origin['name']}: {e}") from None

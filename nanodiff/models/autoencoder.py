@@ -72,8 +72,10 @@ def named(**layers: nn.Module) -> nn.Sequential:
 class ResnetBlock(nn.Module):
     def __init__(self, c_in: int, c_out: int, groups: int):
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, c_in, eps=1e-6), conv3(c_in, c_out)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, c_out, eps=1e-6), conv3(c_out, c_out)
+        self.norm1 = nn.GroupNorm(groups, c_in, eps=1e-6)
+        self.conv1 = conv3(c_in, c_out)
+        self.norm2 = nn.GroupNorm(groups, c_out, eps=1e-6)
+        self.conv2 = conv3(c_out, c_out)
         self.conv_shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
@@ -107,23 +109,29 @@ class MidBlock(nn.Module):
 
 
 def levels(widths, blocks: int, groups: int, **resampler) -> nn.Sequential:
-    """`blocks` residual blocks at each width in turn; after all but the last width a `resampler`, name=function."""
+    """`blocks` residual blocks per width; after each width but the last a `resampler` (name=function)."""
     out = nn.Sequential()
-    for i, (c_in, width) in enumerate(zip((widths[0], *widths), widths)):
-        resnets = nn.Sequential(*(ResnetBlock(width if j else c_in, width, groups) for j in range(blocks)))
-        change = {name: nn.Sequential(make(width)) for name, make in resampler.items() if i < len(widths) - 1}
-        out.append(named(resnets=resnets, **change))
+    c_in = widths[0]
+    for i, width in enumerate(widths):
+        layers = {"resnets": nn.Sequential()}
+        for _ in range(blocks):
+            layers["resnets"].append(ResnetBlock(c_in, width, groups))
+            c_in = width
+        if i < len(widths) - 1:
+            layers |= {name: nn.Sequential(make(width)) for name, make in resampler.items()}
+        out.append(named(**layers))
     return out
 
 
 class AutoencoderKL(Autoencoder):
-    """The VAE of Stable Diffusion. The defaults are SD 1's and 2's: 83.7 M parameters, f=8, 4 channels, 0.18215."""
+    """The VAE of Stable Diffusion; by default that of SD 1 and 2, 83.7 M parameters."""
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
     def __init__(self, widths=(128, 256, 512, 512), blocks=2, latent_channels=4, groups=32, quant_conv=True):
         super().__init__()
-        self.latent_channels, self.downsample = latent_channels, 2 ** (len(widths) - 1)
+        self.latent_channels = latent_channels
+        self.downsample = 2 ** (len(widths) - 1)
         down = lambda c: named(pad=nn.ZeroPad2d((0, 1, 0, 1)), conv=conv3(c, c, stride=2, padding=0))
         up = lambda c: named(upsample=nn.Upsample(scale_factor=2), conv=conv3(c, c))
         first, last = widths[0], widths[-1]
@@ -144,7 +152,8 @@ class AutoencoderKL(Autoencoder):
             conv_out=conv3(first, 3),
         )
         conv1 = lambda c: nn.Conv2d(c, c, 1) if quant_conv else nn.Identity()  # SD 3 and FLUX do without
-        self.quant_conv, self.post_quant_conv = conv1(2 * latent_channels), conv1(latent_channels)
+        self.quant_conv = conv1(2 * latent_channels)
+        self.post_quant_conv = conv1(latent_channels)
 
     def moments(self, x):
         mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
@@ -159,17 +168,21 @@ class AutoencoderKL(Autoencoder):
 
 
 class TinyBlock(nn.Module):
-    """Three convolutions and a skip, all of one width; `norm` adds FLUX.2's normalised 1x1 bottleneck in front."""
+    """Three convolutions and a skip; `norm` puts FLUX.2's normalised 1x1 bottleneck in front."""
 
     def __init__(self, width: int, norm: bool = False):
         super().__init__()
         convs = [conv3(width, width) for _ in range(3)]
         self.conv = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
-        up, down = (nn.Conv2d(a * width, b * width, 1, bias=False) for a, b in ((1, 4), (4, 1)))
-        self.pool = nn.Sequential(up, nn.GroupNorm(4, 4 * width), nn.ReLU(), down) if norm else None
+        self.pool = None
+        if norm:
+            up = nn.Conv2d(width, 4 * width, 1, bias=False)
+            down = nn.Conv2d(4 * width, width, 1, bias=False)
+            self.pool = nn.Sequential(up, nn.GroupNorm(4, 4 * width), nn.ReLU(), down)
 
     def forward(self, x):
-        x = x + self.pool(x) if self.pool else x
+        if self.pool is not None:
+            x = x + self.pool(x)
         return F.relu(self.conv(x) + x)
 
 
@@ -268,8 +281,8 @@ def find_weights(path: Path) -> list[Path]:
     files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors before .bin
     found = files[:1]
     for file in found:
-        half = "(?<![a-z])(en|de)coder(?![a-z])"
-        encoder, decoder = (file.with_name(re.sub(half, name, file.name)) for name in ("encoder", "decoder"))
+        encoder = file.with_name(file.name.replace("decoder", "encoder"))
+        decoder = file.with_name(encoder.name.replace("encoder", "decoder"))
         if encoder != decoder and encoder.is_file() and decoder.is_file():
             found = [encoder, decoder]
     if not found or not set(files) <= set(found):
@@ -279,10 +292,11 @@ def find_weights(path: Path) -> list[Path]:
 
 
 def read_config(path: Path) -> dict:
-    """What diffusers' config.json sets; {} where there is none, or another program's."""
+    """diffusers' config.json without its nulls; {} if there is none, or it is another program's."""
     config = json.loads(path.read_text()) if path.is_file() else {}
-    ours = str(config.get("_class_name")).startswith("Autoencoder")
-    return {key: value for key, value in config.items() if ours and value is not None}
+    if not str(config.get("_class_name")).startswith("Autoencoder"):
+        return {}
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -42,15 +42,11 @@ class UNetConfig:
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
-        # set as a frozen dataclass must; JSON turns tuples into lists
         mult = tuple(self.channel_mult) or default_channel_mult(self.image_size)
-        object.__setattr__(self, "channel_mult", mult)
-        object.__setattr__(self, "attention_resolutions", tuple(self.attention_resolutions))
+        object.__setattr__(self, "channel_mult", mult)  # the only way in a frozen dataclass
         factor = 2 ** (len(mult) - 1)
         if self.image_size < 1 or self.image_size % factor:
             raise UserError(f"image_size={self.image_size}; accepted: a multiple of {factor}, by channel_mult's length")
-        if self.model_channels < 1 or self.model_channels % NORM_GROUPS:
-            raise UserError(f"model_channels={self.model_channels}; accepted: a positive multiple of {NORM_GROUPS}")
         widths = [self.model_channels * m for m in mult]
         for heads in (self.num_heads, self.num_heads_upsample or self.num_heads):
             if heads < 1 or any(width % heads for width in widths):
@@ -263,9 +259,8 @@ class UNet(nn.Module):
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
         flops = 2 * sum(m.weight.numel() for m in self.time_embed[::2])
         size = self.config.image_size
-        for layer in (
-            layer for level in [*self.input_blocks, self.middle_block, *self.output_blocks] for layer in level
-        ):
+        levels = [*self.input_blocks, self.middle_block, *self.output_blocks]
+        for layer in [layer for level in levels for layer in level]:
             if isinstance(layer, Downsample):
                 size //= 2
             elif isinstance(layer, Upsample):
