@@ -249,7 +249,7 @@ def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch)
 
     make_folder(tmp_path / "in")
     monkeypatch.setattr(
-        "nanodiff.data.dataset_writer.open",
+        "nanodiff.data.dataset.open",
         lambda p, mode: Full(p, mode) if "npy" in str(p) else open(p, mode),
         raising=False,
     )

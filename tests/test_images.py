@@ -10,13 +10,13 @@ import zipfile
 import numpy as np
 import pytest
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop
+from nanodiff.data.image_files import classify, val_mask
 
 from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
 from nanodiff.data import sources as image_sources
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.image_files import classify, val_mask
 from nanodiff.png import encode_png
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
