@@ -20,6 +20,7 @@ from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
+MAX_RATIO = 1032  # deflate, which most archives use, shrinks no further: a header that claims more is damaged
 
 
 @dataclass
@@ -92,10 +93,11 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
     """
     with reading(path):
         with open(path, "rb") as raw:
+            limit = MAX_RATIO * os.fstat(raw.fileno()).st_size
             opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(raw.read(2), open)
         with opener(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
             while (member := tar.next()) is not None:
-                if not 0 <= member.size < 2**40:  # tarfile would look for the next header there for ever
+                if not 0 <= member.size <= limit:  # tarfile would look there for the next header, for ever
                     raise tarfile.ReadError(f"a file of {member.size:,} bytes")
                 if member.isreg():
                     name = posixpath.normpath(member.name)

@@ -14,7 +14,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.decode import decode_all, import_pillow
-from nanodiff.data.images import Options, Source, read_images, read_tar, reading, val_mask
+from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
 from nanodiff.files import download, sha256_of
 
 SOURCES = ("shapes", "cifar10", "mnist", "idx", "npz", "folder", "tar", "zip")
@@ -172,9 +172,9 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
 def check_shape(path: Path, shape: tuple) -> None:
     """UserError if no file of that size can hold such images, before any memory is taken for them."""
     if min(shape) < 1 or (len(shape) == 4 and shape[3] not in (1, 3)):
-        raise UserError(f"{path} has shape {shape}; accepted: (N, H, W), (N, H, W, 1) or (N, H, W, 3)")
+        raise UserError(f"{path} has shape {shape}; accepted: (N, H, W, 1), (N, H, W, 3) or (N, H, W)")
     size = path.stat().st_size
-    if math.prod(shape) > 1032 * size:  # deflate shrinks no further
+    if math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold images of shape {shape}")
 
 
