@@ -97,7 +97,7 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
             opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(raw.read(2), open)
         with opener(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
             while (member := tar.next()) is not None:
-                if not 0 <= member.size <= limit:  # tarfile would look there for the next header, for ever
+                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there, for ever
                     raise tarfile.ReadError(f"a file of {member.size:,} bytes")
                 if member.isreg():
                     name = posixpath.normpath(member.name)
