@@ -79,11 +79,12 @@ def publish_folder(temporary: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False):
+def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False, leftovers: str = ""):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
     Raises UserError with the line `busy` where another process holds it (unless `wait`), and naming `hint`, the setting
-    to change, where its folder cannot be written to. A file system without locks is not an error.
+    to change, where its folder cannot be written to. A file system without locks is not an error. Once locked,
+    removes the folders beside it that match the pattern `leftovers`: killed holders left them.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,9 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
         file.close()
         raise UserError(busy) from None
     except OSError:
-        pass
+        return file
+    for leftover in path.parent.glob(leftovers) if leftovers else ():
+        shutil.rmtree(leftover, ignore_errors=True)
     return file
 
 
@@ -126,7 +129,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None
 
 
-def check_fields(record, source, **kinds) -> None:
+def check_fields(record, source, /, **kinds) -> None:
     """Raises UserError unless `record`, read from the file `source`, is a dict with these keys, each of this type."""
     for key, kind in kinds.items():
         value = record.get(key) if isinstance(record, dict) else None

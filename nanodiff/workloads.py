@@ -15,8 +15,7 @@ import torch
 
 from nanodiff.common import get_dist
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import open_dataset
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
 from nanodiff.device import choose_dtype
 from nanodiff.diffusion.flow import FlowMatching

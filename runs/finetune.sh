@@ -10,7 +10,7 @@ python -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterati
 python - << 'EOF'
 """What to learn from: half crosses, half of all eight, lest the others be forgotten."""
 import numpy as np
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 
 with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:

@@ -9,8 +9,8 @@ from unittest import mock
 
 import numpy as np
 
-from nanodiff.data import image_arrays
 from nanodiff.data.dataset import open_dataset
+from nanodiff.data.sources import CIFAR10_BATCHES
 from nanodiff.png import encode_png
 from scripts import prepare_data
 
@@ -92,7 +92,7 @@ def write_mnist(folder, num=(20, 6), size=8, pack=gzip.compress, suffix=".gz"):
 
 def write_cifar(path, num=7, leave_out=(), damage=None):
     """A small archive of the binary version -> the records of all batches by name."""
-    batches = {name: RNG.integers(0, 256, (num, 3073), np.uint8) for name in image_arrays.CIFAR10_BATCHES}
+    batches = {name: RNG.integers(0, 256, (num, 3073), np.uint8) for name in CIFAR10_BATCHES}
     with tarfile.open(path, "w:gz") as tar:
         for name, records in {"readme.html": b"<html>", **batches}.items():
             if name not in leave_out:

@@ -11,9 +11,8 @@ from conftest import run_process
 from tiny_runs import TIMELESS, TINY, make_data, make_run
 
 from nanodiff.common import UserError
-from nanodiff.data.dataloader import to_model_range
-from nanodiff.data.dataset import open_dataset
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.latents import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.metrics import classifier as judge
 from nanodiff.metrics import features

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, run_process
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 

@@ -9,9 +9,8 @@ import torch
 from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
-from nanodiff.data.dataloader import to_model_range, to_uint8
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.latents import load_codec, make_codec
+from nanodiff.data.latents import load_codec, make_codec, to_model_range, to_uint8
 from nanodiff.models.autoencoder import open_autoencoder
 
 CPU = torch.device("cpu")
@@ -42,6 +41,17 @@ def test_cached_latents_are_those_made_on_the_fly(vae):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-3 * float(a.std()))
     mirrored = online.to_x0(stored("tiny").flip(3))
     assert torch.equal(mirrored, online.to_x0(stored("tiny"), torch.ones(24, dtype=torch.bool)))
+
+
+def test_model_range_and_back():
+    images = torch.arange(256, dtype=torch.uint8).reshape(2, 2, 8, 8)
+    x = to_model_range(images)
+    assert x.dtype == torch.float32 and x.min() == -1 and x.max() == 1
+    assert torch.equal(to_uint8(x), images)
+    assert to_uint8(torch.tensor([-9.0, -1.001, 1.01, 9.0])).tolist() == [0, 0, 255, 255]
+    assert to_uint8(x.bfloat16()).dtype == torch.uint8
+    flipped = to_model_range(images, torch.tensor([True, False]))
+    assert torch.equal(flipped[1], x[1]) and torch.equal(flipped[0], x[0].flip(-1))
 
 
 def test_channels_are_normalised(vae):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.data.dataloader import DataLoader, to_model_range, to_uint8
+from nanodiff.data.dataloader import DataLoader
 
 
 class Memory:
@@ -123,14 +123,3 @@ def test_close_ends_the_thread_and_reading_ahead_is_bounded():
     loader.close()
     loader.close()
     assert threading.active_count() == before
-
-
-def test_model_range_and_back():
-    images = torch.arange(256, dtype=torch.uint8).reshape(2, 2, 8, 8)
-    x = to_model_range(images)
-    assert x.dtype == torch.float32 and x.min() == -1 and x.max() == 1
-    assert torch.equal(to_uint8(x), images)
-    assert to_uint8(torch.tensor([-9.0, -1.001, 1.01, 9.0])).tolist() == [0, 0, 255, 255]
-    assert to_uint8(x.bfloat16()).dtype == torch.uint8
-    flipped = to_model_range(images, torch.tensor([True, False]))
-    assert torch.equal(flipped[1], x[1]) and torch.equal(flipped[0], x[0].flip(-1))

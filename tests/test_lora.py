@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import open_dataset
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.adapters import (

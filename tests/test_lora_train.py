@@ -11,7 +11,7 @@ from conftest import run_process
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion

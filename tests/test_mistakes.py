@@ -16,7 +16,7 @@ from image_helpers import idx, make_folder, write_cifar, write_mnist
 from tiny_runs import TINY, make_data
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 
 TRAIN = ("base_train", *TINY)
 SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1")

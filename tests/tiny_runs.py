@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from nanodiff.data.dataset_writer import DatasetWriter
+from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.models.autoencoder import AutoencoderKL
 from nanodiff.safetensors import save_safetensors

@@ -1,39 +1,76 @@
-"""Reading image sets: shards through mmap, in any order. Their form on disk is told in dataset_writer.py."""
+"""Data sets on disk: written whole or not at all, read in any order through mmap.
 
-import hashlib
+$NANODIFF_BASE_DIR/data/<name>/
+    train_images_000.npy ...   (n, C, H, W) uint8 images or fp16 latents, at most 256 MiB per file
+    train_labels.npy           (N,) int64; absent if the set is unlabelled
+    val_images_000.npy ...     the held-out split, if there is one
+    meta.json                  what the set is, and the size and SHA-256 of each file; written last
+"""
+
+import io
 import json
-import math
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError
-from nanodiff.data.dataset_writer import DTYPES, FORMAT, SPLITS, DatasetWriter, data_dir, is_name, npy_header
+from nanodiff.common import UserError, base_dir
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
+from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic
 
-SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # drawn on first use: name -> resolution
+FORMAT = 1
+DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
+SPLITS = ("train", "val")
+SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
+MAX_SHARD_BYTES = 2**28  # a writer holds a shard of each split in memory
+
+
+def data_dir() -> Path:
+    return base_dir().absolute() / "data"
+
+
+def set_path(name: str) -> Path:
+    """The folder of the set with that name; UserError unless the name is one ordinary path component."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name):
+        raise UserError(f"name={name!r} cannot name a data set; accepted: letters, digits and _ . + - (no /)")
+    return data_dir() / name
+
+
+def is_set(folder: str | Path) -> bool:
+    return os.path.isfile(os.path.join(folder, "meta.json"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
 
 
 class Dataset:
-    """One split of a set on disk; open_dataset makes it. `.name` is what open_dataset takes to find the set again."""
+    """One split of a set; open_dataset makes it. `.name` is what open_dataset needs to find the set again."""
 
     def __init__(self, path: Path, split: str):
-        self.path, self.split = path, split
-        self.meta = meta = read_meta(path)
-        if split not in meta["splits"]:
-            hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
-            raise UserError(f"data set {path.name!r} has no split {split!r}, only {', '.join(meta['splits'])}{hint}")
+        self.path = path
+        self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        self.channels, self.resolution = meta["channels"], meta["resolution"]
-        self.class_names, self.num_classes = meta["class_names"], len(meta["class_names"])
-        part = meta["splits"][split]
-        self.num_images = part["num_images"]
-        shape = (self.channels, self.resolution, self.resolution)
-        kind = DTYPES[meta["kind"]]
-        self._shards = [_open_npy(path, shard, kind, (shard["num_images"], *shape)) for shard in part["shards"]]
-        self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last of each
+        self.meta = read_meta(path)
+        if split not in self.meta["splits"]:
+            hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
+            splits = ", ".join(self.meta["splits"])
+            raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
+        self.channels = self.meta["channels"]
+        self.resolution = self.meta["resolution"]
+        self.class_names = self.meta["class_names"]
+        self.num_classes = len(self.class_names)
+        part = self.meta["splits"][split]
+        dtype = DTYPES[self.meta["kind"]]
+        self._shards = []
+        for entry in part["shards"]:
+            shape = (entry["num_images"], self.channels, self.resolution, self.resolution)
+            self._shards.append(_open_npy(path, entry, dtype, shape))
+        self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after each shard's last image
+        self.num_images = int(self._ends[-1])
         self._labels = None
         if self.num_classes:
             self._labels = np.array(_open_npy(path, part["labels"], np.dtype(np.int64), (self.num_images,)))
@@ -44,10 +81,10 @@ class Dataset:
         return self.num_images
 
     def images(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images), in any order -> (n, C, H, W) uint8, or fp16 of latents; a copy."""
+        """(n,) integers in [0, num_images), in any order -> a copy of these images, (n, C, H, W) uint8 or fp16."""
         indices = self._check(indices)
         out = np.empty((len(indices), *self._shards[0].shape[1:]), self._shards[0].dtype)
-        order = np.argsort(indices, kind="stable")  # the disk is read forwards
+        order = np.argsort(indices, kind="stable")  # to read the disk forwards
         cuts = np.searchsorted(indices[order], [0, *self._ends])
         for k, shard in enumerate(self._shards):
             rows = order[cuts[k] : cuts[k + 1]]
@@ -56,7 +93,7 @@ class Dataset:
         return out
 
     def labels(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images) -> (n,) int64; zeros where the set is unlabelled."""
+        """(n,) integers in [0, num_images) -> (n,) int64; zeros if the set is unlabelled."""
         indices = self._check(indices)
         return np.zeros(len(indices), np.int64) if self._labels is None else self._labels[indices]
 
@@ -68,10 +105,11 @@ class Dataset:
 
 
 class Relabelled:
-    """A data set whose label k is called numbers[k]; all else is as it was."""
+    """A data set with label k replaced by numbers[k]."""
 
     def __init__(self, dataset, numbers: list[int]):
-        self.dataset, self.numbers = dataset, np.asarray(numbers, np.int64)
+        self.dataset = dataset
+        self.numbers = np.asarray(numbers, np.int64)
 
     def __getattr__(self, name):
         return getattr(self.dataset, name)
@@ -84,51 +122,44 @@ class Relabelled:
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
-    """The number in `known` of each class in `names`: a fine-tuned model has its new classes last, a part of a set only
-    some. Names of which some are strange are taken by their order, as those of published models are mere numbers.
+    """Map class names to the model's class numbers: by name if all are known, else by position.
 
-    Raises UserError, beginning with `what`, if there are not as many.
+    By position because published models call their classes "0", "1", ... The UserError for another number of classes
+    begins with `what`.
     """
     if set(names) <= set(known):
         return [known.index(name) for name in names]
     if len(names) != len(known):
-        strange = next(name for name in names if name not in known)
-        raise UserError(
-            f"{what}: {strange!r} of the {len(names)} classes here is none of the {len(known)} classes there"
-        )
+        unknown = next(name for name in names if name not in known)
+        counts = f"the {len(names)} classes here is none of the {len(known)} classes there"
+        raise UserError(f"{what}: {unknown!r} of {counts}")
     return list(range(len(names)))
 
 
-def list_datasets() -> list[str]:
-    """The names of the whole sets in data_dir()."""
-    return sorted(p.parent.name for p in data_dir().glob("[!.]*/meta.json"))
-
-
 def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
-    """Open a split, "train" or "val", of the set in that folder, or of that name in $NANODIFF_BASE_DIR/data.
+    """Open a split of the set with that name in $NANODIFF_BASE_DIR/data, or in that folder.
 
-    The embedded sets (`shapes`, `shapes32`, `shapes64`) are drawn on first use; when several ranks ask at once, one
-    draws and the others wait. Raises UserError for an unknown set, an absent split, or files that are not as meta.json
-    says (the checksums are left to `verify`).
+    The embedded sets (SHAPES) are drawn on first use. Checks that the files have the sizes and shapes that meta.json
+    says; `verify` also checks their SHA-256.
     """
     name = str(name_or_path)
     folder = os.path.expanduser(name)
-    if name and os.path.isfile(os.path.join(folder, "meta.json")):
+    if name and is_set(folder):
         return Dataset(Path(folder).absolute(), split)
     path = data_dir() / name
-    if name in SHAPES and not (path / "meta.json").is_file():
+    if name in SHAPES and not is_set(path):
         make_shapes(name)
-    if not is_name(name) or not (path / "meta.json").is_file():
-        known = ", ".join(list_datasets()) or "none yet"
+    if not is_set(path):
+        known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json"))) or "none yet"
         raise UserError(
             f"no data set {name!r}; prepared in {data_dir()}: {known}; drawn on first use: {', '.join(SHAPES)}; "
-            "prepare another by `python -m scripts.prepare_data --path=... --name=...`"
+            "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )
     return Dataset(path, split)
 
 
 def make_shapes(name: str) -> None:
-    """Draw an embedded set into data_dir(); waits for, and is content with, another process that is drawing it."""
+    """Draw an embedded set into data_dir(), or wait for the process that is drawing it."""
     with DatasetWriter(name, CLASS_NAMES, source="shapes", wait=True) as writer:
         if not writer.exists:
             for split in SPLITS:
@@ -137,106 +168,193 @@ def make_shapes(name: str) -> None:
 
 
 def verify(dataset: Dataset) -> tuple[int, int]:
-    """Compare every file of the set (all splits) with its SHA-256 -> number of files, bytes.
-
-    Raises UserError naming the first file that differs.
-    """
-    entries = _files(dataset.meta)
+    """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
+    entries = []
+    for part in dataset.meta["splits"].values():
+        entries += part["shards"]
+        if dataset.class_names:
+            entries.append(part["labels"])
     for entry in entries:
         path = dataset.path / entry["file"]
         try:
-            with open(path, "rb") as f:
-                digest = hashlib.file_digest(f, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            digest = sha256_of(path)
+        except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+            raise UserError(f"{path} cannot be read: {error}") from None
         if digest != entry["sha256"]:
-            raise UserError(f"{path} is damaged: SHA-256 {digest}, meta.json says {entry['sha256']}")
+            raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
     return len(entries), sum(entry["bytes"] for entry in entries)
 
 
-def _files(meta: dict) -> list[dict]:
-    parts = meta["splits"].values()
-    return [entry for part in parts for entry in (*part["shards"], *filter(None, [part["labels"]]))]
-
-
 def read_meta(path: Path) -> dict:
-    """The content of meta.json, every field checked. Raises UserError."""
-
-    def require(condition, what):
-        if not condition:
-            raise UserError(f"{path / 'meta.json'}: {what}")
-
-    def is_int(value, low, high):
-        return type(value) is int and low <= value <= high
-
-    def is_file(entry):
-        names = isinstance(entry, dict) and {"file", "bytes", "sha256"} <= entry.keys()
-        return (
-            names
-            and isinstance(entry["file"], str) and re.fullmatch(r"\w[\w-]*\.npy", entry["file"], re.ASCII)
-            and is_int(entry["bytes"], 1, 2**40)
-            and isinstance(entry["sha256"], str) and re.fullmatch(r"[0-9a-f]{64}", entry["sha256"])
-        )  # fmt: skip
-
+    """The content of meta.json; its fields are there and of the right types."""
+    source = path / "meta.json"
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = json.loads(source.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path / 'meta.json'} cannot be read: {type(error).__name__}: {error}") from None
-    require(isinstance(meta, dict), "not a JSON object")
-    require(meta.get("format") == FORMAT, f"format {meta.get('format')!r}, this version reads {FORMAT}")
-    kind = meta.get("kind")
-    require(isinstance(kind, str) and kind in DTYPES, f"kind {kind!r}, accepted: {', '.join(DTYPES)}")
-    for key, high in (("channels", 4096), ("resolution", 65536)):
-        require(is_int(meta.get(key), 1, high), f"{key} {meta.get(key)!r}, accepted: an integer in 1..{high}")
-    if kind == "latents":
-        fault = latents_fault(info := meta.get("latents"), ("offset", "scale", "mean", "std"))
-        require(not fault, fault)
-        channels = len(info["offset"]) * info["parts"] * info["copies"]
-        require(channels == meta["channels"], "the numbers of latents do not fit channels")
-    names = meta.get("class_names")
-    printable = isinstance(names, list) and all(isinstance(name, str) and name.isprintable() for name in names)
-    require(printable, "class_names is not a list of printable strings")
-    splits = meta.get("splits")
-    require(isinstance(splits, dict) and splits and set(splits) <= set(SPLITS), "splits are not among train and val")
-    for split, part in splits.items():
-        require(isinstance(part, dict) and is_int(part.get("num_images"), 1, 2**40), f"{split}: num_images is wrong")
-        shards, labels = part.get("shards"), part.get("labels")
-        require(isinstance(shards, list) and shards and all(map(is_file, shards)), f"{split}: shards are wrong")
-        require(all(is_int(s.get("num_images"), 1, 2**40) for s in shards), f"{split}: num_images of a shard is wrong")
-        require(sum(s["num_images"] for s in shards) == part["num_images"], f"{split}: shards do not add up")
-        require(is_file(labels) if names else labels is None, f"{split}: labels do not fit class_names")
+        raise UserError(f"{source} cannot be read: {type(error).__name__}: {error}") from None
+    check_fields(meta, source, format=int, kind=str, channels=int, resolution=int, class_names=list, splits=dict)
+    if meta["format"] != FORMAT or meta["kind"] not in DTYPES:
+        raise UserError(f"{source}: {meta['kind']!r} in format {meta['format']}; this version reads format {FORMAT}")
+    if not all(isinstance(name, str) and name.isprintable() for name in meta["class_names"]):
+        raise UserError(f"{source}: class_names is not a list of printable strings")
+    for split, part in meta["splits"].items():
+        check_fields(part, f"{source}: {split}", shards=list)
+        for entry in part["shards"]:
+            check_fields(entry, f"{source}: a shard of {split}", file=str, bytes=int, sha256=str, num_images=int)
+        if meta["class_names"]:
+            check_fields(part.get("labels"), f"{source}: labels of {split}", file=str, bytes=int, sha256=str)
+        if not part["shards"]:
+            raise UserError(f"{source}: {split} has no shards")
+    if meta["kind"] == "latents":
+        info = meta.get("latents")
+        check_latents(info, source, "offset", "scale", "mean", "std")
+        if meta["channels"] != len(info["offset"]) * info["parts"] * info["copies"]:
+            raise UserError(f"{source}: {meta['channels']} channels do not fit the description of the latents")
     return meta
 
 
-def latents_fault(info, numbers: tuple) -> str:
-    """What is wrong with a description of latents whose lists `numbers` have an entry per channel, or ""."""
-    fields = dict(autoencoder=str, sha256=str, path=str, source=str, downsample=int, parts=int, copies=int)
-    fields |= dict.fromkeys(numbers, list)
-    if not isinstance(info, dict) or info.keys() != fields.keys():
-        return f"latents are not described by {list(fields)}"
-    if not all(type(info[key]) is kind for key, kind in fields.items()):
-        return "a field of latents is of a wrong type"
-    if not (info["parts"] in (1, 2) and info["copies"] in (1, 2) and 1 <= info["downsample"] <= 1024):
-        return "parts or copies of latents are neither 1 nor 2, or downsample is not in 1..1024"
-    for key in numbers:
-        if not all(type(x) in (int, float) and abs(x) < 1e30 for x in info[key]):  # False for nan
-            return f"{key} of latents is not a list of finite numbers"
-        if (key in ("scale", "std") and min(info[key], default=0) <= 0) or len(info[key]) != len(info["offset"]):
-            return f"{key} of latents has too few numbers, or one that is not positive"
-    return ""
+def check_latents(info, source, *stats: str) -> None:
+    """UserError, naming `source`, unless `info` has the fields of latent_facts, and a float per channel in `stats`."""
+    texts = dict(autoencoder=str, sha256=str, path=str, source=str)
+    numbers = dict(downsample=int, parts=int, copies=int)
+    check_fields(info, f"{source}: latents", **texts, **numbers, **dict.fromkeys(stats, list))
+    if info["parts"] not in (1, 2) or info["copies"] not in (1, 2) or not 1 <= info["downsample"] <= 1024:
+        raise UserError(f"{source}: parts or copies of latents are not 1 or 2, or downsample is not in 1..1024")
+    for key in stats:
+        low = 0 if key in ("scale", "std") else -1e30
+        fit = len(info[key]) == len(info["offset"]) and all(type(x) is float and low < x < 1e30 for x in info[key])
+        if not fit:
+            raise UserError(f"{source}: {key} of latents does not hold one number in range per channel")
 
 
 def _open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
-    """mmap a file of a set after comparing size and header with what meta.json says. Raises UserError."""
-    path, header = folder / entry["file"], npy_header(dtype, shape)
+    """mmap a file of a set; UserError unless it is what meta.json says."""
+    path = folder / entry["file"]
     try:
-        with open(path, "rb") as f:
-            found, size = f.read(len(header)), os.fstat(f.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"data set {folder.name!r}: cannot read {path}: {error.strerror}") from None
-    wanted = len(header) + dtype.itemsize * math.prod(shape)
-    if not size == wanted == entry["bytes"]:
-        raise UserError(f"{path} has {size:,} bytes, meta.json says {entry['bytes']:,} and its shapes {wanted:,}")
-    if found != header:
-        raise UserError(f"{path} does not hold {dtype} of shape {shape}, as meta.json says")
-    return np.asarray(np.memmap(path, dtype, "r", offset=len(header), shape=shape))
+        size = path.stat().st_size
+        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"data set {folder.name!r}: cannot read {path}: {error}") from None
+    if size != entry["bytes"] or array.dtype != dtype or array.shape != shape:
+        found = f"{size:,} bytes, {array.dtype} of shape {array.shape}"
+        raise UserError(f"{path} has {found}; meta.json says {entry['bytes']:,} bytes, {dtype} of shape {shape}")
+    return array
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def npy_header(dtype: np.dtype, shape: tuple) -> bytes:
+    """What numpy.save writes before the data."""
+    header = io.BytesIO()
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()
+
+
+def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
+    """Write contiguous arrays, end to end, as one .npy file, whole or not at all -> its entry in meta.json."""
+    num = sum(len(array) for array in arrays)
+    header = npy_header(arrays[0].dtype, (num, *arrays[0].shape[1:]))
+    write_atomic(path, header, *(array.data for array in arrays))
+    return {"file": path.name, "num_images": num, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def lock_set(path: Path, overwrite: bool, wait: bool = False):
+    """Lock the set that will be at `path` until the returned file is closed; remove what killed writers left of it.
+
+    UserError if it is locked (unless `wait`), or if something is at `path`, except a set that may be overwritten.
+    """
+    busy = f"data set {path.name!r} is being prepared by another process"
+    lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")
+    if path.exists() and not (is_set(path) and (overwrite or wait)):
+        lock.close()
+        hint = "--overwrite replaces it" if is_set(path) else "it is no data set"
+        raise UserError(f"{path} exists already ({hint}); choose another --name")
+    return lock
+
+
+def publish_set(folder: Path, path: Path, meta: dict) -> None:
+    """Add meta.json to the folder of a finished set and rename it to `path`, replacing an older set."""
+    write_atomic(folder / "meta.json", json.dumps({"format": FORMAT} | meta, indent=1).encode())
+    publish_folder(folder, path)
+
+
+class DatasetWriter:
+    """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
+
+    Writes to a hidden folder beside the set, which is renamed when the block ends and removed when it raises. The first
+    images settle channels and resolution; `class_names` ([] = unlabelled) may be assigned until then. If another
+    process is writing the same set: UserError, or with `wait`, wait for it and set `.exists`.
+    """
+
+    def __init__(self, name, class_names=(), kind="images", source="", seed=0, overwrite=False, wait=False):
+        self.path = set_path(name)
+        self.class_names = class_names
+        self.overwrite = overwrite
+        self.wait = wait
+        self.exists = False
+        self.meta = {"kind": kind, "channels": 0, "resolution": 0, "source": source, "seed": seed}
+        self.meta |= {"class_names": [], "splits": {}}
+        self.num_images = dict.fromkeys(SPLITS, 0)
+        self._images = {split: [] for split in SPLITS}  # arrays of the next shard
+        self._labels = {split: [] for split in SPLITS}  # arrays of all labels
+
+    def __enter__(self):
+        self._lock = lock_set(self.path, self.overwrite, self.wait)
+        self.exists = self.wait and is_set(self.path)
+        if not self.exists:
+            self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
+        return self
+
+    def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None) -> None:
+        """Add (n, C, H, W) images, and (n,) labels below len(class_names), to a split; n = 0 is fine."""
+        assert images.ndim == 4 and images.dtype == DTYPES[self.meta["kind"]], images.dtype
+        if len(images) == 0:
+            return
+        shape = images.shape[1:]
+        if not self.meta["resolution"]:
+            self.meta |= {"channels": shape[0], "resolution": shape[1]}
+        assert shape == (self.meta["channels"], self.meta["resolution"], self.meta["resolution"]), shape
+        if self.class_names:
+            labels = np.array(labels, np.int64)
+            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.class_names)
+            self._labels[split].append(labels)
+        self.num_images[split] += len(images)
+        per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)
+        while len(images):
+            room = per_shard - sum(len(array) for array in self._images[split])
+            self._images[split].append(images[:room].copy())
+            images = images[room:]
+            if len(images):
+                self._write_shard(split)
+
+    def _write_shard(self, split: str) -> None:
+        part = self.meta["splits"].setdefault(split, {"num_images": 0, "labels": None, "shards": []})
+        entry = write_npy(self.folder / f"{split}_images_{len(part['shards']):03d}.npy", self._images[split])
+        part["shards"].append(entry)
+        part["num_images"] = self.num_images[split]
+        self._images[split] = []
+
+    def _finish(self) -> None:
+        for split in SPLITS:
+            if self._images[split]:
+                self._write_shard(split)
+            if self._labels[split]:
+                entry = write_npy(self.folder / f"{split}_labels.npy", self._labels[split])
+                self.meta["splits"][split]["labels"] = entry
+        assert "train" in self.meta["splits"], "no images were appended"
+        self.meta["class_names"] = list(self.class_names)
+        faster = self.wait and is_set(self.path)  # another process was, on a file system without locks
+        if not faster:
+            publish_set(self.folder, self.path, self.meta)
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None and not self.exists:
+                self._finish()
+        finally:
+            if not self.exists:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()

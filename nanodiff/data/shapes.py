@@ -1,21 +1,21 @@
-"""The embedded data set: eight shapes in six colours on a dark ground, drawn by numpy in a few seconds."""
+"""The embedded data set: eight shapes in six colours on a dark ground, drawn with numpy in a few seconds."""
 
 import numpy as np
 
-# No two of them are alike after turning and scaling, nor at 16 pixels after a little blur (so no square beside the
-# circle): the accuracy of a judge network measures whether a model obeys its labels, and minutes suffice to learn it.
+# No two look alike after rotation and scaling, nor blurred at 16 pixels (so there is no square beside the circle): a
+# small classifier can then tell whether a model obeys its labels, and learns to in minutes.
 CLASS_NAMES = ["circle", "ring", "target", "triangle", "cross", "bar", "stripes", "dots"]
 COLOURS = np.array(
     [[235, 64, 52], [64, 200, 72], [72, 112, 255], [245, 210, 50], [220, 80, 230], [60, 215, 225]], np.float32
 )  # red, green, blue, yellow, magenta, cyan
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
-MIN_RADIUS, MAX_RADIUS = 0.3, 0.45  # of the circumscribed circle, as a share of the image's side
-SUPERSAMPLES = 4  # per axis and pixel: coverage in 16 levels
+MIN_RADIUS, MAX_RADIUS = 0.3, 0.45  # of the circumscribed circle; the image's side is 1
+SUPERSAMPLES = 4  # per pixel and axis
 
 
 def _inside(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points (in units of the circumscribed radius, the shape upright) lie in the shape; bool like x and y."""
+    """Which points lie in the upright shape, in units of its circumscribed radius; bool like x and y."""
     far, near = np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
     if name == "circle":
         return x * x + y * y < 0.8
@@ -38,30 +38,32 @@ def _inside(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
-    """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments alone.
+    """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, determined by the arguments.
 
-    `seed` is an integer >= 0 or a tuple of them.
-    `classes` (num,) says which shape each image holds; None draws them evenly. Colour, size, place (the whole shape is
-    within the image) and rotation are uniform. Antialiased: each pixel is the mean of 4 x 4 points.
+    `seed`: an integer >= 0 or a tuple of them; `classes` (num,): the shape in each image, None draws them evenly.
+    Colour, size, rotation and place (within the image) are uniform. Antialiased: a pixel is the mean of 4 x 4 points.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
     colours = COLOURS[rng.integers(len(COLOURS), size=num)]  # (num, 3)
     radius = rng.uniform(MIN_RADIUS, MAX_RADIUS, num)
-    centre = radius + (1 - 2 * radius) * rng.uniform(size=(2, num))  # (2, num), the side of the image is 1
-    cos, sin = np.cos(angle := rng.uniform(0, 2 * np.pi, num)), np.sin(angle)
+    centre = radius + (1 - 2 * radius) * rng.uniform(size=(2, num))  # (2, num)
+    angle = rng.uniform(0, 2 * np.pi, num)
+    cos = np.cos(angle) / radius
+    sin = np.sin(angle) / radius
     if classes is not None:
         labels = np.broadcast_to(np.asarray(classes, np.int64), (num,)).copy()
 
     side = resolution * SUPERSAMPLES
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
     images = np.empty((num, 3, resolution, resolution), np.uint8)
-    per_block = max(1, 2**20 // side**2)  # about a million points at once, which stay in the cache
+    per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for label, name in enumerate(CLASS_NAMES):
         members = np.flatnonzero(labels == label)
         for start in range(0, len(members), per_block):
             i = members[start : start + per_block]
-            c, s = (np.float32(v[i] / radius[i])[:, None, None] for v in (cos, sin))
+            c = np.float32(cos[i])[:, None, None]
+            s = np.float32(sin[i])[:, None, None]
             x = grid[None, None, :] - np.float32(centre[0, i])[:, None, None]  # (n, 1, side)
             y = grid[None, :, None] - np.float32(centre[1, i])[:, None, None]  # (n, side, 1)
             points = _inside(name, c * x + s * y, c * y - s * x)  # (n, side, side)
@@ -73,6 +75,6 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
 
 
 def draw_split(split: str, seed: int, resolution: int):
-    """The images and labels of a split of the set `shapes`, in blocks, so that a large resolution fills no memory."""
+    """The images and labels of a split, in blocks of 1,000 to bound the memory."""
     for start in range(0, NUM_IMAGES[split], 1000):
         yield draw_shapes(1000, (seed, list(NUM_IMAGES).index(split), start), resolution)

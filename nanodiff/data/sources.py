@@ -1,142 +1,272 @@
-"""Where images come from: which source a path is, CIFAR-10's download, and one way to open them all."""
+"""Sources of images: which one a path is, CIFAR-10's download, and the readers of arrays (CIFAR-10, IDX, .npz)."""
 
 import gzip
-import hashlib
-import http.client
+import itertools
+import math
 import os
 import posixpath
-import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import Progress, UserError, base_dir
+from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.decode import decode_all, import_pillow
-from nanodiff.data.image_arrays import idx_files, read_cifar10, read_idx, read_npz
-from nanodiff.data.image_files import ARCHIVE_ERRORS, Source, read_images
+from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
+from nanodiff.files import download, sha256_of
 
 SOURCES = ("shapes", "cifar10", "mnist", "idx", "npz", "folder", "tar", "zip")
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+BLOCK_BYTES = 2**24  # read at once
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which source, and opening it
 
 
 def detect(path: Path) -> str:
-    """Which of SOURCES a file or folder is, by its content. Raises UserError."""
+    """Which of SOURCES a file or folder is, by its name."""
     if path.is_dir():
         return "idx" if idx_files(path) else "folder"
-    try:
-        with open(path, "rb") as f:
-            magic = f.read(4)
-        if magic[:2] == b"\x1f\x8b":
-            with gzip.open(path) as f:
-                if f.read(3) == b"\0\0\x08":
-                    return "idx"
-    except ARCHIVE_ERRORS as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if magic[:3] == b"\0\0\x08":
-        return "idx"
-    if magic[:2] == b"PK":
-        return "npz" if path.suffix == ".npz" else "zip"
     if path.name == posixpath.basename(CIFAR10_URL):
         return "cifar10"
+    if path.suffix in (".npz", ".zip"):
+        return path.suffix[1:]
     if ".tar" in path.suffixes or path.suffix in (".tgz", ".txz", ".tbz2"):
         return "tar"
+    if "idx" in path.name:
+        return "idx"
     raise UserError(f"cannot tell what {path} is; give --source=..., one of: {', '.join(SOURCES)}")
 
 
-def open_source(source: str, path: str, resolution: int, labels: str, val_fraction: float, seed: int, workers: int,
-                sha256: str = "auto") -> Source:  # fmt: skip
-    """The images of a source (one of SOURCES, or "auto") at `resolution` (0: as they are). Raises UserError.
+def open_source(source: str, path: str, options: Options, sha256: str = "auto") -> Source:
+    """The images of a source, one of SOURCES or "auto".
 
-    `labels`: auto|none, and for image files folder|file. `sha256` of the file at `path`: "" = not checked, "auto" = the
-    published one where there is one. `val_fraction` counts where the source has no held-out split of its own.
+    `sha256` of the file at `path`: "" skips the check, "auto" checks where a checksum is published.
     """
     if source == "shapes":
-        return read_shapes(resolution or 16, seed, labels)
+        return read_shapes(options)
     if source == "cifar10" and not path:
         file = download_cifar10()
     elif not path:
         raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
-    elif not os.path.exists(file := Path(os.path.expanduser(path))):
+    else:
+        file = Path(os.path.expanduser(path))
+    if not file.exists():
         raise UserError(f"path={path!r} does not exist")
     source = detect(file) if source == "auto" else source
-    if (source == "folder") != file.is_dir() and source not in ("mnist", "idx"):
-        raise UserError(
-            f"path={path!r} is {'a folder' if file.is_dir() else 'a file'}; source={source!r} reads the other"
-        )
+    if file.is_dir() != (source == "folder") and source not in ("mnist", "idx"):
+        kind = "a folder" if file.is_dir() else "a file"
+        raise UserError(f"path={path!r} is {kind}, which source={source!r} does not read")
     if sha256 == "auto":
         sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
     if sha256:
         check_sha256(file, sha256)
     if source in ("folder", "tar", "zip"):
-        return read_images(file, source, resolution, labels, val_fraction, seed, workers)
-    if labels not in ("auto", "none"):
-        raise UserError(f"labels={labels!r} is for image files; for source={source!r} accepted: auto, none")
-    reader = {"cifar10": read_cifar10, "npz": read_npz}.get(source, read_idx)
-    result = reader(file) if source == "cifar10" else reader(file, val_fraction, seed)
-    if labels == "none":
+        return read_images(file, source, options)
+    if options.labels not in ("auto", "none"):
+        raise UserError(f"labels={options.labels!r} is for image files; for source={source!r} accepted: auto, none")
+    if source == "cifar10":
+        result = read_cifar10(file)
+    elif source == "npz":
+        result = read_npz(file, options)
+    else:
+        result = read_idx(file, options)
+    if options.labels == "none":
         result.class_names = []
-    result.blocks = resize_blocks(result, result.blocks, resolution, workers)
+    result.blocks = resize_blocks(result.blocks, options, result.skipped)
     return result
 
 
 def check_sha256(path: Path, wanted: str) -> None:
-    """Raises UserError unless the file has that SHA-256 (hexadecimal)."""
     if path.is_dir():
         raise UserError(f"sha256 is of a file, path={str(path)!r} is a folder")
-    with open(path, "rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    digest = sha256_of(path)
     if digest != wanted.lower():
         raise UserError(f"{path} has SHA-256 {digest}, wanted {wanted}: damaged or another file; --sha256= skips this")
 
 
-def resize_blocks(source: Source, blocks: Iterator, resolution: int, workers: int) -> Iterator:
-    """The blocks with each image cropped and scaled to `resolution` (0: as it is), as image files are."""
+def download_cifar10() -> Path:
+    """The binary version, kept in $NANODIFF_BASE_DIR/downloads."""
+    path = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
+    if not path.is_file():
+        download(CIFAR10_URL, path, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
+    return path
+
+
+def resize_blocks(blocks: Iterator, options: Options, skipped: list) -> Iterator:
+    """The blocks with every image cropped and scaled to the resolution (0: as it is), like image files."""
     for images, labels, is_val in blocks:
         height, width = images.shape[2:]
-        if not resolution and height != width:
+        if not options.resolution and height != width:
             raise UserError(f"the images are {width}x{height}, not square; give --resolution=...")
-        if resolution in (0, height) and height == width:
+        if options.resolution in (0, height) and height == width:
             yield images, labels, is_val
         else:
             import_pillow()
             items = ((i, f"image {i}", image.transpose(1, 2, 0)) for i, image in enumerate(images))
-            yield from decode_all(items, labels, is_val, resolution, workers, source.skipped)
+            yield from decode_all(items, labels, is_val, options.resolution, options.workers, skipped)
 
 
-def read_shapes(resolution: int, seed: int, labels: str) -> Source:
+# ---------------------------------------------------------------------------------------------------------------------
+# Readers
+
+
+def read_shapes(options: Options) -> Source:
     def blocks():
         for split in shapes.NUM_IMAGES:
-            for images, ids in shapes.draw_split(split, seed, resolution):
-                yield images, ids, np.full(len(ids), split == "val")
+            for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
+                yield images, labels, np.full(len(labels), split == "val")
 
-    class_names = [] if labels == "none" else list(shapes.CLASS_NAMES)
+    class_names = [] if options.labels == "none" else list(shapes.CLASS_NAMES)
     return Source(sum(shapes.NUM_IMAGES.values()), class_names, blocks())
 
 
-def download_cifar10() -> Path:
-    """The binary version from its home page, checked, kept in $NANODIFF_BASE_DIR/downloads."""
-    path = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
-    if path.is_file() and path.stat().st_size == CIFAR10_BYTES:
-        return path  # checked by the caller
-    part = path.with_suffix(".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            urllib.request.urlopen(CIFAR10_URL, timeout=60) as response,
-            open(part, "wb") as file,
-            Progress(CIFAR10_BYTES, "bytes", "downloading CIFAR-10") as bar,
-        ):
-            while data := response.read(min(2**20, CIFAR10_BYTES + 1 - bar.done)):
-                file.write(data)
-                bar.update(len(data))
-        check_sha256(part, CIFAR10_SHA256)
-        part.rename(path)
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"could not download {CIFAR10_URL}: {error}; give --path=... of a copy of it") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+def read_cifar10(path: Path) -> Source:
+    """The tar of the binary version: files of records, a byte of label and 3x32x32 bytes of image."""
+
+    def blocks():
+        left = set(CIFAR10_BATCHES)
+        for member, data in read_tar(path, lambda name: posixpath.basename(name) in left):
+            name = posixpath.basename(member)
+            if name not in left:
+                continue
+            left.remove(name)
+            records = np.frombuffer(data or b"?", np.uint8)
+            if len(records) % 3073 or records[::3073].max() > 9:
+                raise UserError(f"{path}: {name} does not hold records of 3,073 bytes; is it the binary version?")
+            records = records.reshape(-1, 3073)
+            is_val = np.full(len(records), name == "test_batch.bin")
+            yield records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64), is_val
+        if left:
+            raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
+
+    return Source(60_000, list(CIFAR10_CLASSES), blocks())
+
+
+def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarray, path: Path) -> Source:
+    """The images (N, H, W) or (N, H, W, C) uint8 in the open file, read piece by piece."""
+
+    def blocks():
+        numbers = np.zeros(shape[0], np.int64) if labels is None else labels
+        image_bytes = math.prod(shape[1:])
+        step = max(1, BLOCK_BYTES // image_bytes)
+        with reading(path):
+            for start in range(0, shape[0], step):
+                n = min(step, shape[0] - start)
+                images = np.frombuffer(file.read(n * image_bytes), np.uint8).reshape(n, *shape[1:])
+                images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+                yield images, numbers[start : start + n], is_val[start : start + n]
+            if file.read(1):
+                raise EOFError("it goes on after the last image")
+
+    class_names = [] if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
+    return Source(shape[0], class_names, blocks())
+
+
+def check_shape(path: Path, shape: tuple) -> None:
+    """UserError if no file of that size can hold such images, before any memory is taken for them."""
+    if min(shape) < 1 or (len(shape) == 4 and shape[3] not in (1, 3)):
+        raise UserError(f"{path} has shape {shape}; accepted: (N, H, W, 1), (N, H, W, 3) or (N, H, W)")
+    size = path.stat().st_size
+    if math.prod(shape) > MAX_RATIO * size:
+        raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold images of shape {shape}")
+
+
+def idx_files(folder: Path) -> dict[str, Path]:
+    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, .gz or not."""
+    files = {}
+    for split, marks in (("train", ["train-images"]), ("val", ["t10k-images", "test-images"])):
+        found = [path for mark in marks for path in sorted(folder.glob(f"*{mark}*idx*"))]
+        if len({path.name.removesuffix(".gz") for path in found}) > 1:
+            names = ", ".join(path.name for path in found)
+            raise UserError(f"{folder} has several files of {split} images: {names}; give --path of one")
+        if found:
+            files[split] = found[0]
+    return files
+
+
+def open_idx(path: Path, dims: int):
+    """An IDX file, gzipped or not -> open file after its header, shape."""
+    with reading(path):
+        with open(path, "rb") as file:
+            opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
+        file = opener(path, "rb")
+        head = file.read(4 + 4 * dims)
+    if head[:4] != bytes([0, 0, 8, dims]) or len(head) != 4 + 4 * dims:
+        raise UserError(f"{path} begins with {head[:4].hex()}, wanted 000008{dims:02d}: IDX, bytes, {dims} dimensions")
+    return file, tuple(np.frombuffer(head, ">u4", dims, 4).tolist())
+
+
+def read_idx(path: Path, options: Options) -> Source:
+    """A file of images, or a folder with train-images and t10k-images; labels from the files beside them, if any."""
+    files = idx_files(path) if path.is_dir() else {"train": path}
+    if not files:
+        raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
+    sources, sizes = [], set()
+    for split, file in files.items():
+        opened, shape = open_idx(file, 3)
+        check_shape(file, shape)
+        is_val = np.full(shape[0], split == "val") if len(files) == 2 else val_mask(shape[0], options)
+        sources.append(array_source(opened, shape, read_idx_labels(file, shape[0]), is_val, file))
+        sizes.add(shape[1:])
+    if len(sizes) > 1:
+        raise UserError(f"{path}: train and test images differ in size: {sizes}")
+    class_names = [source.class_names for source in sources]
+    if bool(class_names[0]) != bool(class_names[-1]):
+        raise UserError(f"{path}: only one of {' and '.join(p.name for p in files.values())} has a file of labels")
+    blocks = itertools.chain(*(source.blocks for source in sources))
+    return Source(sum(source.num_images for source in sources), max(class_names, key=len), blocks)
+
+
+def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
+    """(num,) int64 from the file of labels beside a file of images; None if there is none."""
+    name = images.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
+    found = [path for path in (images.with_name(name), images.with_name(name + ".gz")) if path.is_file()]
+    if not found or found[0] == images:
+        return None
+    file, (count,) = open_idx(found[0], 1)
+    if count != num:
+        raise UserError(f"{found[0]} has {count:,} labels for {num:,} images in {images.name}")
+    with reading(found[0]):
+        return np.frombuffer(file.read(num), np.uint8, num).astype(np.int64)
+
+
+def open_npz(path: Path):
+    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, and labels (N,) in `labels` or `arr_1`, if any.
+
+    Returns arr_0 as an open file after its header, its shape, and the labels, int64 or None.
+    """
+    with reading(path):
+        archive = zipfile.ZipFile(path)
+        members = archive.namelist()
+        if "arr_0.npy" not in members:
+            raise UserError(f"{path} has no array arr_0, but: {', '.join(members[:5])!r}")
+        file = archive.open("arr_0.npy")
+        np.lib.format.read_magic(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        if dtype != np.uint8 or len(shape) != 4 or fortran:
+            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, C)")
+        size = archive.getinfo("arr_0.npy").file_size - file.tell()
+        if size != math.prod(shape):
+            raise UserError(f"{path}: shape {shape} does not fit the {size:,} bytes of arr_0")
+        check_shape(path, shape)
+        for name in ("labels.npy", "arr_1.npy"):
+            if name in members:
+                labels = np.lib.format.read_array(archive.open(name), allow_pickle=False)
+                if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
+                    raise UserError(f"{path}: {name} is {labels.dtype} of shape {labels.shape} for {shape[0]:,} images")
+                if labels.min() < 0 or labels.max() >= 2**20:
+                    raise UserError(f"{path}: {name} has labels {labels.min()}..{labels.max()}; accepted: 0..N-1")
+                return file, shape, labels.astype(np.int64)
+    return file, shape, None
+
+
+def read_npz(path: Path, options: Options) -> Source:
+    file, shape, labels = open_npz(path)
+    return array_source(file, shape, labels, val_mask(shape[0], options), path)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import latents_fault
+from nanodiff.data.dataset import check_latents
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 
@@ -81,6 +81,5 @@ def check_data(data: dict, source, model_config: DiTConfig | UNetConfig) -> None
     sizes, told = (model_config.in_channels, model_config.image_size), (data.get("channels"), data.get("resolution"))
     require(sizes == told, "the data set's channels and resolution are not those of the model")
     if "latents" in data:
-        fault = latents_fault(data["latents"], ("offset", "scale"))
-        require(not fault, fault)
+        check_latents(data["latents"], source, "offset", "scale")
         require(len(data["latents"]["offset"]) == sizes[0], "the numbers of latents do not fit channels")

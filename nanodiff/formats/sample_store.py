@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.dataset_writer import npy_header
+from nanodiff.data.dataset import npy_header
 from nanodiff.files import fsync_dir, lock_file, write_atomic
 
 GRID_IMAGES = 256  # what a grid shows at most; so many of another protocol are dropped without asking

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.data.image_arrays import open_npz
-from nanodiff.data.image_files import ARCHIVE_ERRORS
+from nanodiff.data.images import reading
+from nanodiff.data.sources import open_npz
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.sample_store import stored_protocol
@@ -86,11 +86,9 @@ class SampleFile:
     def images(self, ids) -> np.ndarray:
         """(n,) consecutive numbers of images -> (n, C, H, W) uint8."""
         c, h, w = self.shape
-        try:
+        with reading(self.path):
             self._file.seek(self._start + int(ids[0]) * c * h * w)  # in a compressed file it reads up to there
             data = self._file.read(len(ids) * c * h * w)
-        except ARCHIVE_ERRORS as error:
-            raise UserError(f"{self.path} is damaged: {error}") from None
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
 
 

@@ -7,8 +7,7 @@ import pytest
 from image_helpers import RNG, everything, prepare, reference_crop, write_cifar, write_mnist
 
 from nanodiff.common import UserError
-from nanodiff.data import image_arrays
-from nanodiff.data import sources as image_sources
+from nanodiff.data import sources
 from nanodiff.data.dataset import open_dataset
 
 
@@ -42,7 +41,7 @@ def test_arrays_are_scaled_like_image_files(tmp_path):
 @pytest.mark.parametrize("key", ["arr_1", "labels", None])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_round_trip(tmp_path, key, save, monkeypatch):
-    monkeypatch.setattr(image_arrays, "BLOCK_BYTES", 3000)  # several pieces
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 3000)  # several pieces
     images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), RNG.integers(0, 7, 30).astype(np.int32)
     save(tmp_path / "a.npz", arr_0=images, **({key: labels} if key else {}))
     prepare(tmp_path / "a.npz", val_fraction=0)
@@ -67,12 +66,12 @@ def test_cifar10_round_trip(tmp_path, monkeypatch):
 def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
     file = tmp_path / "cifar-10-binary.tar.gz"
     write_cifar(file)
-    monkeypatch.setattr(image_sources, "CIFAR10_URL", file.as_uri())
-    monkeypatch.setattr(image_sources, "CIFAR10_BYTES", file.stat().st_size)
+    monkeypatch.setattr(sources, "CIFAR10_URL", file.as_uri())
+    monkeypatch.setattr(sources, "CIFAR10_BYTES", file.stat().st_size)
     with pytest.raises(UserError, match="SHA-256"):
         prepare(source="cifar10")
     assert not list((base / "downloads").iterdir())
-    monkeypatch.setattr(image_sources, "CIFAR10_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setattr(sources, "CIFAR10_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
     prepare(source="cifar10")
     file.unlink()
     prepare(source="cifar10")  # from the copy that was kept

@@ -1,0 +1,224 @@
+"""Image files in a folder, a tar or a zip: their names and bytes, and which class and split they are in."""
+
+import bz2
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import posixpath
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from nanodiff.common import UserError
+from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
+MAX_RATIO = 1032  # deflate, which most archives use, shrinks no further: a header that claims more is damaged
+
+
+@dataclass
+class Options:
+    """What is wanted of a source, as in the settings of scripts/prepare_data.py."""
+
+    resolution: int = 0
+    labels: str = "auto"
+    val_fraction: float = 0.05
+    seed: int = 0
+    workers: int = 1
+
+
+@dataclass
+class Source:
+    """Images to prepare. `blocks` yields (images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool)."""
+
+    num_images: int
+    class_names: list[str]  # [] = unlabelled
+    blocks: Iterator
+    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files, grows with the blocks
+    left_out: int = 0  # images in none of the splits
+
+
+def val_mask(num: int, options: Options) -> np.ndarray:
+    """(num,) bool: which images are held out. A val_fraction of them, at least one unless it is 0."""
+    mask = np.zeros(num, bool)
+    count = min(round(num * options.val_fraction), num - 1)
+    if options.val_fraction > 0 and num > 1:
+        mask[np.random.default_rng([options.seed, num]).permutation(num)[: max(count, 1)]] = True
+    return mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Containers: the names of their files, and a function names -> (name, path or bytes) of each
+
+
+@contextlib.contextmanager
+def reading(path: Path):
+    """Report a damaged archive as a UserError: the libraries raise nearly every kind of exception."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}: {error}") from None
+
+
+def open_folder(path: Path):
+    """A folder and all below it; symbolic links are followed."""
+    names, seen = [], set()
+
+    def fail(error):
+        raise UserError(f"cannot read {error.filename}: {error.strerror}")
+
+    for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
+        folders.sort()
+        if os.path.realpath(folder) in seen:  # a link to a folder above would never end
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(folder))
+        names += [os.path.relpath(os.path.join(folder, file), path) for file in files]
+    return names, lambda wanted: ((name, os.path.join(path, name)) for name in wanted)
+
+
+def read_tar(path: Path, wanted: Callable) -> Iterator:
+    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz); None for bytes unless wanted(name).
+
+    Streamed; nothing is extracted to disk. Bytes are None, too, for files above MAX_FILE_BYTES.
+    """
+    with reading(path):
+        with open(path, "rb") as raw:
+            limit = MAX_RATIO * os.fstat(raw.fileno()).st_size
+            opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(raw.read(2), open)
+        with opener(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
+            while (member := tar.next()) is not None:
+                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there, for ever
+                    raise tarfile.ReadError(f"a file of {member.size:,} bytes")
+                if member.isreg():
+                    name = posixpath.normpath(member.name)
+                    small = member.size <= MAX_FILE_BYTES
+                    yield name, tar.extractfile(member).read() if small and wanted(name) else None
+                tar.members.clear()  # else the list of a large archive fills the memory
+            # For tarfile an archive also ends at a damaged header, and where it is cut. But only zeros mark the end.
+            if tar.fileobj.tell() < tar.offset + 512:
+                raise tarfile.ReadError("the end is missing")
+            while rest := tar.fileobj.read(2**20):  # to the checksum of the compressed file
+                if rest.strip(b"\0"):
+                    raise tarfile.ReadError("a damaged header")
+
+
+def open_tar(path: Path):
+    """Two passes: the names, then the bytes, in the order of the archive."""
+    names = [name for name, _ in read_tar(path, lambda name: False)]
+
+    def fetch(wanted):
+        left = set(wanted)
+        for name, data in read_tar(path, left.__contains__):
+            if name in left:  # of two files with one name, the first
+                left.remove(name)
+                yield name, data
+
+    return names, fetch
+
+
+def open_zip(path: Path):
+    def fetch(wanted):
+        with reading(path), zipfile.ZipFile(path) as archive:
+            for name in wanted:
+                small = archive.getinfo(name).file_size <= MAX_FILE_BYTES
+                yield name, archive.read(name) if small else None
+
+    with reading(path), zipfile.ZipFile(path) as archive:
+        return archive.namelist(), fetch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes and splits
+
+
+def is_image(name: str) -> bool:
+    """By suffix; hidden files, and what macOS adds to archives, are none."""
+    hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    return name.lower().endswith(SUFFIXES) and not hidden
+
+
+def classify(names: list[str], labels: str, strip: bool):
+    """Classes and splits by name -> class_names, labels (n,), is_val (n,) or None, keep (n,) bool.
+
+    A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
+    "folder"), or the file name up to its first "_" ("file"); "auto" is "folder" if there are folders. `strip` ignores a
+    single folder around everything, which archives often have.
+    """
+    parts = [name.split("/") for name in names]
+    while strip and all(len(p) > 2 and p[0] == parts[0][0] != "train" for p in parts):
+        parts = [p[1:] for p in parts]
+    keep, is_val = np.ones(len(names), bool), None
+    tops = {p[0] for p in parts if len(p) > 1}
+    if "train" in tops:
+        val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
+        keep = np.array([len(p) > 1 and p[0] in ("train", val) for p in parts])
+        is_val = np.array([p[0] == val for p in parts]) if val else None
+        parts = [p[1:] or p for p in parts]
+    if labels == "auto":
+        labels = "folder" if any(len(p) > 1 for p, kept in zip(parts, keep) if kept) else "none"
+    if labels == "none":
+        return [], np.zeros(len(names), np.int64), is_val, keep
+    classes = []
+    for p, name, kept in zip(parts, names, keep):
+        if kept and labels == "folder" and len(p) < 2:
+            raise UserError(f"labels='folder': image {name!r} lies in no class folder; --labels=none ignores classes")
+        if kept and labels == "file" and "_" not in p[-1]:
+            raise UserError(f"labels='file': image {name!r} has no class before a '_'; --labels=none ignores classes")
+        classes.append(p[0] if labels == "folder" else p[-1].split("_")[0])
+    class_names = sorted({name for name, kept in zip(classes, keep) if kept})
+    numbers = {name: i for i, name in enumerate(class_names)}
+    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
+    return printable, np.array([numbers.get(name, 0) for name in classes]), is_val, keep
+
+
+def edm_labels(data: bytes, names: list[str], path: Path):
+    """EDM's dataset.json, {"labels": [["00000/img00000000.png", 6], ...]} or null -> class_names, labels (n,)."""
+    try:
+        table = json.loads(data)["labels"]
+        if table is None:
+            return [], np.zeros(len(names), np.int64)
+        numbers = dict(table)
+        if not all(type(number) is int and 0 <= number < 2**20 for number in numbers.values()):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(f"{path}: dataset.json is not of the form {{'labels': [[file, class number], ...]}}") from None
+    missing = next((name for name in names if name not in numbers), None)
+    if missing is not None:
+        counts = f"{len(numbers):,} labels for {len(names):,} images"
+        raise UserError(f"{path}: dataset.json has {counts}; none for {missing!r}")
+    labels = np.array([numbers[name] for name in names])
+    return [str(i) for i in range(labels.max() + 1)], labels
+
+
+def read_images(path: Path, kind: str, options: Options) -> Source:
+    """The images of a "folder", "tar" or "zip"."""
+    import_pillow()
+    found, fetch = {"folder": open_folder, "tar": open_tar, "zip": open_zip}[kind](path)
+    names = sorted({name for name in found if is_image(name)})
+    if not names:
+        raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
+    if options.labels == "auto" and "dataset.json" in found:
+        ((_, table),) = fetch(["dataset.json"])
+        table = Path(table).read_bytes() if isinstance(table, str) else table
+        class_names, labels = edm_labels(table, names, path)
+        is_val, keep = None, np.ones(len(names), bool)
+    else:
+        class_names, labels, is_val, keep = classify(names, options.labels, strip=kind != "folder")
+    names = [name for name, kept in zip(names, keep) if kept]
+    labels = labels[keep]
+    is_val = val_mask(len(names), options) if is_val is None else is_val[keep]
+    index = {name: i for i, name in enumerate(names)}
+    items = ((index[name], name, payload) for name, payload in fetch(names))
+    source = Source(len(names), class_names, iter(()), left_out=int((~keep).sum()))
+    source.blocks = decode_all(items, labels, is_val, options.resolution, options.workers, source.skipped)
+    return source
