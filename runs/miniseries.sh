@@ -10,4 +10,4 @@ for depth in ${DEPTHS:-1 2 3 4}; do
     python -m scripts.base_train --depth="$depth" --target_flops="${FLOPS:-3e12}" --eval_every=100 --sample_every=0 \
         --model_tag="mini_${FLOPS:-3e12}_d$depth" "$@"
 done
-python -m nanodiff.web.report "${tags[@]}"
+python -m scripts.report "${tags[@]}"

@@ -3,14 +3,15 @@ Evaluate a trained model, or images in a file.
 
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion, also by timestep
-    python -m scripts.base_eval --metric=class_accuracy     # do samples look like the class they were asked for?
-    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID to the training images, and more
-    python -m scripts.base_eval --metric=fd_classifier      # the same by a classifier trained on them: no download
+    python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
+    python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
+    python -m scripts.base_eval --metric=fd_classifier      # the same by a classifier of the data set: no download
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
 """
 
 import json
+import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run
-from nanodiff.metrics.distances import class_accuracy, load_stats, save_stats
+from nanodiff.metrics.distances import load_stats, save_stats
 from nanodiff.metrics.features import (
     Features,
     ModelSamples,
@@ -40,57 +41,57 @@ from nanodiff.metrics.features import (
 )
 from nanodiff.web.report import LiveReport
 
-run = ""  # tag or folder of a run; "" = the run that was written to last
+run = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|fid|fd_classifier: what to measure
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # data set to evaluate on, or to compare with; "" = the one trained on
-autoencoder = ""  # path of that of a latent model; "" = where it was when the latents were made
-num_images = 0  # >= 0: validation images, or samples, by custom 50,000 for fid; 0 = 400, or all that a file holds
-seed = 0  # >= 0: of the samples, or of noise and t in the validation loss
+autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
+num_images = 0  # >= 0: validation images, or samples (usually 50,000 for fid); 0 = 400, or all in the file
+seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
-device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
-dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
-# Of samples
+device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
+dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
+# Samples
 sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
-steps = 50  # >= 1: of the sampler
+steps = 50  # >= 1: sampler steps
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
-samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to judge instead of drawing any
-# Of fid and fd_classifier
-reference_split = "train"  # train|val: all of its images are what samples are compared with, by custom those trained on
-reference = ""  # .npz with mu and sigma to compare with instead, of Inception, as published with ADM and EDM
-save_reference = ""  # write mu and sigma of the data set to this .npz, and judge nothing
-inception = ""  # path of the FID's network; "" = downloaded, once
+samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to measure instead of the run
+# fid and fd_classifier
+reference_split = "train"  # train|val: split to compare with, all of its images; usually the one trained on
+reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
+save_reference = ""  # write mu and sigma of the data set to this .npz, and measure nothing
+inception = ""  # path of Inception's weights; "" = download them once
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setup: what is evaluated, and on which data
 
 rank, _, world = get_dist()
-device = init_device(device_type, timeout_s=24 * 3600)  # ranks wait for the first to train a judge, and for the slowest
+device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
 compute_dtype = choose_dtype(dtype, device)
 autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
 accepted = {"samples": "class_accuracy, fid, fd_classifier", "reference": "fid", "save_reference": "fid, fd_classifier"}
 for key, metrics in accepted.items():
     if config[key] and metric not in metrics.split(", "):
-        raise UserError(f"{key}={config[key]!r} does not go with metric={metric}, but with: {metrics}")
+        raise UserError(f"{key}={config[key]!r} cannot be combined with metric={metric}; accepted: {metrics}")
 if save_reference and (samples or reference):
-    raise UserError(f"save_reference={save_reference!r} goes neither with samples nor with reference")
+    raise UserError(f"save_reference={save_reference!r} cannot be combined with samples or reference")
 loaded = None if samples or save_reference else load_run(run, device, checkpoint_step, ema)
-num_classes, low_res_size = (loaded.num_classes, loaded.config["low_res_size"]) if loaded else (0, 0)
 source = loaded.source if loaded else samples
 result = {"metric": metric} | (loaded.described() if loaded else {})
 
-dataset, name = None, data or (loaded.data["name"] if loaded else "")
+name = data or (loaded.data["name"] if loaded else "")
+dataset = None
 if not reference:
     if not name:
-        raise UserError(f"{source or 'save_reference'} does not tell of which data set: give data=...")
+        raise UserError(f"{source or 'save_reference'} does not say which data set it belongs to: give data=...")
     dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else image_set(name, reference_split)
     result["data"] = dataset.name
 if metric in ("loss", "bpd"):
-    if num_classes and not dataset.num_classes:
-        raise UserError(f"data={name!r} has no labels, {source} has {num_classes} classes")
-    if num_classes:
+    if loaded.num_classes and not dataset.num_classes:
+        raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
+    if loaded.num_classes:
         dataset = Relabelled(dataset, match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
@@ -104,7 +105,8 @@ if metric in ("loss", "bpd"):
 if metric == "loss":
     with autocast:
         mean, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
-    result |= {"loss": mean} | {f"loss_q{i}": q for i, q in enumerate(quarters) if q == q}
+    result["loss"] = mean
+    result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
     if not loaded.process.num_timesteps:
@@ -113,7 +115,7 @@ elif metric == "bpd":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
     with Progress(num_images, "images", "bits/dim") as bar, autocast:
         terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size, bar.update)
-    result |= {"timesteps": loaded.process.num_timesteps}
+    result["timesteps"] = loaded.process.num_timesteps
     result |= {key: value for key, value in terms.items() if key.endswith("bpd")}
     if rank == 0 and loaded.run_dir:
         path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
@@ -131,35 +133,35 @@ elif save_reference:
     result |= {"split": reference_split, "num_images": len(dataset), "network": network.title, "saved": str(path)}
 
 else:
-    # The images: a file's, or samples of the model, drawn as they are looked at
+    # The images to measure: those of a file, or samples of the model, drawn one batch at a time
     if samples:
-        judged = SampleFile(Path(samples).expanduser())
-        num_images = min(num_images or len(judged), len(judged))
+        measured = SampleFile(Path(samples).expanduser())
+        num_images = min(num_images or len(measured), len(measured))
+        names = measured.class_names
     else:
         sampler = choose_sampler(loaded.process, sampler, steps)
         codec = load_codec(loaded.data, device, autoencoder)
-        if low_res_size or codec.undecodable:
+        if loaded.model.config.low_res or codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable or f'{source} is a super-resolution model'}")
-        guidance = cfg_scale if loaded.has_null_class else 1.0
-        settings = SampleSettings(steps, sampler, guidance)
-        judged = ModelSamples(loaded.model, loaded.process, codec, settings, seed)
+        settings = SampleSettings(steps, sampler, cfg_scale if loaded.has_null_class else 1.0)
+        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed)
         num_images = num_images or 400
-        result |= {"batch_size": batch_size, "dtype": str(compute_dtype)[6:]}
-    result |= judged.protocol | {"num_images": num_images}
-    shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else judged.shape
-    if judged.shape != shape:
-        raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {judged.shape}")
-    if metric == "class_accuracy" and not judged.num_classes:
+        names = loaded.data["class_names"]
+        result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
+    result |= measured.protocol | {"num_images": num_images}
+    shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else measured.shape
+    if measured.shape != shape:
+        raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
+    if metric == "class_accuracy" and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
-    asked = judged.labels(np.arange(num_images))  # the classes that samples should be of, as the data set counts them
-    names = loaded.data["class_names"] if loaded else judged.class_names
-    if metric != "fid" and judged.num_classes and names:
+    asked = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
+    if metric != "fid" and measured.num_classes and names:  # in the data set's numbering
         asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
     if metric != "class_accuracy" and (num_images < 10 or (dataset and len(dataset) < 10)):
         given = f"{num_images}" + (f", and {len(dataset)} in {name!r}" if dataset else "")
-        raise UserError(f"metric={metric} takes 10 images or more, given: {given}")
+        raise UserError(f"metric={metric} needs 10 images or more, got {given}")
 
-    # What is known of those they are compared with
+    # The images to compare with
     network = load_network(metric, name, device, inception)
     result["network"] = network.title
     if reference:
@@ -170,35 +172,37 @@ else:
         result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
     if metric != "class_accuracy" and num_images < network.num_features:
         few = f"{num_images:,} images for {network.num_features:,} features"
-        print0(f"note: {few}: the distance is biased upwards, comparable only with others of {num_images:,}")
+        print0(f"note: {few}: the distance is biased upwards, compare only with others of {num_images:,} images")
 
     with autocast:
-        found = collect_features(judged.images, num_images, network, batch_size, "samples")
+        found = collect_features(measured.images, num_images, network, batch_size, "samples")
     if rank == 0 and metric != "class_accuracy":
         result |= compare(metric, found, known)
-    if rank == 0 and metric != "fid" and judged.num_classes:
-        seen = found.logits.argmax(1)
-        result["class_accuracy"] = class_accuracy(seen, asked)
-        of_class = {name: asked == k for k, name in enumerate(dataset.class_names)}
-        result["class_accuracy_of"] = {
-            name: round(class_accuracy(seen[rows], asked[rows]), 4) for name, rows in of_class.items() if rows.any()
-        }
-        result["judge_accuracy_on_real_images"] = network.accuracy
+    if rank == 0 and metric != "fid" and measured.num_classes:
+        right = (found.logits.argmax(1) == asked).double()  # (N,)
+        result["class_accuracy"] = float(right.mean())
+        result["class_accuracy_of"] = {}
+        for k, class_name in enumerate(dataset.class_names):
+            if (asked == k).any():
+                result["class_accuracy_of"][class_name] = round(float(right[asked == k].mean()), 4)
+        result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The end: every figure with what it depends on, beside the run or the file
+# The end: every figure with its protocol, beside the run or the file
 
 for key, value in result.items():
     print0(f"{key:>30}  {brief(value)}")
-path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json" if loaded and loaded.run_dir else None
+path = None
 if samples:
-    path = judged.path.with_name(f"eval_{metric}_{judged.path.stem}.json")
+    path = measured.path.with_name(f"eval_{metric}_{measured.path.stem}.json")
+elif loaded and loaded.run_dir:
+    path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json"
 if rank == 0 and path:
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())
         print0(f"written to {path}")
-        if not samples:
-            LiveReport(loaded.run_dir).refresh(last=True)
     except OSError as e:
-        print0(f"warning: not written to {path}: {e.strerror}")
+        print0(f"warning: cannot write {path}: {e.strerror}")
+    if not samples:
+        LiveReport(loaded.run_dir).refresh(last=True)
 leave_together()

@@ -176,7 +176,7 @@ sample_settings = SampleSettings(
     # A model that has never trained without labels has no null class to guide away from
     cfg_scale=cfg_scale if num_classes and label_drop else 1.0,
 )
-frechet = FrechetDistance(fid_metric, data, fid_images, codec, model_config) if fid_every >= 0 else None
+frechet = FrechetDistance(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint

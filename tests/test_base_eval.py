@@ -14,8 +14,7 @@ from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.latents import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
-from nanodiff.metrics import classifier as judge
-from nanodiff.metrics import features
+from nanodiff.metrics import classifier, features
 from nanodiff.metrics.inception import Inception
 
 
@@ -26,9 +25,10 @@ def run_dir(base, run_script):
 
 
 @pytest.fixture
-def quick_judge(monkeypatch):
-    """A judge that has seen hardly anything; kept under the same key as an honest one, in this test's own folder."""
-    monkeypatch.setattr(judge, "train_judge", functools.partial(judge.train_judge, total_images=200, batch_size=20))
+def quick_classifier(monkeypatch):
+    """A classifier that has seen hardly anything."""
+    quick = functools.partial(classifier.train_classifier, total_images=200, batch_size=20)
+    monkeypatch.setattr(classifier, "train_classifier", quick)
 
 
 def evaluate(run_script, run_dir, metric, *args):
@@ -75,18 +75,20 @@ def test_bits_per_dim(base, run_script, more):
     assert two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
 
 
-def test_class_accuracy_end_to_end(run_dir, run_script, quick_judge):
+def test_class_accuracy_end_to_end(run_dir, run_script, quick_classifier):
     result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=10", "--steps=2", "--cfg_scale=3")
-    assert 0 <= result["class_accuracy"] <= 1 and 0 < result["judge_accuracy_on_real_images"] <= 1
+    assert 0 <= result["class_accuracy"] <= 1 and 0 < result["classifier_accuracy_on_real_images"] <= 1
     given = dict(num_images=10, steps=2, sampler="heun", cfg_scale=3, seed=0, metric="class_accuracy")
     assert given.items() <= result.items()
     again = evaluate(run_script, run_dir, "class_accuracy", "--num_images=10", "--steps=2", "--batch_size=3")
-    assert again["judge_accuracy_on_real_images"] == result["judge_accuracy_on_real_images"]  # kept, not trained anew
+    assert (
+        again["classifier_accuracy_on_real_images"] == result["classifier_accuracy_on_real_images"]
+    )  # kept, not trained anew
 
 
 @pytest.mark.parametrize("right", [0, 5, 8])
 def test_class_accuracy_counts_what_is_right(run_dir, run_script, monkeypatch, right):
-    """A sampler that paints the label as a grey level, right for so many of 8 classes, and a judge that reads it."""
+    """A sampler that paints the label as a grey level, right for some of 8 classes, and a classifier that reads it."""
 
     def paint(model, process, seeds, cond, shape, *args, **kwargs):
         labels = torch.where(cond["y"] < right, cond["y"], cond["y"] + 8)
@@ -97,7 +99,7 @@ def test_class_accuracy_counts_what_is_right(run_dir, run_script, monkeypatch, r
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
     monkeypatch.setattr(features, "sample_images", paint)
-    monkeypatch.setattr(features, "get_judge", lambda *args: reader)
+    monkeypatch.setattr(features, "get_classifier", lambda *args: reader)
     result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=16")
     assert result["class_accuracy"] == right / 8
 
@@ -115,7 +117,7 @@ def write_npz(path, dataset, num_images=None):
 FEW = ("--num_images=12", "--steps=2", "--cfg_scale=3", "--seed=5")
 
 
-def test_a_file_of_samples_is_judged_like_the_run_that_drew_it(run_dir, run_script, quick_judge, tmp_path):
+def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_script, quick_classifier, tmp_path):
     drawn = evaluate(run_script, run_dir, "fd_classifier", *FEW)
     given = dict(num_images=12, steps=2, network_evaluations=6, sampler="heun", cfg_scale=3, seed=5, weights="0.999")
     given |= dict(data="tiny", reference="tiny, train, 24 images", classes="all, balanced")
@@ -128,7 +130,7 @@ def test_a_file_of_samples_is_judged_like_the_run_that_drew_it(run_dir, run_scri
     assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
-def test_the_set_itself_is_at_no_distance(base, run_script, quick_judge, tmp_path):
+def test_the_set_itself_is_at_no_distance(base, run_script, quick_classifier, tmp_path):
     make_data(val=30)
     for split, other in (("train", "val"), ("val", "train")):
         write_npz(tmp_path / "s.npz", open_dataset("tiny", split))
@@ -142,7 +144,7 @@ def test_the_set_itself_is_at_no_distance(base, run_script, quick_judge, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["unconditional", "gray"])
-def test_models_without_classes_or_colours(base, run_script, quick_judge, kind):
+def test_models_without_classes_or_colours(base, run_script, quick_classifier, kind):
     if kind == "gray":
         with DatasetWriter("tiny", CLASS_NAMES) as writer:
             for split in ("train", "val"):
@@ -175,7 +177,7 @@ def test_fid(base, run_script, monkeypatch, tmp_path, capsys):
     assert {"kid", "kid_std", "recall"} <= result.keys() and "class_accuracy" not in result
 
 
-def test_training_finds_what_base_eval_finds(base, run_script, quick_judge):
+def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier):
     make_data()
     same = ("--metric=fd_classifier", "--num_images=12", "--steps=3", "--cfg_scale=3", "--batch_size=8")
     tiny = [setting for setting in TINY if "num_iterations" not in setting]
@@ -195,16 +197,16 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_judge):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--metric=loss --samples=s.npz", "samples='s.npz' does not go with metric=loss"),
-        ("--metric=fd_classifier --reference=r.npz", "does not go with metric=fd_classifier, but with: fid"),
-        ("--metric=class_accuracy --save_reference=r.npz", "does not go with metric=class_accuracy"),
-        ("--metric=fid --save_reference=r.npz --samples=s.npz", "goes neither with samples"),
+        ("--metric=loss --samples=s.npz", "samples='s.npz' cannot be combined with metric=loss"),
+        ("--metric=fd_classifier --reference=r.npz", "cannot be combined with metric=fd_classifier; accepted: fid"),
+        ("--metric=class_accuracy --save_reference=r.npz", "cannot be combined with metric=class_accuracy"),
+        ("--metric=fid --save_reference=r.npz --samples=s.npz", "cannot be combined with samples or reference"),
         ("--metric=fid --save_reference=r.npz", "give data="),
         ("--metric=fid --save_reference=absent/r.npz --data=tiny", "cannot write"),
         ("--metric=fid --samples=s.npz", "give data="),
         ("--metric=fid --samples=absent.npz --data=tiny", "no such file"),
         ("--metric=fid --samples=s.npz --data=large", r"\(3, 32, 32\), s.npz \(3, 16, 16\)"),
-        ("--metric=fid --num_images=9", "takes 10 images or more, given: 9, and 24 in 'tiny'"),
+        ("--metric=fid --num_images=9", "needs 10 images or more, got 9, and 24 in 'tiny'"),
         ("--metric=fid --samples=s.npz --data=tiny --inception=absent.pth", "absent.pth cannot be read"),
         ("--metric=fd_classifier --data=plain", "0 classes"),
         ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
@@ -223,7 +225,7 @@ def test_mistakes(run_dir, run_script, monkeypatch, arguments, message):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_judge):
+def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier):
     few = ["--num_images=13", "--steps=2", "--batch_size=4"]
     stats = open_dataset("tiny").path / "stats_classifier_train.npz"
     for metric, args in (("loss", ["--batch_size=5"]), ("fd_classifier", few)):
@@ -248,12 +250,12 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
     def paint(model, process, seeds, cond, shape, *args, **kwargs):
         return to_model_range(cond["y"][:, None, None, None].expand(-1, *shape).to(torch.uint8))
 
-    def read(pictures):  # a judge that sees the model's class and calls it by the number of the set
+    def read(pictures):  # a classifier that reads the label, in the data set's numbering
         return torch.zeros(len(pictures), 1), torch.nn.functional.one_hot(named[pictures[:, 0, 0, 0].long()], 16)
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
     monkeypatch.setattr(features, "sample_images", paint)
-    monkeypatch.setattr(features, "get_judge", lambda *args: reader)
+    monkeypatch.setattr(features, "get_classifier", lambda *args: reader)
     for shift, name in enumerate(("turned", "more")):
         named = torch.tensor([CLASS_NAMES[::-1].index(name) for name in CLASS_NAMES]) + shift
         result = evaluate(run_script, run_dir, "class_accuracy", "--num_images=16", f"--data={name}")

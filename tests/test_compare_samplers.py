@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_base_eval import quick_judge  # noqa: F401
+from test_base_eval import quick_classifier  # noqa: F401
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
@@ -27,7 +27,7 @@ def test_the_error_of_flow_samplers_falls_with_the_steps(base, run_script):
     assert [row["evaluations"] for row in rows if row["sampler"] == "heun"] == [31, 127, 399]
 
 
-def test_gaussian_samplers_with_distances_in_the_report(base, run_script, quick_judge):  # noqa: F811
+def test_gaussian_samplers_with_distances_in_the_report(base, run_script, quick_classifier):  # noqa: F811
     make_data()
     run_dir = make_run(run_script, "a", "--objective=v", "--num_timesteps=40")
     rows = compared(run_script, run_dir, "--steps=2,40,99", "--samplers=ddim,ddpm", "--num_images=12")

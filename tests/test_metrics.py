@@ -1,4 +1,4 @@
-"""Laws of the metrics: closed forms of Gaussians, scipy's matrix square root, unbiasedness, known manifolds, ranks."""
+"""Laws of the distances: closed forms of Gaussians, scipy's square root, unbiasedness, known manifolds, ranks."""
 
 import subprocess
 import sys
@@ -11,7 +11,6 @@ import torch
 from nanodiff.common import UserError
 from nanodiff.metrics.distances import (
     FeatureStats,
-    class_accuracy,
     frechet_distance,
     inception_score,
     kernel_distance,
@@ -33,14 +32,6 @@ def stats_of(features):
 
 def rotation(n, seed=0):
     return torch.linalg.qr(randn(n, n, seed=seed))[0]
-
-
-def test_class_accuracy_counts():
-    assert class_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 1, 2])) == 0.75
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Frechet distance
 
 
 def test_frechet_distance_agrees_with_scipy():
@@ -102,17 +93,6 @@ def test_stats_are_mean_and_unbiased_covariance():
     assert stats.count == 50
     np.testing.assert_allclose(stats.mu, x.double().mean(0), rtol=1e-12)
     np.testing.assert_allclose(stats.sigma, np.cov(x.double().numpy(), rowvar=False), rtol=1e-9, atol=1e-12)
-    with pytest.raises(UserError, match="at least 2 images, given: 1"):
-        _ = stats_of(x[:1])
-
-
-def test_merged_stats_are_those_of_all():
-    x = randn(60, 9)
-    whole, left, right = FeatureStats(9), FeatureStats(9), FeatureStats(9)
-    whole.update(x), left.update(x[:23]), right.update(x[23:])
-    left.merge(right)
-    assert left.count == 60
-    torch.testing.assert_close((left.mu, left.sigma), (whole.mu, whole.sigma), rtol=1e-12, atol=1e-12)
 
 
 RANK = """
@@ -156,35 +136,23 @@ def test_reference_statistics_survive_the_disk(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sigma": None}, "needed: mu, sigma"),
-        ({"mu": np.zeros(3)}, r"mu \(3,\)"),
+        ({"sigma": None}, "cannot be read: KeyError"),
+        ({"mu": np.zeros(3)}, "expected 2 features"),
         ({"mu": np.array([0.0, np.nan])}, "not finite"),
-        ({"mu": np.array(["a", "b"])}, "needed: floating-point"),
+        ({"mu": np.array(["a", "b"])}, "cannot be read"),
         ({"mu": np.array([{}, {}])}, "cannot be read"),  # pickled objects
-        ({"sigma": np.array([[1.0, 0.5], [0.0, 1.0]])}, "not symmetric"),
-        ({"sigma": np.array([[1.0, 0.0], [0.0, -1.0]])}, "negative variances"),
+        ({"sigma": np.array([[1.0, 0.5], [0.0, 1.0]])}, "not a covariance"),
+        (None, "cannot be read"),  # not an npz
     ],
 )
 def test_wrong_reference_statistics_are_refused(tmp_path, change, message):
-    arrays = {"mu": np.zeros(2), "sigma": np.eye(2)} | change
-    np.savez(tmp_path / "ref.npz", **{k: v for k, v in arrays.items() if v is not None})
+    if change is None:
+        (tmp_path / "ref.npz").write_text("mu")
+    else:
+        arrays = {"mu": np.zeros(2), "sigma": np.eye(2)} | change
+        np.savez(tmp_path / "ref.npz", **{k: v for k, v in arrays.items() if v is not None})
     with pytest.raises(UserError, match=message):
         load_stats(tmp_path / "ref.npz", 2)
-
-
-def test_unreadable_reference_statistics_are_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be read: FileNotFoundError"):
-        load_stats(tmp_path / "absent.npz", 2)
-    (tmp_path / "text.npz").write_text("mu")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_stats(tmp_path / "text.npz", 2)
-    np.save(tmp_path / "array.npy", np.zeros(2))
-    with pytest.raises(UserError, match="not an npz file"):
-        load_stats(tmp_path / "array.npy", 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernel distance
 
 
 def test_kernel_distance_is_unbiased():
@@ -213,12 +181,6 @@ def test_kernel_distance_sees_a_shift_and_is_reproducible():
     x, y = randn(300, 8), randn(300, 8, seed=1) + 1
     assert kernel_distance(x, y, 10, 100)[0] > 10 * abs(kernel_distance(x, y - 1, 10, 100)[0])
     assert kernel_distance(x, y, 10, 100) == kernel_distance(x, y, 10, 100) != kernel_distance(x, y, 10, 100, seed=1)
-    with pytest.raises(UserError, match="given: 1 and 300"):
-        kernel_distance(x[:1], y)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Inception score
 
 
 def test_inception_score_of_images_that_are_all_alike_is_one():
@@ -241,12 +203,6 @@ def test_inception_score_of_two_beliefs():
     logits = torch.tensor([[p, 1 - p], [1 - p, p]]).log().repeat(50, 1)
     entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
     assert inception_score(logits, splits=1)[0] == pytest.approx(np.exp(np.log(2) - entropy), rel=1e-6)
-    with pytest.raises(UserError, match="given: 4"):
-        inception_score(logits[:4])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision and recall
 
 
 def circle(angles):
@@ -280,8 +236,6 @@ def test_precision_recall_of_points_in_sight():
     assert precision == 3 / 5
     # The fakes' balls, with their radii: 0.5 (1.4), 4.5 (4), -0.9 and -1.5 (0.6), 100 (95.5): all reals are inside.
     assert recall == 1
-    with pytest.raises(UserError, match="more than k=5 images, given: 10 and 5"):
-        precision_recall(real, fake, k=5)
 
 
 def test_precision_recall_does_not_depend_on_the_batch_nor_on_the_origin():

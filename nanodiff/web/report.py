@@ -1,12 +1,7 @@
-"""
-One page per run, or one that lays several runs over each other.
+"""The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
 
-    python -m nanodiff.web.report                     # the run that was written to last: runs/<tag>/report.html
-    python -m nanodiff.web.report RUN                 # a run by its tag or folder
-    python -m nanodiff.web.report RUN_A RUN_B ...     # up to eight: runs/compare_RUN_A_RUN_B.html
-
-A page is one file below 5 MB that needs no other and no network. It is made of what lies in the folders of the runs and
-nothing else: config.json, metrics.jsonl, samples/step_*.png, eval_*.json and the names of the checkpoints.
+It shows what lies in the run folders: config.json, metrics.jsonl, samples/step_*.png, eval_*.json and the names of the
+checkpoints. What cannot be read is skipped. Every number that was logged becomes a chart; report.html draws it.
 """
 
 import base64
@@ -14,65 +9,53 @@ import json
 import math
 import re
 import shlex
-import sys
 import time
-from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from string import Template
-from typing import NamedTuple
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, brief
+from nanodiff.common import UserError, brief
 from nanodiff.files import write_atomic
-from nanodiff.formats.load import find_run
 from nanodiff.png import decode_png, encode_png
 from nanodiff.training.checkpoint import list_checkpoints
-from nanodiff.web.chart import BINS, Curve, chart, number, smooth
 
 MAX_BYTES = 5_000_000
-MAX_RUNS = 8  # on one page: as many as there are colours
-FEWEST_GRIDS = 12  # rather than leave out more grids than that, they are made smaller
+FEWEST_GRIDS = 12  # shrink grids of samples rather than show fewer
+BINS = 300  # long curves are thinned to the least and the greatest value of so many parts
+CHARTS = {  # name of a metric -> title, y axis ("zero": from 0). The others follow below a fold
+    "loss": ("Loss", ""),
+    "fid": ("FID", ""),
+    "fd_classifier": ("Fréchet distance in a classifier's features", ""),
+    "bpd": ("Bits per dimension", ""),
+    "lrm": ("Learning rate, relative to its peak", "zero"),
+    "grad_norm": ("Gradient norm before clipping", "log"),
+    "images_per_sec": ("Images per second", "zero"),
+    "mfu": ("MFU, percent of the bf16 peak", "zero"),
+}
+COUNTERS = ("images_seen", "total_training_flops", "total_training_time_s")  # straight lines, not worth a chart
 
-QUARTERS = ("t in 0–¼", "¼–½", "½–¾", "¾–1")  # t = 0 is the image, 1 the noise
-CHARTS = [  # heading, {key of metrics.jsonl: label}, y axis
-    ("Loss", {"train/loss": "train", "val/loss": "validation", "val/loss_ema": "of averaged weights"}, ""),
-    ("Training loss by quarter of t, smoothed", {f"train/loss_q{i}": q for i, q in enumerate(QUARTERS)}, ""),
-    ("Validation loss by quarter of t", {f"val/loss_q{i}": q for i, q in enumerate(QUARTERS)}, ""),
-    ("Learning rate", {"train/lrm": "relative to the full one"}, "zero"),
-    ("Gradient norm", {"train/grad_norm": "before clipping"}, "log"),
-    ("Speed", {"train/images_per_sec": "images per second"}, "zero"),
-    ("Model FLOPs utilisation", {"train/mfu": "percent of the peak in bf16"}, "zero"),
-    ("Bits per dimension", {"val/bpd": "of averaged weights"}, ""),
-    ("Fréchet distance", {"val/fid": "FID", "val/fd_classifier": "in a classifier's features"}, ""),
-]
-COUNTERS = ("images_seen", "total_training_flops", "total_training_time_s")
-NOISY = re.compile(r"train/(?!lrm).+")  # shown smoothed
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a run
 
 
-class Run(NamedTuple):
+@dataclass
+class Run:
     folder: Path
-    described: dict  # config.json
+    facts: dict  # config.json
     steps: np.ndarray  # (n,) int64, ascending
     columns: dict[str, np.ndarray]  # key of metrics.jsonl -> (n,) float64, NaN where it was not logged
-    grids: dict[Path, int]  # PNG of samples -> step, ascending
-    evals: list[dict]
-
-    def part(self, name: str) -> dict:
-        """A part of config.json; {} where it is not there."""
-        value = self.described.get(name)
-        return value if isinstance(value, dict) else {}
+    grids: dict[Path, int]  # PNG of samples -> its step, ascending
 
     def last(self, key: str) -> float | None:
-        """The last value of a metric."""
-        y = self.columns.get(key, np.empty(0))
-        y = y[np.isfinite(y)]
-        return float(y[-1]) if len(y) else None
+        logged = self.columns.get(key, np.empty(0))
+        logged = logged[np.isfinite(logged)]
+        return float(logged[-1]) if len(logged) else None
 
 
 def read_json(text: bytes) -> dict:
-    """The object in `text`; {} for anything else, such as the torn last line of a process that was killed."""
+    """The object in `text`; {} for anything else, such as the torn last line of a killed process."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -81,290 +64,312 @@ def read_json(text: bytes) -> dict:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises UserError where there is no config.json."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not the folder of a run: it holds no config.json")
-    rows = {}  # step -> {key: number}; the lines of one step are put together
-    if (folder / "metrics.jsonl").exists():
-        with open(folder / "metrics.jsonl", "rb") as f:
-            for line in map(read_json, f):
-                if type(step := line.pop("step", None)) is int and 0 <= step < 2**40:
-                    numbers = {k: float(v) for k, v in line.items() if type(v) in (int, float) and abs(v) < 1e99}
-                    rows[step] = rows.get(step, {}) | numbers
-    steps, keys = sorted(rows), dict.fromkeys(key for row in rows.values() for key in row)
+    metrics = folder / "metrics.jsonl"
+    rows = {}  # step -> {key: number}; the lines of a step are merged
+    for text in metrics.read_bytes().splitlines() if metrics.exists() else ():
+        line = read_json(text)
+        step = line.pop("step", None)
+        if type(step) is int and 0 <= step < 2**40:
+            numbers = {k: float(v) for k, v in line.items() if type(v) in (int, float) and abs(v) < 1e99}
+            rows[step] = rows.get(step, {}) | numbers
+    steps = sorted(rows)
+    keys = dict.fromkeys(key for row in rows.values() for key in row)
     columns = {key: np.array([rows[step].get(key, math.nan) for step in steps]) for key in keys}
-    grids = {p: re.fullmatch(r"step_(\d{1,12})", p.stem) for p in folder.glob("samples/step_*.png")}
-    grids = dict(sorted(((p, int(match[1])) for p, match in grids.items() if match), key=lambda grid: grid[1]))
-    evals = [read_json(path.read_bytes()) for path in sorted(folder.glob("eval_*.json"))]
-    described = read_json((folder / "config.json").read_bytes())
-    return Run(folder.resolve(), described, np.array(steps, np.int64), columns, grids, [e for e in evals if e])
+    grids = [path for path in sorted(folder.glob("samples/step_*.png")) if path.stem[5:].isdigit()]
+    facts = read_json((folder / "config.json").read_bytes())
+    return Run(folder.resolve(), facts, np.array(steps, np.int64), columns, {p: int(p.stem[5:]) for p in grids})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What there is to say of a run
+# Charts
 
 
-def duration(seconds: float) -> str:
-    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
-    size, unit = next((u for u in units if seconds >= 2 * u[0]), (1, "seconds"))
-    return f"{seconds / size:.1f} {unit}"
+@dataclass
+class Curve:
+    label: str
+    y: np.ndarray  # (n,) float, NaN where there is no value
+    colour: int
+    style: str = ""  # raw: faint and thin; dots: a dot at each value
 
 
-def figures(run: Run) -> dict:
-    """How far it has come, and the last values."""
-    step, horizon = int(run.steps[-1]) if len(run.steps) else 0, run.described.get("num_iterations")
-    seconds, dt_ms = run.last("total_training_time_s"), run.last("train/dt_ms")
-    left_s = (horizon - step) * (dt_ms or 0) / 1000 if type(horizon) is int else 0
-    return {
-        "Step": f"{step:,} of {number(horizon)}",
-        "Training loss": run.last("train/loss"),
-        "Validation loss": run.last("val/loss"),
-        "Validation, averaged": run.last("val/loss_ema"),
-        "Bits per dimension": run.last("val/bpd"),
-        "FID": run.last("val/fid"),
-        "Classifier's FD": run.last("val/fd_classifier"),
-        "Images per second": run.last("train/images_per_sec"),
-        "MFU in percent": run.last("train/mfu") or None,  # 0 where the peak of the device is not known
-        "Time in training": duration(seconds) if seconds else None,
-        "Time left": duration(left_s) if left_s > 0 else None,
-    }
+def smooth(y: np.ndarray) -> np.ndarray:
+    """Bias-corrected running average with a time constant of 2% of the values, at least 3; NaN stays NaN."""
+    finite = np.flatnonzero(np.isfinite(y))
+    decay = 1 - 1 / max(3, len(finite) / 50)
+    smoothed = np.full(len(y), math.nan)
+    total = weight = 0.0
+    for i in finite:
+        total = decay * total + y[i]
+        weight = decay * weight + 1
+        smoothed[i] = total / weight
+    return smoothed
 
 
-def sizes(run: Run) -> dict:
-    """The rest of config.json, flat: sizes, model, data, environment; and what was used and kept."""
-    parts = (run.described, *map(run.part, ("model", "data", "environment")))
-    flat = {k: v for part in parts for k, v in part.items() if k != "command" and not isinstance(v, dict)}
-    for key, many in flat.items():
-        if isinstance(many, list):
-            flat[key] = ", ".join(map(str, many[:20])) + f", … {len(many):,} in all" * (len(many) > 20)
-    flat |= {key: int(run.last(key)) for key in ("images_seen", "total_training_flops") if run.last(key)}
-    return flat | {"checkpoints": ", ".join(f"{step:,}" for step, _ in list_checkpoints(run.folder)) or "none"}
+def thin(ys: list[np.ndarray]) -> np.ndarray:
+    """The rows to draw: the ends of each curve and the extremes of each of its BINS parts, so that a spike of a single
+    step stays visible."""
+    keep = []
+    for y in ys:
+        rows = np.flatnonzero(np.isfinite(y))
+        keep += [rows[0], rows[-1]]
+        for part in np.array_split(rows, min(BINS, len(rows))):
+            keep += [part[y[part].argmin()], part[y[part].argmax()]]
+    return np.unique(keep)
 
 
-def commands(run: Run) -> dict:
-    """What one may want to type next, in the repository."""
-    machine, tag, base = run.part("environment"), shlex.quote(run.folder.name), run.folder.parent.parent
-    argv, world = machine.get("command"), machine.get("world_size")
-    script, *args = map(str, argv) if isinstance(argv, list) and argv else ["base_train"]
-    args = [shlex.quote(arg) for arg in args if not arg.startswith("--resume")]
-    launcher = f"torchrun --standalone --nproc_per_node={world}" if type(world) is int and world > 1 else "python"
-    where = "" if base == Path.home() / ".cache" / "nanodiff" else f"NANODIFF_BASE_DIR={shlex.quote(str(base))} "
-    return {
-        "Resume": " ".join([f"{where}{launcher} -m scripts.{shlex.quote(Path(script).stem)}", *args]),
-        "Sample": f"{where}python -m scripts.sample --run={tag}",
-        "Evaluate": f"{where}python -m scripts.base_eval --run={tag} --metric=loss",
-        "Make this page anew": f"{where}python -m nanodiff.web.report {tag}",
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts of a page. Whatever comes from a file goes through escape.
-
-
-def shown(value) -> str:
-    return escape("–" if value is None else '""' if value == "" else number(value))
-
-
-def facts(pairs: dict, css: str = "facts") -> str:
-    """Names and values; those that are None are left out."""
-    items = (f"<div><dt>{escape(k)}</dt><dd>{shown(v)}</dd></div>" for k, v in pairs.items() if v is not None)
-    return f'<dl class="{css}">{"".join(items)}</dl>'
-
-
-def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
-    """A row for each key of the columns, if any has a value for it; or only if their values differ."""
-    rows = {key: [column.get(key) for column in columns] for key in dict.fromkeys(k for c in columns for k in c)}
-    rows = {k: v for k, v in rows.items() if any(x != (v[0] if differing else None) for x in v)}
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))]
-    lines += [f"<th>{escape(k)}</th>" + "".join(f"<td>{shown(x)}</td>" for x in v) for k, v in rows.items()]
-    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+def chart(title: str, x: np.ndarray, curves: list[Curve], axis: str = "", unit: str = "step") -> str:
+    """Curves over x (n,), in `unit`; y axis "", "zero" (from 0) or "log". "" if there is nothing to draw."""
+    curves = [c for c in curves if np.isfinite(c.y).any()]
+    if not curves:
+        return ""
+    rows = thin([c.y for c in curves])
+    data = {"title": title, "unit": unit, "axis": axis, "x": x[rows].tolist(), "curves": []}
+    for c in curves:
+        y = [float(f"{v:.6g}") if math.isfinite(v) else None for v in c.y[rows].tolist()]
+        data["curves"].append({"label": c.label, "y": y, "colour": c.colour % 8, "style": c.style})
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
 
 def charts(runs: list[Run], names: list[str], unit: str, per_step: list[int]) -> str:
-    """What CHARTS lists and, folded, what else was logged; of several runs a chart for each key, with a curve a run."""
+    """A chart for each metric: train/loss, val/loss and val/loss_ema share one, and so do loss_q0 to loss_q3. Of
+    several runs a chart for each key, with a curve for each run."""
+    overlay = len(runs) > 1
     x = np.unique(np.concatenate([run.steps * n for run, n in zip(runs, per_step)]))
-    known = {key for _, keys, _ in CHARTS for key in keys}.union(COUNTERS)
-    others = dict.fromkeys(key for run in runs for key in run.columns if key not in known)
-    layout = CHARTS + [(key, {key: key}, "") for key in others]
-    if len(runs) > 1:
-        smoothed = lambda key: f"{key}, smoothed" if NOISY.fullmatch(key) else key
-        layout = [(smoothed(key), {key: key}, axis) for _, keys, axis in layout for key in keys]
-    first, more = "", ""
-    for title, keys, axis in layout:
+    groups = {}  # (title, y axis, is it in sight?) -> keys
+    for key in dict.fromkeys(key for run in runs for key in run.columns if key not in COUNTERS):
+        name = key.split("/")[-1].removesuffix("_ema")
+        title, axis = CHARTS.get(name, (name, ""))
+        if re.search(r"_q[0-3]$", key):
+            title = f"{key[:-3]} by quarter of t, q0 next to the images"
+        groups.setdefault((key if overlay else title, axis, name in CHARTS), []).append(key)
+    in_sight = folded = ""
+    for (title, axis, is_in_sight), keys in groups.items():
         curves = []
-        for i, (key, label) in enumerate(keys.items()):
-            for j, (run, name, n) in enumerate(zip(runs, names, per_step)):
+        for i, key in enumerate(keys):
+            is_noisy = key.startswith("train/") and key != "train/lrm"
+            style = "" if key.startswith("train/") else "dots"
+            for j, (run, n) in enumerate(zip(runs, per_step)):
                 y = np.full(len(x), math.nan)
                 y[np.searchsorted(x, run.steps * n)] = run.columns.get(key, math.nan)
                 if not np.nan_to_num(y).any():  # not logged, or an MFU of 0: the peak of the device is not known
                     continue
-                label, noisy = name if len(runs) > 1 else label, NOISY.fullmatch(key)
-                if noisy and len(runs) == 1 and "_q" not in key:
-                    curves.append(Curve(label, y, i, "raw"))
-                    label += ", smoothed"
-                y, style = smooth(y) if noisy else y, "" if key.startswith("train/") else "dots"
-                curves.append(Curve(label, y, i + j, style))
+                if is_noisy and is_in_sight and not overlay:
+                    curves.append(Curve("not smoothed", y, i + j, "raw"))
+                y = smooth(y) if is_noisy else y
+                curves.append(Curve(names[j] if overlay else key, y, i + j, style))
         drawn = chart(title, x, curves, axis, unit)
-        folded = "_q" in title or others.keys() & keys.keys()
-        first, more = (first, more + drawn) if folded else (first + drawn, more)
-    more = f'<details><summary>More</summary><div class="charts">{more}</div></details>' if more else ""
-    return f'<div class="charts">{first or "Nothing was logged so far."}</div>{more}'
-
-
-def embed(paths: list[Path], budget: int, shrink: int = 1) -> dict[Path, str]:
-    """{path: data URL} of PNG files in at most `budget` bytes: evenly thinned out, the first and the last kept.
-
-    Rather than be fewer than FEWEST_GRIDS, they are drawn at half the size, and so on. Other files are left out.
-    """
-    largest = 100 + 4 / 3 * max((path.stat().st_size for path in paths), default=0)  # base64: 4 bytes for 3
-    count = min(len(paths), int(budget / largest * shrink**2)) if budget > 0 else 0
-    chosen = np.linspace(0, len(paths) - 1, count).round().astype(int)
-    urls = {}
-    for path in (paths[i] for i in chosen if count >= min(len(paths), FEWEST_GRIDS)):
-        with suppress(ValueError):
-            png = path.read_bytes()
-            if shrink > 1:
-                pixels = decode_png(png)
-                h, w = pixels.shape[0] // shrink, pixels.shape[1] // shrink
-                blocks = pixels[: h * shrink, : w * shrink].reshape(h, shrink, w, shrink, -1)
-                png = encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
-            if png.startswith(b"\x89PNG"):
-                urls[path] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    if count >= min(len(paths), FEWEST_GRIDS) and sum(map(len, urls.values())) <= budget:
-        return urls
-    return embed(paths, budget, 2 * shrink) if shrink < 64 else {}
-
-
-def strip(run: Run, name: str, per_step: int, budget: int) -> str:
-    """The grids of samples, one of which is seen: the last, until the range is moved. It moves the crosshair too."""
-    urls = embed(list(run.grids), budget)
-    if not urls:
-        return ""
-    steps, last = [run.grids[path] for path in urls], len(urls) - 1
-    images = [
-        f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * per_step}" src="{url}" hidden>'
-        for step, url in zip(steps, urls.values())
-    ]
-    images[-1] = images[-1].replace(" hidden>", ">")
-    return f"""<figure class="strip"><figcaption>{escape(name)}<output>step {steps[-1]:,}</output></figcaption>
-{"".join(images)}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
-<small>{len(urls)} of {len(run.grids)} grids, all of the same noise and classes</small></figure>"""
-
-
-def evaluation(e: dict, name: str) -> str:
-    """What base_eval wrote: its floats were measured (but for a setting of the sampler), the rest is the protocol."""
-    measured = {k: v for k, v in e.items() if type(v) is float and k != "cfg_scale"}
-    known = (*measured, "metric", "step", "rows")
-    protocol = " · ".join(f"{k} {brief(v)}" for k, v in e.items() if k not in known)
-    measured = {k.replace("_", " "): v for k, v in measured.items()}
-    heading = f"<h3>{shown(e.get('metric'))} <small>{escape(name)}, step {shown(e.get('step'))}</small></h3>"
-    return f'{heading}{facts(measured, "tiles")}{samplers(e.get("rows"))}<p class="muted">{escape(protocol)}</p>'
-
-
-def samplers(rows) -> str:
-    """What compare_samplers wrote: quality over evaluations of the network, of samplers; "" if it is anything else."""
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    rows = [row for row in rows if type(row.get("evaluations")) is int and 0 < row["evaluations"] < 2**31]
-    x = sorted({row["evaluations"] for row in rows if row["evaluations"] <= 100})
-    pictures = ""
-    for key in ("fd_classifier", "error"):
-        curves = []
-        for i, name in enumerate(dict.fromkeys(str(row.get("sampler")) for row in rows)):
-            y = {row["evaluations"]: row.get(key) for row in rows if str(row.get("sampler")) == name}
-            y = [float(y[v]) if type(y.get(v)) in (int, float) else math.nan for v in x]
-            curves.append(Curve(name, np.array(y), i % 8, "dots"))
-        pictures += chart(f"{key}, up to 100 evaluations", np.array(x), curves, "log", "evaluations") if x else ""
-    columns = [{k: v for k, v in row.items() if k not in ("sampler", "steps")} for row in rows]
-    head = [f"{row.get('sampler')}, {row.get('steps')}" for row in rows]
-    return f'<div class="charts">{pictures}</div>{table(head, columns)}' if rows else ""
+        in_sight += drawn if is_in_sight else ""
+        folded += "" if is_in_sight else drawn
+    if folded:
+        folded = f'<details><summary>More</summary><div class="charts">{folded}</div></details>'
+    return f'<div class="charts">{in_sight or "Nothing has been logged so far."}</div>{folded}'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pages
+# Text and tables. Whatever comes from a file goes through escape
 
 
-def make_page(folders: list[Path]) -> bytes:
-    """The page of one run or of several, in UTF-8. Raises UserError for a folder that is none of a run."""
-    runs = [read_run(folder) for folder in folders]
-    tags = [run.folder.name for run in runs]
-    names = tags if len(set(tags)) == len(tags) else [str(run.folder) for run in runs]
-    title, run = " and ".join(names), runs[0]
-    settings = [{name: str(value) for name, value in run.part("config").items()} for run in runs]
+def number(value) -> str:
+    """For the eye: commas in integers and from 1,000 up, else four digits."""
+    if type(value) is float and math.isfinite(value):
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else escape(str(brief(value, 20))) or '""'
+
+
+def tiles(pairs: dict) -> str:
+    items = "".join(f"<div><dt>{escape(k)}</dt><dd>{number(v)}</dd></div>" for k, v in pairs.items() if v is not None)
+    return f'<dl class="tiles">{items}</dl>'
+
+
+def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
+    """A row for each key, or only for those whose values differ."""
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))]
+    for key in dict.fromkeys(key for column in columns for key in column):
+        values = ["" if column.get(key) is None else number(column[key]) for column in columns]
+        if not differing or len(set(values)) > 1:
+            lines.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
+    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
+def figures(run: Run) -> dict:
+    """How far the run is, and the last values of the metrics in CHARTS."""
+    found = {"step": f"{max([0, *run.steps]):,} of {run.facts.get('num_iterations', 0):,}"}
+    for key in run.columns:
+        if key.split("/")[-1].removesuffix("_ema") in CHARTS and run.last(key):  # an MFU of 0: the peak is not known
+            found[key] = run.last(key)
+    return found | {"minutes in training": round((run.last("total_training_time_s") or 0) / 60, 1)}
+
+
+def flat(facts: dict) -> dict:
+    """config.json without its nesting."""
+    pairs = {}
+    for key, value in facts.items():
+        if key not in ("changed_from", "command"):
+            pairs |= flat(value) if isinstance(value, dict) else {key: value}
+    return pairs
+
+
+def commands(run: Run) -> str:
+    environment = run.facts.get("environment", {})
+    script, *args = environment.get("command", ["base_train"])
+    world = environment.get("world_size", 1)
+    launcher = f"torchrun --standalone --nproc_per_node={world} -m" if world > 1 else "python -m"
+    resume = [f"{launcher} scripts.{shlex.quote(Path(script).stem)}"]
+    resume += [shlex.quote(arg) for arg in args if not arg.startswith("--resume")]
+    base = run.folder.parent.parent
+    where = (
+        "" if base == Path.home() / ".cache" / "nanodiff" else f"export NANODIFF_BASE_DIR={shlex.quote(str(base))}\n"
+    )
+    sample = f"python -m scripts.sample --run={shlex.quote(run.folder.name)}"
+    return f"<h2>Resume and sample</h2><pre>{escape(where + ' '.join(resume))}\n{escape(sample)}</pre>"
+
+
+def evaluation(e: dict, name: str) -> str:
+    """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
+    if not e:
+        return ""
+    rows = e.pop("rows", [])
+    heading = f"<h3>{number(e.pop('metric', ''))} <small>{escape(name)}, step {number(e.pop('step', ''))}</small></h3>"
+    measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
+    protocol = " · ".join(f"{key} {brief(value)}" for key, value in e.items() if key not in measured)
+    return f'{heading}{tiles(measured)}{samplers(rows)}<p class="muted">{escape(protocol)}</p>'
+
+
+def samplers(rows: list[dict]) -> str:
+    """What compare_samplers measured: two charts over evaluations of the network, and a table."""
+    if not rows:
+        return ""
+    few = [row for row in rows if row["evaluations"] <= 100]
+    x = np.unique([row["evaluations"] for row in few])
+    pictures = ""
+    for key in ("fd_classifier", "error"):
+        curves = {row["sampler"]: np.full(len(x), math.nan) for row in few}
+        for row in few:
+            curves[row["sampler"]][np.searchsorted(x, row["evaluations"])] = row.get(key)  # None becomes NaN
+        curves = [Curve(sampler, y, i, "dots") for i, (sampler, y) in enumerate(curves.items())]
+        pictures += chart(f"{key}, up to 100 evaluations", x, curves, "log", "evaluations")
+    head = [f"{row['sampler']}, {row['steps']}" for row in rows]
+    columns = [{k: v for k, v in row.items() if k not in ("sampler", "steps")} for row in rows]
+    return f'<div class="charts">{pictures}</div>{table(head, columns)}'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grids of samples
+
+
+def shrunk(png: bytes, factor: int) -> bytes:
+    pixels = decode_png(png)
+    if factor == 1:
+        return png
+    h, w = pixels.shape[0] // factor, pixels.shape[1] // factor
+    blocks = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, -1)
+    return encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
+
+
+def embed(paths: list[Path], budget: int) -> dict[Path, str]:
+    """{path: data URL} of PNG files in at most `budget` bytes: evenly thinned out, from the first to the last, but
+    shrunk where that would leave fewer than FEWEST_GRIDS."""
+    largest = max((path.stat().st_size for path in paths), default=0)
+    for factor in (1, 2, 4, 8, 16, 32):
+        count = min(len(paths), int(max(budget, 0) / (100 + 4 / 3 * largest / factor**2)))  # base64: 4 bytes for 3
+        if count < min(len(paths), FEWEST_GRIDS):
+            continue
+        urls = {}
+        for i in np.linspace(0, len(paths) - 1, count).round().astype(int):
+            try:
+                png = shrunk(paths[i].read_bytes(), factor)
+            except ValueError:  # torn, or not ours
+                continue
+            urls[paths[i]] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        if sum(map(len, urls.values())) <= budget:
+            return urls
+    return {}
+
+
+def strip(run: Run, name: str, per_step: int, budget: int) -> str:
+    """A run's grids, of which a slider shows one, at first the last. It moves the crosshair of the charts too."""
+    urls = embed(list(run.grids), budget)
+    if not urls:
+        return ""
+    images = ""
+    for path, url in urls.items():
+        step = run.grids[path]
+        images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * per_step}" src="{url}" hidden>'
+    return f"""<figure class="strip"><figcaption>{escape(name)}<output></output></figcaption>{images}
+<input type="range" max="{len(urls) - 1}" value="{len(urls) - 1}" aria-label="step of the samples">
+<small>{len(urls)} of {len(run.grids)} grids, all of the same noise and classes</small></figure>"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def make_page(run_dirs: list[Path]) -> bytes:
+    runs = [read_run(folder) for folder in run_dirs]
+    names = [run.folder.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
+    everything = []
+    for run in runs:
+        checkpoints = [step for step, _ in list_checkpoints(run.folder)]
+        everything.append(flat(run.facts) | {"checkpoints": checkpoints})
     if len(runs) == 1:
         unit, per_step = "step", [1]
-        step, horizon = int(run.steps[-1]) if len(run.steps) else 0, run.described.get("num_iterations")
-        done = f'<progress max="{horizon}" value="{step}"></progress>' if type(horizon) is int and horizon > 0 else ""
-        defaults = {name: str(value) for name, value in run.part("changed_from").items()}
-        changes = table(["here", "default"], [{name: settings[0].get(name) for name in defaults}, defaults])
-        head = f"""{done}{facts(figures(run), "tiles")}<h2>Settings</h2>{changes if defaults else ""}
-<details><summary>All {len(settings[0])} settings</summary>{facts(settings[0])}</details>
-<h2>Sizes and machine</h2>{facts(sizes(run))}"""
-        foot = "".join(f"<p>{what}</p><pre>{escape(command)}</pre>" for what, command in commands(run).items())
-        foot = f"<h2>Resume, sample, evaluate</h2>{foot}"
+        head = (
+            f'<progress max="{runs[0].facts.get("num_iterations", 1)}" value="{max([0, *runs[0].steps])}"></progress>'
+        )
+        head += f"{tiles(figures(runs[0]))}<h2>Changed settings</h2>"
+        config = runs[0].facts.get("config", {})
+        defaults = config | runs[0].facts.get("changed_from", {})
+        head += table(["here", "default"], [config, defaults], differing=True)
     else:
-        batches = [run.part("config").get("total_batch_size") for run in runs]
-        unit, per_step = "images", [b if type(b) is int and 0 < b < 2**20 else 1 for b in batches]
-        differing = table(names, [s | sizes(run) for s, run in zip(settings, runs)], differing=True)
-        head, foot = f"{table(names, [figures(run) for run in runs])}<h2>What differs</h2>{differing}", ""
-    head = f"<h1>{escape(title)}</h1>{head}<h2>Curves</h2>{charts(runs, names, unit, per_step)}"
-    evaluations = "".join(evaluation(e, name) for run, name in zip(runs, names) for e in run.evals)
-    foot = f"""<h2>Evaluations</h2>{evaluations or "<p>None so far.</p>"}{foot}
-<footer class="muted">A curve of many points is drawn through the least and the greatest value of each of {BINS} parts.
-Smoothed: a running average over 2% of the points. A curve may leave its chart in its first twentieth.</footer>"""
+        unit, per_step = "images", [pairs.get("total_batch_size", 1) for pairs in everything]
+        head = f"{table(names, [figures(run) for run in runs])}<h2>What differs</h2>"
+        head += table(names, everything, differing=True)
+    title = " and ".join(names)
+    head = f"""<h1>{escape(title)}</h1>{head}
+<details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>
+<h2>Curves</h2>{charts(runs, names, unit, per_step)}<h2>Samples</h2>"""
+    evaluations = ""
+    for run, name in zip(runs, names):
+        for path in sorted(run.folder.glob("eval_*.json")):
+            evaluations += evaluation(read_json(path.read_bytes()), name)
+    foot = f"""<h2>Evaluations</h2>{evaluations or "None so far."}{commands(runs[0]) if len(runs) == 1 else ""}
+<footer class="muted">Training metrics are smoothed by a running average over 2% of the points. Long curves show the
+least and the greatest value of each of {BINS} parts. The first 5% of a curve may leave its chart.</footer>"""
 
-    template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
-    rest = len((title + template.template + head + foot).encode("utf-8", "replace"))
-    budget = (MAX_BYTES - 100_000 - rest) // len(runs)  # the 100,000 are for the text around the pictures
+    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
+    top, bottom = template.replace("$title", escape(title), 1).rsplit("$body", 1)
+    text_bytes = len((top + head + foot + bottom).encode("utf-8", "replace"))
+    budget = (MAX_BYTES - 100_000 - text_bytes) // len(runs)  # 100,000 for the markup around the grids
     strips = "".join(strip(run, name, n, budget) for run, name, n in zip(runs, names, per_step))
-    body = f'{head}<h2>Samples</h2><div class="charts">{strips or "None so far."}</div>{foot}'
-    # A lone surrogate, which JSON can hold and UTF-8 cannot, becomes a question mark
-    return template.substitute(title=escape(title), body=body).encode("utf-8", "replace")
+    page = f'{top}{head}<div class="charts">{strips or "None so far."}</div>{foot}{bottom}'
+    return page.encode("utf-8", "replace")  # JSON can hold a lone surrogate, UTF-8 cannot: it becomes a question mark
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write run_dir/report.html. Raises UserError where there is no run, OSError where it cannot be written."""
-    path = run_dir / "report.html"
-    write_atomic(path, make_page([run_dir]))
-    return path
+def write_report(run_dirs: list[Path], path: Path) -> None:
+    """Write the page of one run, or of several overlaid, to `path`."""
+    write_atomic(path, make_page(run_dirs))
 
 
 class LiveReport:
-    """The report of a run that goes on: it never ends the run, and costs it at most one percent of its time.
-
-    What a report shows lies on the disk already, so nothing is lost with it, and hours of training would be: a bug here
-    is no better reason to end a run than a full disk. Whatever is wrong is told in one line, and by the command in it
-    with its traceback.
-    """
+    """Keeps run_dir/report.html up to date. Never raises, and uses at most 1% of the run's time: all it shows is on
+    disk already, so neither a bug here nor a full disk is a reason to end hours of training."""
 
     def __init__(self, run_dir: Path):
-        self.run_dir, self.due = run_dir, 0.0
+        self.run_dir = run_dir
+        self.due = 0.0
 
     def refresh(self, last: bool = False) -> None:
-        """Write it, unless the one before is of late; the last is always written."""
+        """Write the report, unless it was written lately; the last one is always written."""
         start = time.monotonic()
         if start < self.due and not last:
             return
         try:
-            write_report(self.run_dir)
+            write_report([self.run_dir], self.run_dir / "report.html")
         except Exception as e:
-            print(f"no report: {type(e).__name__}: {e}; see python -m nanodiff.web.report {self.run_dir}", flush=True)
-        self.due = start + 100 * (time.monotonic() - start)  # of a long metrics.jsonl it takes seconds
-
-
-def main(args: list[str]) -> Path:
-    if any(arg.startswith("-") for arg in args):
-        raise UserError(f"{' '.join(args)!r}: accepted are tags or folders of runs, or nothing for the newest run")
-    if len(args) > MAX_RUNS:
-        raise UserError(f"{len(args)} runs on one page; accepted: at most {MAX_RUNS}")
-    folders = list(dict.fromkeys(find_run(arg).resolve() for arg in args or [""]))
-    if len(folders) == 1:
-        return write_report(folders[0])
-    path = base_dir() / "runs" / f"compare_{'_'.join(folder.name for folder in folders)[:200]}.html"
-    page = make_page(folders)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page)
-    return path
-
-
-if __name__ == "__main__":
-    print(main(sys.argv[1:]))
+            print(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {self.run_dir}", flush=True)
+        self.due = start + 100 * (time.monotonic() - start)  # it takes seconds if metrics.jsonl is long

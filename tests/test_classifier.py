@@ -1,0 +1,197 @@
+"""The classifier learns the embedded shapes, is a function of data and seed, and is trained once for a data set."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.data.shapes import draw_shapes
+from nanodiff.metrics import classifier as module
+from nanodiff.metrics.classifier import Classifier, get_classifier, load_images, shift, shrink, train_classifier
+
+TINY = dict(total_images=1500, batch_size=50)
+
+
+class Images:
+    """A labelled set in memory, with what a Dataset offers and a folder with a meta.json."""
+
+    def __init__(self, images, labels, num_classes, path=None):
+        self._images, self._labels, self.num_classes, self.path = images, labels, num_classes, path
+        self.num_images, self.channels, self.resolution = images.shape[:3]
+
+    def images(self, indices):
+        return self._images[indices]
+
+    def labels(self, indices):
+        return self._labels[indices]
+
+
+def color_set(num_images, seed, path=None):
+    """Three classes that anything can tell apart: which of three channels is bright."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(3, size=num_images)
+    images = rng.integers(0, 60, (num_images, 3, 8, 8))
+    images[np.arange(num_images), labels] += 150
+    return Images(images.astype(np.uint8), labels, 3, path)
+
+
+@pytest.fixture
+def easy(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({"name": "easy"}))
+    return color_set(200, 0, tmp_path), color_set(100, 1, tmp_path)
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """Makes trainings short; a list that grows by one with each."""
+    calls = []
+
+    def counted(*args):
+        calls.append(1)
+        return train_classifier(*args, **TINY)
+
+    monkeypatch.setattr(module, "train_classifier", counted)
+    return calls
+
+
+def right(classifier, dataset):
+    """(N,) bool: which of a set's images are classified as they should be."""
+    ids = np.arange(dataset.num_images)
+    _, logits = classifier.features(dataset.images(ids))
+    return logits.argmax(1).numpy() == dataset.labels(ids)
+
+
+@pytest.mark.slow
+def test_shapes_are_learned_and_noise_is_not():
+    train, val = (Images(*draw_shapes(n, seed), 8) for n, seed in ((4000, 0), (500, 1)))
+    classifier = train_classifier(train, val, "cpu", total_images=12_000, batch_size=100)
+    assert float(classifier.accuracy) == pytest.approx(right(classifier, val).mean())
+    assert classifier.accuracy > 0.9
+    unrelated = Images(val.images(np.arange(500)), draw_shapes(500, 2)[1], 8)
+    assert right(classifier, unrelated).mean() < 0.25  # by chance 1/8
+    # Images of the same distribution lie nearer in its features than images of one class
+    same, one_class = (classifier.features(draw_shapes(300, 3, classes=c)[0])[0].mean(0) for c in (None, 0))
+    real = classifier.features(val.images(np.arange(500)))[0].mean(0)
+    assert (same - real).norm() < 0.5 * (one_class - real).norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 28), (3, 16), (3, 33), (4, 8), (3, 64)])
+def test_features_of_any_image_size(shape):
+    channels, resolution = shape
+    classifier = Classifier(channels, resolution, 5, width=4).eval()
+    images = torch.randint(256, (7, channels, resolution, resolution), dtype=torch.uint8)
+    features, logits = classifier.features(images)
+    assert features.shape == (7, classifier.num_features) and features.dtype == torch.float32
+    torch.testing.assert_close(classifier.head(features), logits)  # the logits are linear in the features
+    alone = classifier.features(images.numpy(), batch_size=2)
+    torch.testing.assert_close(alone, (features, logits), rtol=1e-4, atol=1e-5)
+
+
+def test_training_is_a_function_of_the_seed(easy):
+    one, same, other = (
+        train_classifier(*easy, "cpu", total_images=500, batch_size=50, seed=seed).state_dict() for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+def test_a_classifier_is_trained_once(easy, trainings):
+    first = get_classifier(*easy, "cpu")
+    again = get_classifier(*easy, "cpu")
+    assert len(trainings) == 1 and first.accuracy == again.accuracy == 1.0
+    images = easy[1].images(np.arange(100))
+    assert torch.equal(first.features(images)[0], again.features(images)[0])
+    assert sorted(os.listdir(easy[0].path)) == ["classifier.npz", "meta.json"]
+
+
+def test_a_classifier_of_other_data_and_a_corrupt_one_are_trained_again(easy, trainings, tmp_path):
+    folder = easy[0].path
+    get_classifier(*easy, "cpu")
+    (folder / "meta.json").write_text(json.dumps({"name": "changed"}))
+    get_classifier(*easy, "cpu")
+    assert len(trainings) == 2
+    whole = (folder / "classifier.npz").read_bytes()
+    (folder / "classifier.npz").write_bytes(whole[: len(whole) // 2])
+    get_classifier(*easy, "cpu")
+    assert len(trainings) == 3 and (folder / "classifier.npz").read_bytes() == whole
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    np.savez(folder / "classifier.npz", key=np.array(Bomb(), dtype=object))
+    get_classifier(*easy, "cpu")
+    assert len(trainings) == 4 and not (tmp_path / "exploded").exists()
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_classifier import TINY, color_set
+from functools import partial
+from nanodiff.metrics import classifier
+classifier.train_classifier = partial(classifier.train_classifier, **TINY)
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+found = classifier.get_classifier(color_set(200, 0, folder), color_set(100, 1, folder), "cpu")
+torch.save([float(found.accuracy), found.state_dict()], folder / f"out{rank}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_first_rank_trains_for_all(easy):
+    folder = easy[0].path
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), folder],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}, cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE, text=True,
+        ) for rank in range(2)
+    ]  # fmt: skip
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert "training a classifier" in printed[0] and printed[1] == ""
+    (accuracy, first), (same, second) = (torch.load(folder / f"out{rank}", weights_only=True) for rank in range(2))
+    assert accuracy == same == 1.0 and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sets_without_labels_are_refused(easy):
+    easy[0].num_classes = 0
+    with pytest.raises(UserError, match="needs labels of 2 or more classes, this data set has 0"):
+        get_classifier(*easy, "cpu")
+
+
+def test_large_sets_are_drawn_from(easy, monkeypatch):
+    monkeypatch.setattr(module, "MAX_IMAGES", 30)
+    images, labels = load_images(easy[0], 8, seed=0, chunk=7)
+    again, _ = load_images(easy[0], 8, seed=0)
+    other, _ = load_images(easy[0], 8, seed=1)
+    assert len(images) == len(labels) == 30 and torch.equal(images, again) and not torch.equal(images, other)
+    assert torch.equal(images.float().mean((2, 3)).argmax(1), labels)  # each image has kept its label
+
+
+def test_shrinking_keeps_the_mean_and_small_images():
+    images = torch.randint(256, (3, 3, 64, 64), dtype=torch.uint8)
+    small = shrink(images, 16)
+    assert small.shape == (3, 3, 16, 16) and small.dtype == torch.uint8
+    blocks = images.float().unflatten(2, (16, 4)).unflatten(4, (16, 4)).mean((3, 5))
+    assert (small.float() - blocks).abs().max() <= 0.5  # what rounding costs
+    assert shrink(small, 32) is small
+
+
+def test_shifts_move_whole_images_by_an_eighth_at_most():
+    spot = torch.zeros(500, 1, 16, 16, dtype=torch.uint8)
+    spot[:, :, 8, 8] = 200
+    moved = shift(spot, torch.Generator().manual_seed(0))
+    rows, cols = moved[:, 0].flatten(1).argmax(1) // 16, moved[:, 0].flatten(1).argmax(1) % 16
+    assert torch.equal(moved.flatten(1).long().sum(1), torch.full((500,), 200))
+    assert set(rows.tolist()) == set(cols.tolist()) == {6, 7, 8, 9, 10}
+    flat = torch.full((4, 2, 16, 16), 7, dtype=torch.uint8)
+    assert torch.equal(shift(flat, torch.Generator().manual_seed(0)), flat)  # no border comes in
