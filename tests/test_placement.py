@@ -92,7 +92,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     optimizer.load_state_dict(optimizer.state_dict())
     with ema.applied():
         for sampler in process.samplers:
-            denoiser = guidance.make_denoiser(model, **cond, cfg_scale=2.0 if num_classes else 1.0)
+            settings = evaluation.SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
+            denoiser = guidance.make_denoiser(model, cond, settings)
             generator = StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)
             assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"
