@@ -5,7 +5,7 @@ import torch
 from test_dit import assert_golden, build, golden, inputs, published_model, wave
 
 from nanodiff.common import UserError
-from nanodiff.diffusion.guidance import drop_labels, make_denoiser
+from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.diffusion.sampling import SampleSettings
 
 
@@ -92,13 +92,3 @@ def test_unconditional_models():
     torch.testing.assert_close(out, 2 * model(x, t) - weak(x, t))
     with pytest.raises(UserError, match=r"cfg_scale=2\.0"):
         make_denoiser(model, {}, SampleSettings(cfg_scale=2.0))
-
-
-def test_drop_labels():
-    """A label is dropped where its own u is below the rate, so at that rate, and none at 0."""
-    y, u = torch.arange(100_000) % 10, torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    dropped = drop_labels(y, u, 0.1, 10)
-    assert torch.equal(dropped == 10, u < 0.1) and torch.equal(dropped[u >= 0.1], y[u >= 0.1])
-    assert (dropped == 10).float().mean().item() == pytest.approx(0.1, abs=4 * (0.09 / 100_000) ** 0.5)
-    assert torch.equal(drop_labels(y, u, 0.0, 10), y) and drop_labels(y, u, 1.0, 10).eq(10).all()
-    assert drop_labels(y, u, 0.5, 10).dtype == torch.int64

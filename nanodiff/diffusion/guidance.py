@@ -5,11 +5,6 @@ import torch
 from nanodiff.common import UserError
 
 
-def drop_labels(y, u, label_drop: float, null: int):
-    """y (N,) with the null class where u (N,), uniform in [0, 1), is below `label_drop` (Ho & Salimans 2022)."""
-    return torch.where(u < label_drop, null, y)
-
-
 def make_denoiser(model, cond: dict, settings):
     """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: y (N,), low_res (N, C, h, w).
 

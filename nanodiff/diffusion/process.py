@@ -1,5 +1,6 @@
 """Settings to a diffusion process, and the one table of samplers that scripts, help, page and tests read."""
 
+from nanodiff.common import UserError
 from nanodiff.diffusion import flow, gaussian
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
