@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 CASES = {
-    "flow": {}, "flow of x0": {"flow_prediction": "x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
+    "flow": {}, "flow of x0": {"objective": "flow_x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
     "x0": {"objective": "x0", "loss": "kl"}, "v": {"objective": "v"}, "AdamW": {"optimizer": "adamw"},
     "published DiT": {"arch": "dit_classic"}, "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
     "no classes": {"class_cond": False}, "checkpointing": {"checkpointing": True}, "adapters": {"rank": 4},
@@ -65,7 +65,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 
     process = processes.make_process(config, facts)
-    model_config = recipe.make_model_config(config, facts, process)
+    model_config = recipe.make_model_config(config, facts, process.out_channels(facts["channels"]))
     model = moved((recipe.UNet if config["arch"] == "unet" else recipe.DiT)(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes
@@ -90,7 +90,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     optimizer.step()
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())
-    with ema.applied():
+    with ema.applied(model):
         for sampler in process.samplers:
             settings = evaluation.SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
             denoiser = guidance.make_denoiser(model, cond, settings)
