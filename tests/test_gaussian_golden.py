@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff.diffusion.gaussian import GaussianDiffusion, space_timesteps
-from nanodiff.diffusion.gaussian_samplers import ddim_reverse_step, ddim_step, ddpm_step
+from nanodiff.diffusion.gaussian import GaussianDiffusion, ddim, ddim_reverse, ddpm, space_timesteps
 
 golden = conftest.golden("gaussian.json")
 SHAPE = (4, 3, 4, 4)
@@ -77,9 +76,8 @@ def test_published_respacing():
 def test_published_losses(row):
     prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]
     process = GaussianDiffusion(
-        row["schedule"], row["T"], prediction, row["var"].lower(), row["loss"].lower(),
-        rescale_timesteps=row["rescale_timesteps"], respacing=row["respacing"],
-    )  # fmt: skip
+        row["schedule"], row["T"], prediction, row["var"].lower(), row["loss"].lower(), row["rescale_timesteps"]
+    ).respaced(row["respacing"])
     model = toy_model(process.learned_variance)
     losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0))
     assert losses.keys() == row["losses"].keys()
@@ -90,22 +88,33 @@ def test_published_losses(row):
 @pytest.fixture
 def published():
     """The process of the published single steps and loops, and its model."""
-    process = GaussianDiffusion("linear", 1000, "eps", "learned_range", "rescaled_mse", True, respacing="20")
-    return process, toy_model(learned=True)
+    process = GaussianDiffusion("linear", 1000, "eps", "learned_range", "rescaled_mse", rescale_timesteps=True)
+    return process.respaced("20"), toy_model(learned=True)
 
 
 def test_published_steps(published):
     process, model = published
     figures = golden["steps"]
-    x_t, t = wave(SHAPE, 2, 1), torch.tensor(figures["t"])
-    p = process.p_mean_variance(process.predict(model, x_t, t), x_t, t, clip=True)
-    p["pred_xstart"] = p.pop("x0")
+    x_t = wave(SHAPE, 2, 1)
+    p = process.denoise(model, x_t, torch.tensor(figures["t"]))
+    p |= {"pred_xstart": p["x0"], "variance": p["log_variance"].exp()}
     for name, figure in figures["p_mean_variance"].items():
         assert_figure(p[name], figure)
-    assert_figure(ddpm_step(process, model, x_t, t, WaveNoise())[0], figures["p_sample"])
-    for eta in (0, 0.5):
-        assert_figure(ddim_step(process, model, x_t, t, eta, WaveNoise())[0], figures[f"ddim eta={eta}"])
-    assert_figure(ddim_reverse_step(process, model, x_t, t)[0], figures["ddim_reverse"])
+
+    def steps(sampler, **options):
+        """One step of each image, each from its own timestep."""
+        rows = [sampler(process, model, x_t[n : n + 1], i, **options) for n, i in enumerate(figures["t"])]
+        return torch.cat([x for x, _ in rows])
+
+    class Rows:  # hands out the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
+        def __init__(self, first):
+            self.rows = iter(wave(SHAPE, 101, 1).split(1)[first:])
+            self.randn_like = lambda x: next(self.rows)
+
+    assert_figure(steps(ddpm, generator=Rows(first=1)), figures["p_sample"])
+    assert_figure(steps(ddim, eta=0.0), figures["ddim eta=0"])
+    assert_figure(steps(ddim, eta=0.5, generator=Rows(first=0)), figures["ddim eta=0.5"])
+    assert_figure(steps(ddim_reverse), figures["ddim_reverse"])
 
 
 def test_published_loops(published):

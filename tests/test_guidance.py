@@ -6,7 +6,8 @@ from figures import assert_figures, wave
 from test_dit import build, golden, inputs, published_model
 
 from nanodiff.common import UserError
-from nanodiff.diffusion.guidance import drop_labels, make_denoiser
+from nanodiff.diffusion.guidance import make_denoiser
+from nanodiff.diffusion.sampling import SampleSettings
 
 
 class Counted:
@@ -26,14 +27,14 @@ def test_published_forward_with_cfg():
     """The published function returns [guided 3, rest of each half]; ours the class's half of it."""
     model, figures = published_model(), golden["forward_with_cfg"]
     x, t, y = wave((4, 4, 8, 8), 0, 1)[:2], torch.full((2,), 500.0), torch.tensor([1, 2])
-    out = make_denoiser(model, y, cfg_scale=4.0, cfg_channels=3)(x, t)
+    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=4.0, cfg_channels=3))(x, t)
     null = model(x, t, torch.full_like(y, 10))
     assert_figures(torch.cat([out, torch.cat([out[:, :3], null[:, 3:]], dim=1)]), figures, tolerance=1e-5)
 
 
 def test_scale_one_is_the_plain_model_in_one_forward():
     model, (x, t, y) = Counted(), inputs()
-    assert torch.equal(make_denoiser(model, y, cfg_scale=1.0)(x, t), model.model(x, t, y))
+    assert torch.equal(make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=1.0))(x, t), model.model(x, t, y))
     assert model.batches == [3]
 
 
@@ -41,7 +42,7 @@ def test_scale_one_is_the_plain_model_in_one_forward():
 def test_one_doubled_forward_equals_two(scale):
     model, (x, t, y) = Counted(), inputs()
     t = torch.full_like(t, 300.0)
-    out = make_denoiser(model, y, cfg_scale=scale)(x, t)
+    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=scale))(x, t)
     assert model.batches == [6]
     with_class, null = model(x, t, y), model(x, t, torch.full_like(y, 5))
     torch.testing.assert_close(out[:, :3], null[:, :3] + scale * (with_class - null)[:, :3], rtol=1e-4, atol=1e-4)
@@ -51,7 +52,7 @@ def test_one_doubled_forward_equals_two(scale):
 def test_further_conditions_are_doubled_too():
     model, (x, t, y) = build(low_res=4), inputs()
     low = torch.randn(3, 3, 4, 4)
-    out = make_denoiser(model, y, cfg_scale=3.0, low_res=low)(x, t)
+    out = make_denoiser(model, {"y": y, "low_res": low}, SampleSettings(cfg_scale=3.0))(x, t)
     with_class, null = model(x, t, y, low), model(x, t, torch.full_like(y, 5), low)
     torch.testing.assert_close(out, null + 3 * (with_class - null), rtol=1e-4, atol=1e-4)
 
@@ -60,7 +61,7 @@ def test_further_conditions_are_doubled_too():
 def test_interval(t, guided):
     model, (x, _, y) = Counted(), inputs()
     t = torch.full((3,), t)
-    out = make_denoiser(model, y, cfg_scale=3.0, cfg_interval=(0.2, 0.7))(x, t)
+    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0, cfg_interval=(0.2, 0.7)))(x, t)
     assert model.batches == [6 if guided else 3]
     assert torch.equal(out, model(x, t, y)) != guided
 
@@ -68,36 +69,27 @@ def test_interval(t, guided):
 @pytest.mark.parametrize("t", [0.0, 1000.0])
 def test_the_whole_interval_has_its_ends(t):
     model, (x, _, y) = Counted(), inputs()
-    make_denoiser(model, y, cfg_scale=3.0)(x, torch.full((3,), t))
+    make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0))(x, torch.full((3,), t))
     assert model.batches == [6]
 
 
 def test_autoguidance_extrapolates_from_the_weak_model():
     strong, weak, (x, t, y) = Counted(0), Counted(1), inputs()
-    out = make_denoiser(strong, y, cfg_scale=2.0, weak_model=weak)(x, t)
+    out = make_denoiser(strong, {"y": y}, SampleSettings(cfg_scale=2.0, weak_model=weak))(x, t)
     assert strong.batches == weak.batches == [3]
     expected = 2 * strong(x, t, y) - weak(x, t, y)
     torch.testing.assert_close(out[:, :3], expected[:, :3], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out[:, 3:], strong(x, t, y)[:, 3:])
-    same = make_denoiser(strong, y, cfg_scale=7.0, weak_model=strong)(x, t)  # a model cannot guide itself
+    # A model cannot guide itself
+    same = make_denoiser(strong, {"y": y}, SampleSettings(cfg_scale=7.0, weak_model=strong))(x, t)
     torch.testing.assert_close(same, strong(x, t, y))
 
 
 def test_unconditional_models():
     model, (x, t, _) = build(num_classes=0), inputs()
-    assert torch.equal(make_denoiser(model)(x, t), model(x, t))
+    assert torch.equal(make_denoiser(model, {}, SampleSettings())(x, t), model(x, t))
     weak = build(1, num_classes=0)  # autoguidance needs no labels
-    out = make_denoiser(model, cfg_scale=2.0, weak_model=weak)(x, t)
+    out = make_denoiser(model, {}, SampleSettings(cfg_scale=2.0, weak_model=weak))(x, t)
     torch.testing.assert_close(out, 2 * model(x, t) - weak(x, t))
     with pytest.raises(UserError, match=r"cfg_scale=2\.0"):
-        make_denoiser(model, cfg_scale=2.0)
-
-
-def test_drop_labels():
-    """A label is dropped where its own u is below the rate, so at that rate, and none at 0."""
-    y, u = torch.arange(100_000) % 10, torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    dropped = drop_labels(y, u, 0.1, 10)
-    assert torch.equal(dropped == 10, u < 0.1) and torch.equal(dropped[u >= 0.1], y[u >= 0.1])
-    assert (dropped == 10).float().mean().item() == pytest.approx(0.1, abs=4 * (0.09 / 100_000) ** 0.5)
-    assert torch.equal(drop_labels(y, u, 0.0, 10), y) and drop_labels(y, u, 1.0, 10).eq(10).all()
-    assert drop_labels(y, u, 0.5, 10).dtype == torch.int64
+        make_denoiser(model, {}, SampleSettings(cfg_scale=2.0))

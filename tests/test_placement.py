@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 CASES = {
-    "flow": {}, "flow of x0": {"flow_prediction": "x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
+    "flow": {}, "flow of x0": {"objective": "flow_x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
     "x0": {"objective": "x0", "loss": "kl"}, "v": {"objective": "v"}, "AdamW": {"optimizer": "adamw"},
     "published DiT": {"arch": "dit_classic"}, "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
     "no classes": {"class_cond": False}, "checkpointing": {"checkpointing": True}, "adapters": {"rank": 4},
@@ -77,7 +77,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
     t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
-    x0, y = pixels.to_x0(stored, u < 0.5, noise), guidance.drop_labels(y, u, 0.1, num_classes)
+    x0, y = pixels.to_x0(stored, u < 0.5, noise), torch.where(u < 0.1, num_classes, y)
     cond = evaluation.conditioning(model_config, x0, y)
     terms = process.losses(model, x0, t, noise, **cond)
     (terms["loss"] * weight).mean().backward()
@@ -90,9 +90,10 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     optimizer.step()
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())
-    with ema.applied():
+    with ema.applied(model):
         for sampler in process.samplers:
-            denoiser = guidance.make_denoiser(model, **cond, cfg_scale=2.0 if num_classes else 1.0)
+            settings = evaluation.SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
+            denoiser = guidance.make_denoiser(model, cond, settings)
             generator = StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)
             assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.diffusion.timesteps import LossSecondMoment, make_timesteps
 
 FLOW = SimpleNamespace(num_timesteps=0)  # all that a sampler asks of a process
 
@@ -26,7 +26,7 @@ def grid(n):
 
 
 def warmed_up(T=6, history=3, **options):
-    sampler = make_timesteps("loss-second-moment", gaussian(T), history=history, **options)
+    sampler = LossSecondMoment(gaussian(T), history, **options)
     t = torch.arange(T).repeat(history)
     sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
     return sampler
@@ -48,11 +48,10 @@ def test_uniform_of_flow_is_u():
     assert torch.equal(t, u) and torch.equal(weight, torch.ones(7))
 
 
-@pytest.mark.parametrize("mean,std", [(0.0, 1.0), (-0.5, 0.8)])
-def test_logit_normal_quantiles(mean, std):
-    t, weight = make_timesteps("logit-normal", FLOW, mean=mean, std=std).sample(grid(1000))
+def test_logit_normal_quantiles():
+    t, weight = make_timesteps("logit-normal", FLOW).sample(grid(1000))
     z = torch.logit(t.double())
-    expected = torch.distributions.Normal(mean, std).icdf(grid(1000).double())
+    expected = torch.distributions.Normal(0.0, 1.0).icdf(grid(1000).double())
     torch.testing.assert_close(z, expected, rtol=0, atol=1e-4)
     assert (weight == 1).all()
     ends, _ = make_timesteps("logit-normal", FLOW).sample(torch.tensor([0.0, 1 - 2**-24]))
@@ -65,12 +64,8 @@ def test_second_moment_equals_the_published():
     feed_t = torch.arange(25) % 6
     feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
     for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches
-        sampler = make_timesteps(
-            "loss-second-moment",
-            gaussian(figure["num_timesteps"]),
-            history=figure["history_per_term"],
-            uniform_prob=figure["uniform_prob"],
-        )
+        process = gaussian(figure["num_timesteps"])
+        sampler = LossSecondMoment(process, figure["history_per_term"], figure["uniform_prob"])
         before = torch.tensor(figure["weights_before"], dtype=torch.float64)
         torch.testing.assert_close(sampler.probabilities(), before / before.sum())
         for t, losses in zip(feed_t.split(batches), feed.split(batches)):
@@ -83,7 +78,7 @@ def test_second_moment_keeps_the_latest():
     """However the losses are cut into batches, those kept are each t's last ones, as a plain loop keeps them."""
     g = torch.Generator().manual_seed(0)
     t, losses = torch.randint(5, (400,), generator=g), torch.rand(400, generator=g)
-    sampler = make_timesteps("loss-second-moment", gaussian(5), history=4)
+    sampler = LossSecondMoment(gaussian(5), history=4)
     for rows in torch.arange(400).split([3, 60, 1, 200, 100, 36]):
         sampler.update(t[rows], losses[rows])
     for i in range(5):
@@ -102,7 +97,7 @@ def test_second_moment_is_uniform_until_full():
 def test_second_moment_follows_the_losses():
     """Constant losses c_t: p_t is c_t over the sum, but for the uniform share."""
     c = torch.tensor([1.0, 2.0, 5.0])
-    sampler = make_timesteps("loss-second-moment", gaussian(3), history=2, uniform_prob=0.1)
+    sampler = LossSecondMoment(gaussian(3), history=2, uniform_prob=0.1)
     sampler.update(torch.tensor([0, 1, 2, 2, 1, 0]), c[[0, 1, 2, 2, 1, 0]])
     torch.testing.assert_close(sampler.probabilities(), (0.9 * c / 8 + 0.1 / 3).double())
 
@@ -133,7 +128,7 @@ def test_state_round_trip(tmp_path):
     """A sampler resumed from a file goes on exactly like the one that was saved, which the file does not alias."""
     sampler = warmed_up()
     torch.save(sampler.state_dict(), tmp_path / "state.pt")
-    resumed = make_timesteps("loss-second-moment", gaussian(6), history=3)
+    resumed = LossSecondMoment(gaussian(6), history=3)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     state = sampler.state_dict()
     for each in (sampler, resumed):
@@ -141,11 +136,11 @@ def test_state_round_trip(tmp_path):
     assert torch.equal(sampler.history, resumed.history) and torch.equal(sampler.seen, resumed.seen)
     assert not torch.equal(state["history"], sampler.history)
     with pytest.raises(UserError, match=r"\(6, 3\).*\(7, 3\)"):
-        make_timesteps("loss-second-moment", gaussian(7), history=3).load_state_dict(state)
+        LossSecondMoment(gaussian(7), history=3).load_state_dict(state)
 
 
 def test_losses_may_carry_gradients_and_low_precision():
-    sampler = make_timesteps("loss-second-moment", gaussian(2), history=1)
+    sampler = LossSecondMoment(gaussian(2), history=1)
     sampler.update(torch.tensor([0, 1]), torch.ones(2, dtype=torch.bfloat16, requires_grad=True) * 0.5)
     assert sampler.history.flatten().tolist() == [0.5, 0.5] and not sampler.history.requires_grad
 
@@ -153,7 +148,7 @@ def test_losses_may_carry_gradients_and_low_precision():
 def _worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    sampler = make_timesteps("loss-second-moment", gaussian(5), history=3)
+    sampler = LossSecondMoment(gaussian(5), history=3)
     g = torch.Generator().manual_seed(0)
     for _ in range(6):
         t, losses = torch.randint(5, (8,), generator=g), torch.rand(8, generator=g)  # the global batch
@@ -166,7 +161,7 @@ def _worker(rank, folder):
 def test_all_ranks_hold_the_history_of_one(tmp_path):
     """Two ranks with half the batch each end with the very history of one process with all of it."""
     mp.spawn(_worker, (str(tmp_path),), nprocs=2)
-    alone = make_timesteps("loss-second-moment", gaussian(5), history=3)
+    alone = LossSecondMoment(gaussian(5), history=3)
     g = torch.Generator().manual_seed(0)
     for _ in range(6):
         alone.update(torch.randint(5, (8,), generator=g), torch.rand(8, generator=g))

@@ -22,37 +22,37 @@ def _full(t, x):
 
 
 def euler(velocity, x, t, t_next, generator=None):
-    """Euler's method: first order, one evaluation per step."""
+    """First order, one evaluation per step."""
     v = velocity(x, t)
     return x - (t - t_next) * v, x - t * v
 
 
 def heun(velocity, x, t, t_next, generator=None):
-    """Heun's method: second order, two evaluations per step.
+    """Second order, two evaluations per step.
 
-    The last step is Euler's, so that the network is never asked at t = 0, as in EDM (Karras et al. 2022, algorithm 1).
+    The last step is Euler's: as in EDM (Karras et al. 2022, algorithm 1), the network is never asked at t = 0.
     """
     v = velocity(x, t)
-    h = t - t_next
+    h, x0 = t - t_next, x - t * v
     if t_next == 0:
-        return x - h * v, x - t * v
+        return x0, x0
     v_next = velocity(x - h * v, t_next)
-    return x - h / 2 * (v + v_next), x - t * v
+    return x - h / 2 * (v + v_next), x0
 
 
 def sde(velocity, x, t, t_next, generator=None):
-    """Euler-Maruyama for the reverse SDE that has the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
+    """Euler-Maruyama for the reverse SDE with the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
 
-    dx = [v - w/2 score] dt + sqrt(w) dW backwards in time, with w = t and
-    score = -E[noise | x_t] / t = -(x + (1 - t) v) / t. The last step adds no noise.
+    Backwards in time dx = [v - w/2 score] dt + sqrt(w) dW; w = t, score = -E[noise | x_t] / t = -(x + (1 - t) v) / t.
+    The last step is Euler's and adds no noise.
     """
     v = velocity(x, t)
-    h = t - t_next
+    h, x0 = t - t_next, x - t * v
     if t_next == 0:
-        return x - h * v, x - t * v
+        return x0, x0
     drift = v + 0.5 * (x + (1 - t) * v)
     z = torch.randn_like(x) if generator is None else generator.randn_like(x)
-    return x - h * drift + (t * h) ** 0.5 * z, x - t * v
+    return x - h * drift + (t * h) ** 0.5 * z, x0
 
 
 SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
@@ -90,22 +90,12 @@ class FlowMatching:
         error = self.velocity(model, x_t, t, **cond) - (noise - x0)
         return {"loss": error.square().flatten(1).mean(1)}
 
-    def check_sampling(self, steps, sampler: str, eta: float = 0.0) -> None:
-        """UserError for settings that `sample` cannot follow."""
-        if sampler not in SAMPLERS:
-            raise UserError(f"sampler={sampler!r} is not a sampler of flow matching; accepted: {', '.join(SAMPLERS)}")
-        if isinstance(steps, str) or eta:
-            raise UserError("respacing and eta are settings of Gaussian diffusion; this model uses flow matching")
-        if steps < 1:
-            raise UserError(f"steps={steps}; accepted: 1 or more")
-
     @torch.no_grad()
     def sample(self, denoiser, noise, steps: int, sampler="heun", generator=None, progress=None, eta=0.0):
         """Integrate from noise at t = 1 to images at t = 0 in `steps` equal steps; (N, C, H, W) fp32.
 
         progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta is 0: only DDIM has it.
         """
-        self.check_sampling(steps, sampler, eta)
         step = SAMPLERS[sampler]
         x = noise.float()
         times = torch.linspace(1, 0, steps + 1).tolist()

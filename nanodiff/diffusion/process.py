@@ -1,5 +1,6 @@
 """Settings to a diffusion process, and the one table of samplers that scripts, help, page and tests read."""
 
+from nanodiff.common import UserError
 from nanodiff.diffusion import flow, gaussian
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
@@ -29,7 +30,16 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
 
 
 def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:
-    """The sampler, "auto" resolved. Refuses at the start of a program what process.sample would refuse hours later."""
+    """The sampler, "auto" resolved. Refuses at the start of a program what process.sample could not do at its end."""
     sampler = process.default_sampler if sampler == "auto" else sampler
-    process.check_sampling(respacing or steps, sampler, eta)
+    kind = "Gaussian diffusion" if process.num_timesteps else "flow matching"
+    if sampler not in process.samplers:
+        accepted = ", ".join(process.samplers)
+        raise UserError(f"sampler={sampler!r} is not a sampler of {kind}; accepted: auto, {accepted}")
+    if eta and sampler != "ddim":
+        raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
+    if process.num_timesteps:
+        process.respaced(respacing or steps)
+    elif respacing:
+        raise UserError(f"respacing={respacing!r} with {kind}, whose t is continuous; accepted: steps")
     return sampler

@@ -1,7 +1,4 @@
-"""What the scripts ask of a trained model: its loss on held-out images, bits/dim, samples, a grid of them.
-
-The caller enters autocast; tensors go to the device of the model's parameters.
-"""
+"""Losses and samples of a model: validation loss, bits/dim, images, a grid. The caller enters autocast."""
 
 from dataclasses import dataclass, replace
 
@@ -17,14 +14,14 @@ from nanodiff.png import make_grid
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How samples are drawn, for a sampler that process.choose_sampler has resolved."""
+    """How samples are drawn; choose_sampler checks the first few, make_denoiser explains guidance."""
 
     steps: int = 25
     sampler: str = "heun"
-    cfg_scale: float = 1.0  # guidance: see make_denoiser
+    cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
-    eta: float = 0.0  # noise of DDIM's steps
-    respacing: str = ""  # timesteps of a Gaussian diffusion, in place of `steps`: see gaussian.space_timesteps
+    eta: float = 0.0  # of ddim
+    respacing: str = ""  # in place of `steps`: see gaussian.space_timesteps
     weak_model: torch.nn.Module | None = None
     cfg_channels: int | None = None
 
@@ -49,7 +46,7 @@ def quartile_sums(t, values, process) -> torch.Tensor:
 
 
 def stored_images(dataset, ids, codec, device, generator=None):
-    """x0 (N, C, H, W) and labels (N,). Latents with a spread are sampled by `generator`; without one, their mean."""
+    """x0 (N, C, H, W) and labels (N,); latents are drawn by `generator`, or are their mean without one."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
     eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.stochastic else None
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
@@ -123,18 +120,13 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, prog
     for part in torch.arange(len(seeds)).split(batch_size):
         generator = StackedGenerator([seeds[i] for i in part])
         noise = generator.randn((len(part), *shape), device)
-        denoiser = guided(model, {name: value[part].to(device) for name, value in cond.items()}, settings)
+        inputs = {name: value[part].to(device) for name, value in cond.items()}
+        denoiser = make_denoiser(model, inputs, settings)
         steps = settings.respacing or settings.steps
         images.append(process.sample(denoiser, noise, steps, settings.sampler, generator, on_step, settings.eta))
         if progress:
             progress(len(part))
     return torch.cat(images)
-
-
-def guided(model, cond: dict, settings: SampleSettings):
-    """make_denoiser by these settings."""
-    guidance = {name: getattr(settings, name) for name in ("cfg_scale", "cfg_interval", "cfg_channels", "weak_model")}
-    return make_denoiser(model, **cond, **guidance)
 
 
 def network_evaluations(model, process, settings: SampleSettings) -> int:
@@ -147,36 +139,32 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 
     stand_in.config = model.config
     cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
-    denoiser = guided(stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in))
+    denoiser = make_denoiser(stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in))
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
     process.sample(denoiser, noise, settings.respacing or settings.steps, settings.sampler, eta=settings.eta)
     return sum(num_images)
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray:
-    """A grid (H, W, C) uint8 of fixed noise and classes: one class per row if there are at most ten.
+    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Eight images per row, four if they are larger than 128 px. Super-resolution shows triplets from `val_set`: low
-    resolution, sample, truth.
+    Super-resolution shows triplets from `val_set`: low resolution, sample, truth.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4
-    rows = num_classes if 0 < num_classes <= 10 else columns
-    n = 24 if low_res else columns * rows
-    if num_classes <= 10:
-        y = torch.arange(n) // columns
-    else:
-        y = torch.linspace(0, num_classes - 1, n).long()
-    cond = {"y": y} if num_classes else {}
     if low_res:
+        n = 24
         truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device_of(model))
         cond = conditioning(model.config, truth, labels)
+    else:
+        n = columns * (num_classes if 0 < num_classes <= 10 else columns)
+        cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
     if not num_classes:
         settings = replace(settings, cfg_scale=1.0)
     images = sample_images(model, process, range(n), cond, codec.shape, settings, batch_size)
     if low_res:
         low = F.interpolate(cond["low_res"], size=codec.shape[-1], mode="nearest")
         images = torch.stack([low, images, truth], dim=1).flatten(0, 1)
+        columns = 9
     pixels = codec.to_pixels(images).numpy()
-    scale = max(1, 48 // pixels.shape[-1])  # so that small images can be seen
-    return make_grid(pixels, columns=9 if low_res else columns, scale=scale)
+    return make_grid(pixels, columns, scale=max(1, 48 // pixels.shape[-1]))  # small images are enlarged

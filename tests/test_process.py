@@ -1,0 +1,94 @@
+"""From settings to a process, its losses and its samples: what base_train and sample can ask of improved-diffusion."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion, space_timesteps
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
+
+GAUSSIAN = dict(noise_schedule="cosine", num_timesteps=20, variance="fixed_small", loss="mse", rescale_timesteps=False)
+IMAGES = {"kind": "images"}
+
+
+def process_of(objective, **changes):
+    return make_process(GAUSSIAN | {"objective": objective} | changes, IMAGES)
+
+
+class Model(torch.nn.Module):
+    """Outputs tanh of x_t, and again for a learned variance; keeps the timesteps that it was asked at."""
+
+    def __init__(self, process):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(num_classes=0, low_res=0, in_channels=3, out_channels=process.out_channels(3))
+        self.asked = []
+
+    def forward(self, x_t, t):
+        self.asked.append(t[0].item())
+        return torch.tanh(self.scale * x_t).repeat(1, self.config.out_channels // 3, 1, 1)
+
+
+def test_objectives():
+    for objective, prediction in (("flow", "v"), ("flow_x0", "x0")):
+        process = process_of(objective)
+        assert isinstance(process, FlowMatching) and process.prediction == prediction
+    assert process_of("flow", flow_prediction="x0").prediction == "x0"  # a checkpoint from before flow_x0
+    for objective in ("eps", "x0", "x_prev", "v"):
+        process = process_of(objective)
+        assert isinstance(process, GaussianDiffusion) and process.prediction == objective and process.clip_denoised
+    latents = make_process(GAUSSIAN | {"objective": "eps"}, {"kind": "latents"})
+    assert not latents.clip_denoised
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large", "learned", "learned_range"])
+@pytest.mark.parametrize("objective", ["eps", "x_prev"])
+def test_every_gaussian_objective_and_variance_trains_and_samples(objective, variance):
+    process = process_of(objective, variance=variance)
+    model = Model(process)
+    x0, noise = torch.randn(2, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    process.losses(model, x0.clamp(-1, 1), torch.tensor([0, 1, 10, 19]), noise)["loss"].mean().backward()
+    assert model.scale.grad.isfinite()
+    for sampler in process.samplers:
+        settings = SampleSettings(20, choose_sampler(process, sampler, 20))
+        assert sample_images(model, process, range(3), {}, (3, 4, 4), settings, 2).isfinite().all()
+
+
+@pytest.mark.parametrize("respacing", ["5", "ddim10", "3,2"])
+def test_respacing_and_eta_reach_the_sampler(respacing):
+    process = process_of("eps")
+    images = []
+    for eta in (0.0, 0.0, 0.7):
+        model = Model(process)
+        settings = SampleSettings(sampler="ddim", eta=eta, respacing=respacing)
+        images.append(sample_images(model, process, range(3), {}, (3, 4, 4), settings, 3))
+        assert model.asked == space_timesteps(20, respacing)[::-1]
+        assert network_evaluations(model, process, settings) == len(model.asked)
+    assert torch.equal(images[0], images[1]) and not torch.allclose(images[0], images[2])
+
+
+def test_the_table_of_samplers_is_complete():
+    flow, gaussian = process_of("flow"), process_of("eps")
+    assert flow.samplers | gaussian.samplers == SAMPLERS and all(step.__doc__ for step in SAMPLERS.values())
+    assert choose_sampler(flow, "auto", 25) == "heun" and choose_sampler(gaussian, "auto", 20) == "ddim"
+
+
+@pytest.mark.parametrize(
+    "objective, choice, said",
+    [
+        ("flow", ("ddim", 25), "sampler='ddim'.*flow matching.*auto, euler, heun, sde"),
+        ("eps", ("heun", 10), "sampler='heun'.*Gaussian diffusion.*auto, ddpm"),
+        ("eps", ("auto", 21), "steps=21.*1 to 20"),
+        ("eps", ("ddpm", 10, 0.5), "eta=0.5 with sampler=ddpm"),
+        ("eps", ("auto", 10, 0.0, "ddim19"), "ddim19.*stride"),
+        ("flow", ("auto", 10, 0.0, "ddim10"), "respacing='ddim10'.*flow matching"),
+        ("x_prev", ("auto", 10), "x_prev.*all 20"),
+    ],
+)
+def test_mistakes_are_named_before_sampling(objective, choice, said):
+    with pytest.raises(UserError, match=said):
+        choose_sampler(process_of(objective), *choice)
