@@ -62,7 +62,7 @@ class SampleFile:
         try:
             with np.load(path, allow_pickle=False) as file:
                 self.protocol["samples_protocol"] = json.loads(str(file["protocol"]))
-        except (KeyError, *ARCHIVE_ERRORS):
+        except (KeyError, ValueError, OSError):
             pass  # a file from elsewhere has none
 
     @property
