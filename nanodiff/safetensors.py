@@ -102,5 +102,5 @@ def parse_header(text: bytes, data_bytes: int, path: str | Path) -> tuple[dict, 
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: bad safetensors header: {type(error).__name__}: {str(error)[:200]}") from None
     if position != data_bytes:
-        raise UserError(f"{path}: {data_bytes:,} bytes follow the header, its tensors take {position:,}")
+        raise UserError(f"{path}: {data_bytes:,} bytes of data follow the header, its tensors take {position:,}")
     return entries, metadata

@@ -15,7 +15,7 @@ from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import save_safetensors
 
 CLASSIC = ("--arch=dit_classic", "--depth=2", "--objective=eps", "--variance=learned_range")
-UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--num_heads=2", "--objective=eps")
+UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--heads=2", "--objective=eps")
 
 
 def outputs(model, seed=1):
