@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.dataset import latents_fault
+from nanodiff.data.dataset import check_latents
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import check_fields, load_tensors, sha256_of
 from nanodiff.formats.adapters import apply_adapters
@@ -222,9 +222,7 @@ def check_data(data: dict, source, model_config) -> None:
     if given != wanted or model_config.num_classes not in (0, num_classes):
         raise UserError(f"{source}: channels, resolution or classes of its data are not those of the model")
     if "latents" in data:
-        fault = latents_fault(data["latents"], ("offset", "scale"))
-        if fault:
-            raise UserError(f"{source}: {fault}")
+        check_latents(data["latents"], source, "offset", "scale")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
