@@ -4,9 +4,9 @@ Steps against quality: a table of a run's samplers, and a chart in its report.
     python -m scripts.compare_samplers --run=shapes_cpu
     python -m scripts.compare_samplers --run=cifar10 --samplers=euler,heun --steps=10,25 --num_images=2000
 
-Error: root mean square difference to the images, in [-1, 1], that the same noise becomes in many steps; none for samplers
-that add noise of their own. Evaluations: of the network; a guided pair counts once. Distance: the Frechet distance of
-base_eval --metric=fd_classifier, with as many samples each; few samples bias it upwards, equally for all.
+Error: root mean square difference to the images, in [-1, 1], that the same noise becomes in many steps; none for
+samplers that add noise of their own. Evaluations: of the network; a guided pair counts once. Distance: the Frechet
+distance of base_eval --metric=fd_classifier; few samples bias it upwards, equally for all samplers.
 """
 
 import json
@@ -20,7 +20,7 @@ from nanodiff.common import Progress, UserError, get_dist
 from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run

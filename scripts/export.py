@@ -40,7 +40,7 @@ config = configure(globals())
 # The model, and whether the form can hold it
 
 suffix = {"safetensors": ".safetensors", "diffusers": ""}.get(form, ".pt")
-if not out.endswith(suffix) and out:
+if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
 loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
 apply_adapters(loaded, lora, lora_scale)
@@ -51,10 +51,10 @@ else:
     arch = "dit_classic" if model_config.block == "classic" else "dit"
 if form == "improved_diffusion" and arch != "unet":
     raise UserError(f"form={form} takes a unet; {loaded.source} is a {arch}")
-if form in ("meta", "diffusers"):
-    if arch != "dit_classic" or not model_config.num_classes or model_config.low_res:
-        given = f"a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
-        raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {loaded.source} is {given}")
+plain = arch == "dit_classic" and model_config.num_classes and not model_config.low_res
+if form in ("meta", "diffusers") and not plain:
+    given = f"a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
+    raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {loaded.source} is {given}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write

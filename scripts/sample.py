@@ -23,7 +23,7 @@ from configurator import configure
 from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
 from nanodiff.formats.adapters import apply_adapters

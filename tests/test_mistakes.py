@@ -18,6 +18,7 @@ from nanodiff.common import UserError
 from nanodiff.data.dataset_writer import DatasetWriter
 
 TRAIN = ("base_train", *TINY)
+UNET = ("base_train", *(arg for arg in TINY if "patch_size" not in arg), "--arch=unet")
 SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1")
 EVAL = ("base_eval", "--device_type=cpu")
 PREPARE = ("prepare_data", "--workers=1")
@@ -151,7 +152,7 @@ MISTAKES = [
     ((*SAMPLE, "--num_images=0"), "num_images=0"),
     ((*EVAL, "--metric=beauty"), "beauty"),
     ((*PREPARE, "--resolution=3"), "resolution=3"),
-    ((*TRAIN, "--arch=unet", "--attention_resolutions=a"), "attention_resolutions"),
+    ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
     ((*TRAIN, "--device_type=mps"), "mps"),
     # data sets
     ((*TRAIN, "--data=unheard"), "unheard"),

@@ -249,10 +249,11 @@ def build(meta: dict, tensors: dict, source) -> tuple[torch.nn.Module, object]:
 def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
     """The backbone's config, its sizes bounded before anything of these sizes is made."""
     fields = meta["model_config"] | {"checkpointing": False}
-    for key, value in fields.items():
+    num_timesteps = meta["config"].get("num_timesteps", 0)
+    for key, value in (fields | {"num_timesteps": num_timesteps}).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not 0 <= number <= MAX_SIZE:  # also NaN
-                raise UserError(f"model_config has {key}={number}; accepted: 0 to {MAX_SIZE:,}")
+                raise UserError(f"it has {key}={number}; accepted: 0 to {MAX_SIZE:,}")
     if meta["arch"] == "unet":
         config = UNetConfig(**fields)
         layers = config.num_res_blocks * len(config.channel_mult)
