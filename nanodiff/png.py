@@ -1,4 +1,4 @@
-"""PNG files, grids of images and previews in a terminal, by zlib and numpy alone."""
+"""PNG files, image grids and terminal previews, with zlib and numpy alone."""
 
 import shutil
 import struct
@@ -13,29 +13,24 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 def _text_chunk(key: str, value: str) -> bytes:
     """tEXt where Latin-1 holds the value, else iTXt (UTF-8, uncompressed, no language)."""
-    keyword = key.encode("latin-1")
-    assert 1 <= len(keyword) <= 79 and b"\0" not in keyword, key
     try:
-        return _chunk(b"tEXt", keyword + b"\0" + value.encode("latin-1"))
+        return _chunk(b"tEXt", key.encode() + b"\0" + value.encode("latin-1"))
     except UnicodeEncodeError:
-        return _chunk(b"iTXt", keyword + b"\0\0\0\0\0" + value.encode())
+        return _chunk(b"iTXt", key.encode() + b"\0\0\0\0\0" + value.encode())
 
 
 def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
-    """The bytes of a PNG file of `array`: uint8 (H, W) gray, (H, W, 1) gray, (H, W, 3) RGB or (H, W, 4) RGBA.
+    """A PNG file (RFC 2083) of uint8 (H, W) or (H, W, 1) gray, (H, W, 3) RGB or (H, W, 4) RGBA.
 
-    `text` goes into tEXt/iTXt chunks, e.g. {"seed": "3"}. Source: the PNG specification, RFC 2083.
+    `text` goes into tEXt/iTXt chunks, e.g. {"seed": "3"}.
     """
-    array = np.ascontiguousarray(array)
     array = array[:, :, None] if array.ndim == 2 else array
     height, width, channels = array.shape
-    assert array.dtype == np.uint8 and min(height, width) > 0, (array.dtype, array.shape)
     colour_type = {1: 0, 3: 2, 4: 6}[channels]
-    rows = np.zeros((height, 1 + width * channels), np.uint8)
-    # Filter 1 ("sub", the difference to the pixel on the left) everywhere: a fraction of the size of no filter.
+    # Filter 1 ("sub": the difference to the pixel on the left, modulo 256) compresses far better than no filter
     pixels = array.copy()
-    pixels[:, 1:] -= array[:, :-1]  # modulo 256, as the specification wants
-    rows[:, 0] = 1
+    pixels[:, 1:] -= array[:, :-1]
+    rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
     texts = b"".join(_text_chunk(key, str(value)) for key, value in (text or {}).items())
@@ -44,7 +39,7 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
 
 
 def decode_png(data: bytes) -> np.ndarray:
-    """The array (H, W, C) uint8 of what encode_png wrote. Raises ValueError for other files, and for a torn one."""
+    """(H, W, C) uint8 from a file that encode_png wrote. Raises ValueError for any other file."""
     try:
         chunks, at = {}, 8
         while at < len(data):
@@ -57,17 +52,15 @@ def decode_png(data: bytes) -> np.ndarray:
             raise ValueError("another filter than 1")
         return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
     except (KeyError, ValueError, struct.error, zlib.error) as e:
-        raise ValueError(f"not a PNG of encode_png's: {e}") from e
+        raise ValueError(f"not a PNG that encode_png wrote: {e}") from e
 
 
 def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1) -> np.ndarray:
-    """One picture (H, W, 3) uint8 of images (N, C, H, W) uint8, C = 1 or 3, row by row on black.
+    """Images (N, C, H, W) uint8, C = 1 or 3, row by row on black: one picture (H, W, 3) uint8.
 
-    `scale` repeats each pixel so many times both ways, so that 16 x 16 images can be looked at. `padding` counts
-    pixels of the finished picture, between the images and around them.
+    `scale` enlarges each pixel, so that tiny images can be seen; `padding` is in pixels of the picture.
     """
-    num, channels, height, width = images.shape
-    assert images.dtype == np.uint8 and channels in (1, 3) and num > 0 and columns > 0, (images.dtype, images.shape)
+    num, _, height, width = images.shape
     columns = min(columns, num)
     rows = -(-num // columns)
     tiles = np.zeros((rows * columns, height * scale + padding, width * scale + padding, 3), np.uint8)
@@ -79,7 +72,7 @@ def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
-    """`grid` (H, W, 3) uint8 as lines of 24-bit colour half blocks, two pixels a character.
+    """`grid` (H, W, 3) uint8 as 24-bit colour half blocks, two pixels per character.
 
     A picture wider than `width` characters (None: the terminal's) is averaged down by an integer factor.
     """
@@ -87,8 +80,7 @@ def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
     factor = -(-grid.shape[1] // width)
     rows, columns = -(-grid.shape[0] // factor), -(-grid.shape[1] // factor)
     rows += rows % 2  # a character holds two
-    margin = (rows * factor - grid.shape[0], columns * factor - grid.shape[1])
-    grid = np.pad(grid, ((0, margin[0]), (0, margin[1]), (0, 0)))
+    grid = np.pad(grid, ((0, rows * factor - grid.shape[0]), (0, columns * factor - grid.shape[1]), (0, 0)))
     grid = grid.reshape(rows, factor, columns, factor, 3).mean((1, 3)).round().astype(int)
     lines = []
     for top, bottom in zip(grid[0::2].tolist(), grid[1::2].tolist()):

@@ -32,8 +32,7 @@ from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
-from nanodiff.formats.load import find_run, load_run
-from nanodiff.models.build import parse_classes
+from nanodiff.formats.load import find_run, load_run, parse_classes
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import Job, LocalHandler, LocalServer

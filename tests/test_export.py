@@ -8,7 +8,7 @@ import torch
 from tiny_runs import TIMELESS, make_data, make_run, randomise
 
 from nanodiff.common import UserError
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import Published, load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
@@ -180,7 +180,7 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
     path = export("a", "--form=improved_diffusion")
     assert "null class" in capsys.readouterr().out
     ours = load_run("a", "cpu").model
-    loaded = load_run(str(path), "cpu", image_size=16, num_heads=2)
+    loaded = load_run(str(path), "cpu", published=Published(num_heads=2, image_size=16))
     assert loaded.num_classes == ours.config.num_classes == 8 and not loaded.has_null_class
     assert torch.equal(outputs(loaded.model), outputs(ours))
     assert len(torch.load(path)["label_emb.weight"].untyped_storage()) == 4 * 8 * 128  # no trace of the null class
@@ -227,10 +227,12 @@ def test_a_safetensors_of_something_else(base, tmp_path):
     good = dict(step="1", ema='"raw"', arch='"dit"', model_config="{}", config="{}", data="{}")
     path = tmp_path / "a.safetensors"
     for metadata, named in [
-        (None, "metadata"),
-        (good | {"step": "[1]"}, "'step'"),
+        (None, "'ema' is missing"),
+        (good | {"config": "{"}, "'ema' is missing"),
+        (good | {"step": "[1]"}, "'step' is missing or not a int"),
         (good | {"data": "[]"}, "'data'"),
-        (good, "model_config does not describe a model"),
+        (good, "'label_drop'"),
+        (good | {"config": '{"label_drop": 0.1}'}, "no model of this version"),
     ]:
         save_safetensors({"w": torch.zeros(2)}, path, metadata)
         with pytest.raises(UserError, match=f"a.safetensors.*{named}"):

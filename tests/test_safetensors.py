@@ -1,16 +1,13 @@
-"""The .safetensors format: the official library reads what is written and writes what is read; hostile files."""
+"""The .safetensors format: the official library and ours read each other's files; corrupt headers are refused."""
 
-import contextlib
 import json
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.safetensors import DTYPES, MAX_HEADER_BYTES, load_safetensors, parse_header, save_safetensors
+from nanodiff.safetensors import DTYPES, MAX_HEADER_BYTES, load_safetensors, save_safetensors
 
 
 def one_of_each() -> dict[str, torch.Tensor]:
@@ -18,10 +15,8 @@ def one_of_each() -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     tensors = {}
     for code, dtype in DTYPES.items():
-        values = (
-            torch.randint(0, 2, (3, 5), generator=g) if code == "BOOL" else torch.randn(3, 5, generator=g).abs() * 9
-        )
-        tensors[f"layer.{code}"] = values.to(dtype)
+        values = torch.randn(3, 5, generator=g).abs() * 9
+        tensors[f"layer.{code}"] = (values > 5 if code == "BOOL" else values).to(dtype)
     tensors["0-dim"] = torch.tensor(math.pi)
     tensors["empty"] = torch.empty(4, 0, 2, dtype=torch.int16)
     tensors["transposed"] = torch.randn(4, 6, generator=g).t()
@@ -66,7 +61,7 @@ def test_no_tensors(tmp_path):
 
 
 def test_official_library_reads_ours(tmp_path):
-    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    official = pytest.importorskip("safetensors.torch", reason="the official library")
     tensors = one_of_each()
     save_safetensors(tensors, tmp_path / "x.safetensors", {"step": "500"})
     assert_same(official.load_file(tmp_path / "x.safetensors"), tensors)
@@ -75,7 +70,7 @@ def test_official_library_reads_ours(tmp_path):
 
 
 def test_we_read_the_official_library(tmp_path):
-    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    official = pytest.importorskip("safetensors.torch", reason="the official library")
     tensors = {name: tensor.contiguous() for name, tensor in one_of_each().items()}
     official.save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
     loaded, metadata = load_safetensors(tmp_path / "x.safetensors")
@@ -85,7 +80,7 @@ def test_we_read_the_official_library(tmp_path):
 
 def test_bytes_are_the_official_library_s(tmp_path):
     """Same header, same padding, same order: for one dtype per item size the two files are equal bit for bit."""
-    official = pytest.importorskip("safetensors.torch", reason="the official safetensors library is not installed")
+    official = pytest.importorskip("safetensors.torch", reason="the official library")
     tensors = {"b": torch.ones(3), "a": torch.zeros(2, 2), "c": torch.ones(5, dtype=torch.bfloat16)}
     tensors |= {"z": torch.arange(7), "é": torch.ones(3, dtype=torch.bool)}
     save_safetensors(tensors, tmp_path / "ours", {"format": "pt"})
@@ -131,109 +126,59 @@ def test_failed_save_leaves_the_old_file(tmp_path):
 
 
 F32 = entry([2], 0, 8)
-HOSTILE = {
-    "hole at the start": ({"a": entry([2], 4, 12)}, 12, "leaves a hole"),
-    "hole between": ({"a": F32, "b": entry([2], 12, 20)}, 20, "leaves a hole"),
-    "overlap": ({"a": F32, "b": entry([2], 4, 12)}, 12, "overlaps"),
-    "same bytes twice": ({"a": F32, "b": F32}, 8, "overlaps"),
-    "data left over": ({"a": F32}, 9, "describes 8"),
-    "truncated data": ({"a": F32}, 7, "describes 8"),
-    "size is not the shape's": ({"a": entry([3], 0, 8)}, 8, "takes 12"),
-    "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, 8, "has dtype 'F31'"),
-    "dtype is a list": ({"a": entry([2], 0, 8, [])}, 8, "has dtype"),
-    "negative shape": ({"a": entry([-2, -1], 0, 8)}, 8, "sizes >= 0"),
-    "float shape": ({"a": entry([2.0], 0, 8)}, 8, "sizes >= 0"),
-    "boolean shape": ({"a": entry([True, 2], 0, 8)}, 8, "sizes >= 0"),
-    "shape is a string": ({"a": entry("2", 0, 8)}, 8, "sizes >= 0"),
-    "too many dimensions": ({"a": entry([1] * 65 + [2], 0, 8)}, 8, "sizes >= 0"),
-    "overflowing shape": ({"a": entry([2**62, 2**62, 0], 0, 0)}, 0, "2^60"),
-    "negative offsets": ({"a": entry([2], -8, 0)}, 8, "two sizes"),
-    "reversed offsets": ({"a": entry([2], 8, 0)}, 8, "spans -8"),
-    "three offsets": ({"a": {**F32, "data_offsets": [0, 8, 8]}}, 8, "two sizes"),
-    "offsets past the end": ({"a": entry([2**50], 0, 2**52)}, 8, "8 bytes of data follow"),
-    "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8, "needs dtype"),
-    "entry is no object": ({"a": 3}, 8, "needs dtype"),
-    "metadata is no object": ({"__metadata__": [], "a": F32}, 8, "__metadata__"),
-    "metadata is not strings": ({"__metadata__": {"step": 3}, "a": F32}, 8, "__metadata__"),
-    "not JSON": (b"{hello", 0, "not a JSON object"),
-    "a JSON list": (b"[]", 0, "not a JSON object"),
-    "not UTF-8": (b'{"\xff": 1}', 0, "not a JSON object"),
-    "leading space": (b" {}", 0, "not a JSON object"),
-    "bottomless nesting": (b'{"a":' + b"[" * 200_000, 0, "not a JSON object"),
-    "an endless number": (b'{"a":' + b"9" * 10_000 + b"}", 0, "not a JSON object"),
-    "duplicate tensors": (b'{"a":%s,"a":%s}' % ((json.dumps(F32).encode(),) * 2), 8, "duplicate name 'a'"),
-    "duplicate keys": (b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8, "'dtype'"),
-    "unprintable name": (b'{"\\ud800\\n":3}', 0, r"ud800"),
+CORRUPT = {  # header, bytes of data
+    "hole at the start": ({"a": entry([2], 4, 12)}, 12),
+    "hole between": ({"a": F32, "b": entry([2], 12, 20)}, 20),
+    "overlap": ({"a": F32, "b": entry([2], 4, 12)}, 12),
+    "same bytes twice": ({"a": F32, "b": F32}, 8),
+    "data left over": ({"a": F32}, 9),
+    "truncated data": ({"a": F32}, 7),
+    "offsets do not fit the shape": ({"a": entry([3], 0, 8)}, 8),
+    "offsets past the end": ({"a": entry([2**50], 0, 2**52)}, 8),
+    "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, 8),
+    "dtype is a list": ({"a": entry([2], 0, 8, [])}, 8),
+    "negative shape": ({"a": entry([-2, -1], 0, 8)}, 8),
+    "float shape": ({"a": entry([2.0], 0, 8)}, 8),
+    "too many dimensions": ({"a": entry([1] * 65 + [2], 0, 8)}, 8),
+    "overflowing shape": ({"a": entry([2**62, 2**62, 0], 0, 0)}, 0),
+    "float offsets": ({"a": entry([0], 0.5, 0.5)}, 0),
+    "three offsets": ({"a": {**F32, "data_offsets": [0, 8, 8]}}, 8),
+    "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
+    "entry is a number": ({"a": 3}, 8),
+    "metadata is a list": ({"__metadata__": [], "a": F32}, 8),
+    "metadata is not strings": ({"__metadata__": {"step": 3}, "a": F32}, 8),
+    "not JSON": (b"{hello", 0),
+    "a JSON list": (b"[]", 0),
+    "not UTF-8": (b'{"\xff": 1}', 0),
+    "bottomless nesting": (b'{"a":' + b"[" * 200_000, 0),
+    "unprintable name": (b'{"\\ud800\\n":3}', 0),
 }
 
 
-@pytest.mark.parametrize("fault", HOSTILE)
-def test_hostile_files(tmp_path, fault):
-    header, data_bytes, message = HOSTILE[fault]
+@pytest.mark.parametrize("fault", CORRUPT)
+def test_a_corrupt_header_is_refused_in_one_line(tmp_path, fault):
+    header, data_bytes = CORRUPT[fault]
     path = write(tmp_path / "bad.safetensors", header, b"\0" * data_bytes)
     with pytest.raises(UserError) as error:
         load_safetensors(path)
     line = str(error.value)
-    assert line.startswith(str(path)) and message in line and "\n" not in line
-    line.encode()  # printable
+    assert line.startswith(str(path)) and line.isprintable() and len(line) < 500
 
 
-def test_faults_of_the_file_itself(tmp_path):
+def test_a_header_that_the_file_cannot_hold_is_refused_unread(tmp_path):
     path = tmp_path / "bad.safetensors"
-    lying = [b"", b"\x02", b"\xff" * 8, (3).to_bytes(8, "little") + b"{}", (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]
-    for content in lying:
+    for content in (b"", b"\x02", b"\xff" * 8, (3).to_bytes(8, "little") + b"{}"):
         path.write_bytes(content)
         with pytest.raises(UserError, match="does not fit"):
             load_safetensors(path)
-    path.write_bytes(b"\0" * 8)
-    with pytest.raises(UserError, match="not a JSON object"):
+    with open(path, "wb") as file:  # sparse: takes no room on disk
+        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        file.truncate(2 * MAX_HEADER_BYTES)
+    with pytest.raises(UserError, match="does not fit"):
         load_safetensors(path)
     for missing in (tmp_path / "absent", tmp_path):
         with pytest.raises(UserError, match="cannot be read"):
             load_safetensors(missing)
-
-
-def test_huge_header_is_refused_unread(tmp_path):
-    with open(tmp_path / "x", "wb") as f:  # sparse: takes no room on disk
-        f.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
-        f.truncate(2 * MAX_HEADER_BYTES)
-    with pytest.raises(UserError, match="does not fit"):
-        load_safetensors(tmp_path / "x")
-
-
-sizes = st.integers(-2, 9) | st.integers() | st.none() | st.booleans()
-entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([*DTYPES, "F31", None]),
-        "shape": st.lists(sizes, max_size=3),
-        "data_offsets": st.lists(sizes, min_size=1, max_size=3),
-    }
-)
-anything = st.recursive(
-    st.none() | st.integers() | st.text(max_size=3), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
-)
-
-
-@given(
-    header=st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), entries | anything, max_size=4),
-    buffer_bytes=st.integers(0, 40),
-)
-@settings(max_examples=150, deadline=None)
-def test_fuzzed_headers(header, buffer_bytes):
-    """Either the header is refused as a UserError, or its tensors can be made and tile the buffer."""
-    try:
-        parsed, _ = parse_header(json.dumps(header).encode(), buffer_bytes, "x")
-    except UserError:
-        return
-    made = [torch.empty(shape, dtype=dtype) for dtype, shape, _, _ in parsed.values()]
-    assert sum(t.numel() * t.itemsize for t in made) == buffer_bytes
-
-
-@given(text=st.binary(max_size=60), buffer_bytes=st.integers(0, 40))
-@settings(max_examples=200, deadline=None)
-def test_fuzzed_bytes(text, buffer_bytes):
-    with contextlib.suppress(UserError):
-        parse_header(text, buffer_bytes, "x")
 
 
 def test_every_flipped_bit_is_refused_or_harmless(tmp_path):

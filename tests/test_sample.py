@@ -1,4 +1,4 @@
-"""An image is a function of (seed, index) and its class, whatever else happens; and published files are understood."""
+"""An image depends on (seed, index) and its class alone, whatever else happens; published files are understood."""
 
 import argparse
 import hashlib
@@ -25,7 +25,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import load_tensors
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import Published, load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.formats.sample_store import SampleStore
 from nanodiff.models.dit import DiT, DiTConfig
@@ -71,6 +71,24 @@ def test_batch_size_does_not_change_an_image_of_a_gaussian_diffusion(base, run_s
     assert_same(one, two)
 
 
+def test_respacing_and_eta_are_those_of_the_published_code(base, run_script, tmp_path):
+    """ "10" are the 10 evenly spaced steps; DDIM with eta=1 on all timesteps has DDPM's variance (Song et al., eq. 16)."""
+    make_data()
+    make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--variance=fixed_small")
+    draw = lambda name, *args: sample(run_script, tmp_path / name, "--num_images=4", *args)
+    ten, _, _ = draw("a", "--steps=10")
+    respaced, _, protocol = draw("b", "--respacing=10")
+    assert (ten == respaced).all() and protocol["steps"] == "10" and protocol["network_evaluations"] == 2 * 10
+    for spec, steps in (("ddim25", 25), ("5,10,15", 30)):
+        other, _, protocol = draw("c", f"--respacing={spec}")
+        assert protocol["network_evaluations"] == 2 * steps and (other != ten).any()
+    noisy, _, _ = draw("d", "--steps=50", "--eta=1", "--cfg_scale=1")
+    ddpm, _, _ = draw("e", "--steps=50", "--sampler=ddpm", "--cfg_scale=1")
+    quiet, _, _ = draw("f", "--steps=50", "--cfg_scale=1")
+    assert_same(noisy, ddpm)
+    assert (noisy != quiet).any()
+
+
 def test_seed_class_and_weights_change_an_image(flow, run_script, tmp_path):
     first, labels, protocol = sample(run_script, tmp_path / "a", "--num_images=4", "--classes=3")
     assert labels.tolist() == [3] * 4 and protocol["weights"] == "0.999" and protocol["step"] == 1
@@ -95,7 +113,7 @@ def test_what_is_written(flow, run_script, tmp_path):
         assert (np.asarray(png)[2:50:3, 52:100:3] == images[1]).all()
     weights = flow / "checkpoints" / "step_000001" / "ema_0.999.pt"
     given = dict(checkpoint=str(weights.parent), step=1, sha256=hashlib.sha256(weights.read_bytes()).hexdigest())
-    given |= dict(sampler="heun", steps=3, cfg_scale=1.5, num_images=20, seed=3, dtype="float32")
+    given |= dict(sampler="heun", steps=3, eta=0.0, cfg_scale=1.5, num_images=20, seed=3, dtype="float32")
     given |= dict(network_evaluations=2 * 5, guide=None, autoencoder=None, torch=torch.__version__)
     assert given.items() <= protocol.items()
     # by default beside the run, and without .npz
@@ -167,7 +185,7 @@ def test_a_model_without_null_class_or_classes_can_be_guided_by_another(base, ru
     "settings, differing",
     [
         (["--class_cond=False"], "classes"),
-        (["--flow_prediction=x0"], "prediction"),
+        (["--objective=flow_x0"], "prediction"),
         (["--objective=eps"], "process, noise schedule, prediction"),
         (["--data=large"], "image size"),
     ],
@@ -183,11 +201,11 @@ def test_a_guide_that_does_not_fit(flow, run_script, settings, differing):
 
 @pytest.mark.parametrize("num_classes", [0, 5])
 def test_network_evaluations(num_classes):
-    """Of the samplers by their papers; guidance asks twice, where it is on."""
+    """As the samplers' papers count them; guidance doubles those that it acts on."""
     model = argparse.Namespace(config=argparse.Namespace(in_channels=3, out_channels=6, num_classes=num_classes))
     eps, flow, guide = GaussianDiffusion(variance="learned_range"), FlowMatching(), object()
-    for sampler, expected in (("ddpm", 10), ("ddim", 10), ("dpm++", 10)):
-        assert network_evaluations(model, eps, SampleSettings(10, sampler)) == expected
+    for sampler in ("ddpm", "ddim", "dpm++"):
+        assert network_evaluations(model, eps, SampleSettings(10, sampler)) == 10
     model.config.out_channels = 3
     for sampler, expected in (("euler", 10), ("sde", 10), ("heun", 19)):
         assert network_evaluations(model, flow, SampleSettings(10, sampler)) == expected
@@ -195,7 +213,7 @@ def test_network_evaluations(num_classes):
         if num_classes:
             assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0)) == 2 * expected
     # Euler asks at t = 1, 0.75, 0.5 and 0.25, of which two are in the interval
-    settings = SampleSettings(4, "euler", 2.0, (0.3, 0.8), weak_model=guide)
+    settings = SampleSettings(4, "euler", 2.0, cfg_interval=(0.3, 0.8), weak_model=guide)
     assert network_evaluations(model, flow, settings) == 4 + 2
 
 
@@ -369,7 +387,7 @@ def test_meta_files(base, run_script, tmp_path, dit, training_checkpoint):
         opt = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
         published = {"model": other, "ema": published, "opt": opt, "args": args}
     torch.save(published, tmp_path / "dit.pt")
-    loaded = load_run(str(tmp_path / "dit.pt"), "cpu", num_heads=4)
+    loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=Published(num_heads=4))
     assert loaded.model.config == dit.config and loaded.data["kind"] == "latents"
     assert not loaded.process.clip_denoised  # latents are not confined to [-1, 1]
     x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 800.0]), torch.tensor([1, 5])

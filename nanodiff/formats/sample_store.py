@@ -1,10 +1,9 @@
-"""Many images on their way into one file: drawn in parts that outlive a kill, put together at the end.
+"""Resumable sampling: one .npy per batch, merged into one .npz.
 
-.NAME.npz.parts/    beside NAME.npz while that is being made
+.NAME.npz.parts/    beside NAME.npz while it is being made
     .lock           held by the process that makes it
-    protocol.json   what the images are samples of
-    000000.npy ...  (n, H, W, C) uint8, consecutive images, each part written whole or not at all
-    whole.npz       until it takes its name
+    protocol.json   everything that the images depend on
+    000000.npy ...  (n, H, W, C) uint8, consecutive images; each file is written whole or not at all
 """
 
 import json
@@ -16,128 +15,115 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.dataset import npy_header
-from nanodiff.files import fsync_dir, lock_file, write_atomic
+from nanodiff.files import fsync_dir, lock_file, write_atomic, writing
 
-GRID_IMAGES = 256  # what a grid shows at most; so many of another protocol are dropped without asking
+GRID_IMAGES = 256  # the most that a grid shows; no more images than this are ever dropped without asking
 
 
 class SampleStore:
-    """The images 0 ... num_images - 1 of the file `output`, in parts of `size`.
+    """The images 0 ... num_images - 1 of the file `output`, drawn in parts of `size` images.
 
-    What is in a part depends on its number alone, not on the rank that draws it. So the file is the same, byte for
-    byte, for any number of ranks, and goes on where another number of them was killed. `open`, `write_npz` and `close`
-    are for rank 0; the ranks share a file system. `protocol` is whatever the images depend on, JSON's types only.
+    A part depends on its number, not on the rank that draws it. So the file is the same, byte for byte, for any number
+    of ranks and after any number of kills. Only rank 0 calls `open`, `write_npz` and `close`; the ranks share a file
+    system. `protocol` holds everything that the images depend on, in JSON's types.
     """
 
     def __init__(self, output: Path, protocol: dict, num_images: int, size: int):
         self.output, self.protocol = output, json.dumps(protocol)
-        self.num_images, self.size, self.num_parts = num_images, size, -(-num_images // size)
+        self.num_images, self.size = num_images, size
+        self.num_parts = -(-num_images // size)
         self.folder = output.with_name(f".{output.name}.parts")
 
     def open(self) -> bool:
-        """Lock the folder and look through the parts in it; True where `output` is there already, of this protocol.
+        """Lock the folder and remove corrupt parts; True if `output` is there already, with the same protocol.
 
-        A broken part is removed, to be drawn again. What was begun by another protocol is dropped, unless it is more
-        than a grid: UserError then says what differs. It is raised too where another process makes the same file.
+        Parts of another protocol are removed too, unless they are more than a grid: then UserError says what differs.
         """
-        self.lock = lock_file(
-            self.folder / ".lock", f"another process is sampling in {self.folder}; stop it or choose another out", "out"
-        )
-        described = self.folder / "protocol.json"
-        old = described.read_text() if described.exists() else ""
-        parts = {path: load_part(path) for path in sorted(self.folder.glob("*.npy"))}
+        busy = f"another process is sampling in {self.folder}; stop it or choose another out"
+        self.lock = lock_file(self.folder / ".lock", busy, hint="out")
+        protocol_file = self.folder / "protocol.json"
+        old = protocol_file.read_text() if protocol_file.exists() else "{}"
+        parts = {path: load_part(path) for path in self.folder.glob("*.npy")}
         if stored_protocol(self.output) == self.protocol:
-            if old == self.protocol or not parts:  # of a run that was killed when all was done, or nothing
+            if old == self.protocol or not parts:  # left by a process killed between write_npz and close
                 self.close()
             return True
-        if parts and old != self.protocol:
-            num_images = sum(len(part) for part in parts.values() if part is not None)
-            what = f"{num_images:,} images of another protocol ({difference(old, self.protocol)})"
+        num_images = sum(len(part) for part in parts.values())
+        if old != self.protocol and num_images > 0:
+            held = f"{num_images:,} images of another protocol ({difference(old, self.protocol)})"
             if num_images > GRID_IMAGES:
-                raise UserError(f"{self.folder} holds {what}: set that back, choose another out, or remove the folder")
-            print0(f"{self.folder} held {what}: started afresh")
+                raise UserError(f"{self.folder} holds {held}: set that back, choose another out, or remove the folder")
+            print0(f"{self.folder} held {held}: started afresh")
         for path, part in parts.items():
-            if old != self.protocol or part is None or len(part) != len(self.ids(int(path.stem))):
+            if old != self.protocol or len(part) != len(self.ids(int(path.stem))):
                 path.unlink()
-        self._write(described, self.protocol.encode())
+        write_atomic(protocol_file, self.protocol.encode())
         return False
 
-    def _write(self, path: Path, *data) -> None:
-        try:
-            write_atomic(path, *data)
-        except OSError as e:
-            raise UserError(f"cannot write to {self.folder}: {e.strerror}; the same command goes on from there") from e
-
     def ids(self, k: int) -> range:
-        """The numbers of the images in part k."""
+        """The image numbers of part k."""
         return range(k * self.size, min((k + 1) * self.size, self.num_images))
 
     def path(self, k: int) -> Path:
         return self.folder / f"{k:06d}.npy"
 
     def missing(self, rank: int = 0, world: int = 1) -> list[int]:
-        """The parts that a rank has to draw: dealt out in turn, less those that are there."""
+        """The parts that a rank has yet to draw; parts are dealt to the ranks in turn."""
         return [k for k in range(rank, self.num_parts, world) if not self.path(k).exists()]
 
     def num_drawn(self) -> int:
-        """Images there are, of all ranks."""
-        numbers = (name.removesuffix(".npy") for name in os.listdir(self.folder))
-        return sum(len(self.ids(int(number))) for number in numbers if number.isdigit())
+        """Images drawn so far, by all ranks."""
+        return sum(len(self.ids(k)) for k in range(self.num_parts) if self.path(k).exists())
 
     def write(self, k: int, images: np.ndarray) -> None:
-        """Keep part k, uint8 (n, H, W, C), whatever happens to the process. Raises UserError where the disk is full."""
+        """Keep part k, uint8 (n, H, W, C)."""
         images = np.ascontiguousarray(images)
-        self._write(self.path(k), npy_header(images.dtype, images.shape), images.data)
-
-    def read(self, k: int) -> np.ndarray:
-        """Part k, mapped into memory."""
-        part = load_part(self.path(k))
-        if part is None:
-            raise UserError(f"{self.path(k)} is missing or broken: do all ranks write to the same file system?")
-        return part
+        with writing(self.path(k)) as file:  # without numpy.save, which does not notice a full disk
+            write_header(file, images.shape)
+            file.write(images.data)
 
     def first(self, n: int) -> np.ndarray:
         """The first n images (n, H, W, C), or as many as there are."""
-        return np.concatenate([self.read(k) for k in range(self.num_parts) if k * self.size < n])[:n]
+        return np.concatenate([load_part(self.path(k)) for k in range(self.num_parts) if k * self.size < n])[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
-        """`output` with arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,) and protocol, JSON text.
+        """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
 
-        The bytes are numpy.savez's, but one part is in memory at a time. Raises OSError; an older file is then intact.
+        The bytes are those of numpy.savez, but only one part is in memory at a time.
         """
-        tmp, shape = self.folder / "whole.npz", (self.num_images, *self.read(0).shape[1:])
-        try:
-            with open(tmp, "wb") as file:
-                with zipfile.ZipFile(file, "w") as archive:  # stored, and dated 1980 whenever it is written
-                    with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-                        member.write(npy_header(np.dtype(np.uint8), shape))
-                        for k in range(self.num_parts):
-                            member.write(self.read(k).data)
-                    for name, array in (("labels", labels), ("protocol", np.array(self.protocol))):
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                            np.lib.format.write_array(member, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(tmp, self.output)
-        except BaseException:
-            tmp.unlink(missing_ok=True)  # its room is wanted
-            raise
+        whole = self.folder / "whole.npz"
+        absent = self.missing()
+        if absent:
+            raise UserError(f"{self.path(absent[0])} is missing: do all ranks write to the same file system?")
+        shape = (self.num_images, *load_part(self.path(0)).shape[1:])
+        with writing(whole) as file, zipfile.ZipFile(file, "w") as archive:  # stored, and always dated 1980
+            with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+                write_header(member, shape)
+                for k in range(self.num_parts):
+                    member.write(load_part(self.path(k)).data)
+            for name, array in (("labels", labels), ("protocol", np.array(self.protocol))):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+        os.replace(whole, self.output)
         fsync_dir(self.output.parent)
 
     def close(self) -> None:
-        """Remove the parts, once the file is there."""
+        """Remove the parts; call it once the file is there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.close()
 
 
-def load_part(path: Path) -> np.ndarray | None:
-    """(n, H, W, C) uint8, mapped into memory; None where the file is not whole."""
+def write_header(file, shape: tuple) -> None:
+    """The header of a .npy file of uint8."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+
+
+def load_part(path: Path) -> np.ndarray:
+    """(n, H, W, C) uint8, memory-mapped; of no images if the file is corrupt."""
     try:
-        part = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):  # absent or cut short; in the data or the header; empty
-        return None
-    return part if part.dtype == np.uint8 and part.ndim == 4 else None
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return np.zeros((0, 0, 0, 0), np.uint8)
 
 
 def stored_protocol(npz: Path) -> str:
@@ -150,11 +136,7 @@ def stored_protocol(npz: Path) -> str:
 
 
 def difference(old: str, new: str) -> str:
-    """What differs between two protocols, JSON text, in words: "steps=50, now 25"."""
-    try:
-        old, new = json.loads(old), json.loads(new)
-        return ", ".join(
-            f"{key}={old.get(key)}, now {new.get(key)}" for key in old | new if old.get(key) != new.get(key)
-        )
-    except (ValueError, AttributeError, TypeError):
-        return "which is not known"
+    """What differs between two protocols (JSON text), in words: "steps=50, now 25"."""
+    old, new = json.loads(old), json.loads(new)
+    changed = [key for key in old | new if old.get(key) != new.get(key)]
+    return ", ".join(f"{key}={old.get(key)}, now {new.get(key)}" for key in changed)

@@ -57,18 +57,3 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On its way out: to formats/load.py and training/run.py
-
-
-def parse_classes(classes: str, num_classes: int) -> list[int]:
-    """Class numbers, comma-separated; "" is all of them, and [0] for a model without. Raises UserError."""
-    try:
-        chosen = [int(c) for c in classes.split(",")] if classes else list(range(max(num_classes, 1)))
-    except ValueError:
-        raise UserError(f"classes={classes!r}; accepted: numbers from 0 to {num_classes - 1}, such as 0,3") from None
-    if classes and not all(0 <= c < num_classes for c in chosen):
-        raise UserError(f"classes={classes!r}: this model has {num_classes or 'no'} classes, numbered from 0")
-    return chosen
