@@ -90,7 +90,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     optimizer.step()
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())
-    with ema.applied():
+    with ema.applied(model):
         for sampler in process.samplers:
             denoiser = guidance.make_denoiser(model, **cond, cfg_scale=2.0 if num_classes else 1.0)
             generator = StackedGenerator(range(2))
