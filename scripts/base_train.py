@@ -201,7 +201,6 @@ if checkpoint:
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
     loop |= meta["loop"]
-optim.check_replicas()  # all ranks start from the same weights, bit for bit
 step = start_step = loop["step"]
 
 described = dict(config=config, data=codec.facts, model=asdict(model_config), num_params=num_params)

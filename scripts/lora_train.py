@@ -158,7 +158,6 @@ if checkpoint:
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
     scaler.load_state_dict(load_tensors(checkpoint / "train.pt")["scaler"])
     loop |= meta["loop"]
-optim.check_replicas()  # all ranks start from the same weights, bit for bit
 step = start_step = loop["step"]
 described = dict(config=config, data=facts, model=asdict(model_config), lora=origin, num_params=num_params)
 described |= dict(num_trained=num_trained, num_iterations=num_iterations, flops_per_image=flops_per_image)

@@ -6,8 +6,6 @@ of that share), all-gather the parameters. This is ZeRO stage 1 (Rajbhandari et 
 rank the share is everything and nothing is sent.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
@@ -94,40 +92,27 @@ def align(n: int) -> int:
 
 
 def plan_buffer(params, world: int):
-    """(offset of each parameter, length of a share, runs of each share). No parameter is cut: the largest go first,
-    each to the emptiest share.
+    """(offset of each parameter, length of a share, runs of each share). The largest parameters go first, each to the
+    emptiest share, uncut.
 
-    Within a share, matrices of one shape lie side by side: a run (start, count, rows, cols) is one batch for Muon.
+    Within a share, matrices of one shape lie side by side: a run [start, count, rows, cols] is one batch for Muon.
     """
-    load, members = [0] * world, [[] for _ in range(world)]
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) if p.ndim else (1, 1) for p in params]
+    load, owner = [0] * world, {}
     for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
-        emptiest = load.index(min(load))
-        members[emptiest].append(i)
-        load[emptiest] += params[i].numel()
-
-    def matrix_shape(i):
-        rows = params[i].shape[0] if params[i].ndim else 1
-        return rows, params[i].numel() // rows
-
-    offset_in_share, runs, ends = {}, [], []
-    for share in members:
-        end, own_runs = 0, []
-        for i in sorted(share, key=lambda i: (matrix_shape(i), i)):
-            if not own_runs or own_runs[-1][2:] != matrix_shape(i):
-                end = align(end)
-                own_runs.append((end, 0, *matrix_shape(i)))
-            start, count, *shape = own_runs[-1]
-            own_runs[-1] = (start, count + 1, *shape)
-            offset_in_share[i] = end
-            end += params[i].numel()
-        runs.append(own_runs)
-        ends.append(end)
+        owner[i] = load.index(min(load))
+        load[owner[i]] += params[i].numel()
+    offsets, runs, ends = [0] * len(params), [[] for _ in range(world)], [0] * world
+    for i in sorted(owner, key=lambda i: (shapes[i], i)):
+        r = owner[i]
+        if not runs[r] or tuple(runs[r][-1][2:]) != shapes[i]:
+            ends[r] = align(ends[r])
+            runs[r].append([ends[r], 0, *shapes[i]])
+        runs[r][-1][1] += 1
+        offsets[i] = ends[r]
+        ends[r] += params[i].numel()
     length = align(max(ends))
-    offsets = [0] * len(params)
-    for number, share in enumerate(members):
-        for i in share:
-            offsets[i] = number * length + offset_in_share[i]
-    return offsets, length, runs
+    return [owner[i] * length + offset for i, offset in enumerate(offsets)], length, runs
 
 
 class Bucket:
@@ -268,19 +253,6 @@ class Optimizer:
         found = [f"rank {rank}: {share:.0%} of {name}" for rank, (share, name) in enumerate(every) if share > 0]
         return ", ".join(found) or "finite on each rank, not their sum"
 
-    @collective("the comparison of the ranks' weights")
-    @torch.no_grad()
-    def check_replicas(self) -> None:
-        """Raise RuntimeError, on every rank, naming the first parameter that differs from rank 0's; a collective."""
-        for bucket in self.buckets if self.world > 1 else []:
-            reference = bucket.flat.clone()
-            dist.broadcast(reference, 0)
-            same = (reference.view(torch.int32) == bucket.flat.view(torch.int32)).float()  # as bits: NaN equals itself
-            dist.all_reduce(same, dist.ReduceOp.MIN)
-            for name, view in zip(bucket.names, bucket.views(same)):
-                if not view.all():
-                    raise RuntimeError(f"{name} differs between ranks")
-
     @collective("the all-gather of the optimizer's state")
     @torch.no_grad()
     def state_dict(self) -> dict:
@@ -336,12 +308,6 @@ def make_optimizer(
     for all else; "adamw": AdamW for everything. Weight decay is decoupled and applies to tensors of 2 or more
     dimensions. `momentum_warmup` is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
     """
-    if optimizer not in ("muon", "adamw"):
-        raise UserError(f"optimizer={optimizer!r} is not known; accepted: muon, adamw")
-    below_1 = {"beta1": betas[0], "beta2": betas[1], "momentum": momentum}
-    for name, value in {"lr": lr, "muon_lr": muon_lr, "weight_decay": weight_decay, "eps": eps, **below_1}.items():
-        if not 0 <= value < (1 if name in below_1 else math.inf):
-            raise UserError(f"{name}={value} is out of range; accepted: {'[0, 1)' if name in below_1 else '0 or more'}")
     model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     rows = (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay))
     groups = [
@@ -373,35 +339,25 @@ class LossScaler:
     """Keeps small gradients above fp16's underflow by scaling the loss by 2^lg_loss_scale (IDDPM's fp16 trainer).
 
     The exponent grows by 0.001 each good step and falls by 1 on overflow, whose step is skipped. With enabled=False
-    (bf16, fp32) every method is the identity or does nothing.
+    (bf16, fp32) the scale is 1 and nothing moves.
     """
 
-    def __init__(self, enabled: bool, lg_scale: float = 20.0, growth: float = 1e-3):
-        self.enabled, self.growth = enabled, growth
-        self.lg_loss_scale = lg_scale
-        self.skipped_in_a_row = 0
+    def __init__(self, enabled: bool, lg_scale: float = 20.0):
+        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, lg_scale, 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss
 
     @property
     def inv_scale(self) -> float:
-        """Multiply the gradients by this: 2^-lg_loss_scale; 1 when disabled."""
         return 2.0**-self.lg_loss_scale if self.enabled else 1.0
 
     def update(self, overflow: bool) -> None:
-        """Raises FloatingPointError once the scale is below 1: about 20 skips in a row, which no smaller scale cures.
-
-        All those steps were skipped, so weights and averages are still good.
-        """
+        """Raises FloatingPointError once the scale is below 1: no smaller one cures 20 overflows in a row."""
         if not self.enabled:
             return
-        if not overflow:
-            self.lg_loss_scale += self.growth
-            self.skipped_in_a_row = 0
-            return
-        self.lg_loss_scale -= 1.0
-        self.skipped_in_a_row += 1
+        self.lg_loss_scale += -1.0 if overflow else 0.001
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
         if self.lg_loss_scale < 0:
             skipped = f"{self.skipped_in_a_row} steps skipped in a row"
             raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale has fallen below 1")
