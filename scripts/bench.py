@@ -1,5 +1,5 @@
 """
-Measure training against the published recipe, side by side in one run; if asked, sampling and reading the data too.
+Time training against the published recipe, side by side in one run; on request also sampling and reading the data.
 
     python -m scripts.bench                                        # d4, 32x32x3, batch 32
     python -m scripts.bench --depths=4,6 --dtypes=float32,bfloat16 --compiles=True,False
@@ -7,103 +7,96 @@ Measure training against the published recipe, side by side in one run; if asked
     python -m scripts.bench --autoencoder=taef2_encoder.pth        # encoding on the fly against cached latents
     torchrun --standalone --nproc_per_node=2 -m scripts.bench      # on several ranks
 
-The reference is what users would otherwise run: the same backbone as published (DiT's classic block, or the UNet),
-eager, fp32 (TF32 on GPUs), torch's AdamW, EMA in a loop over the parameters, DistributedDataParallel on several ranks;
-for sampling, the same model and sampler, eager, in fp32. Each candidate is a process of its own (on each rank), so that
-memory is its own too; they take turns, round by round, so that a noisy machine is noisy for all; medians count.
+The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
+AdamW, EMA in a loop over the parameters, DistributedDataParallel on several ranks; for sampling, the same model and
+sampler, eager, in fp32. Each candidate is a process of its own (on each rank) with its own memory. They take turns,
+round by round, so that noise of the machine hits all of them; the tables show medians.
 
-A step is timed as a whole; in other steps the device is waited for after each part: forward, backward (in which DDP
-exchanges gradients), optim (exchange, clipping, update), ema, and data, what is left of the wait for the next batch.
-Synthetic data need no wait. Under torchrun, times and memory are rank 0's, and images those of all ranks.
+A step is timed as a whole. In other steps the device is waited for after each part: forward, backward (with DDP's
+exchange of gradients), optim (exchange, clipping, update), ema, and data, the rest of the wait for the next batch; none
+with synthetic data. Under torchrun times and memory are rank 0's, images those of all ranks.
 """
 
 import itertools
+import json as json_format
 import multiprocessing
 import os
 import re
+import resource
 import socket
 import statistics
 import sys
-import tempfile
+import threading
 import time
-from json import dumps
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from configurator import configure
+from nanodiff import device as devices
 from nanodiff.common import UserError, get_dist, leave_together, print0
-from nanodiff.device import (
-    can_compile,
-    choose_dtype,
-    device_name,
-    init_device,
-    peak_flops,
-    peak_memory_gb,
-    reset_peak_memory,
-    synchronize,
-)
-from nanodiff.workloads import SETS, load, sample, train
+from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.diffusion.sampling import SampleSettings, sample_images
+from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
+from nanodiff.training.ema import EMA
+from nanodiff.training.optim import LossScaler, make_optimizer
 
-# The candidates: all combinations of these lists, comma-separated (the singular, as in --depth=4, does as well)
+# The candidates: all combinations of these lists, comma-separated; the singular, as in --depth=4, means the same
 archs = "dit_classic,dit"  # of dit_classic, dit, unet
-depths = "4"  # the dial
+depths = "4"  # the dial of model size
 dtypes = "auto"  # of auto, bfloat16, float16, float32
 compiles = "True"  # of True, False: torch.compile
 batch_sizes = "32"  # images per step of each rank
 optimizers = "adamw"  # of adamw, muon
-checkpointing = False  # for each also one that recomputes activations
+checkpointing = False  # each candidate also with recomputed activations
 # Data
-data = ""  # name of a prepared set, or its folder, which then tells size, channels, classes; "" = synthetic
-autoencoder = ""  # path: encode on the fly; with synthetic data, for each candidate also one on cached latents
-image_size = 32  # >= 1: pixels, also with an autoencoder
-channels = 3  # >= 1: of the images
-num_classes = 10  # >= 0: 0 = unconditional
-patch_size = 0  # >= 0: of the DiT; 0 = for about 256 tokens
-num_res_blocks = 3  # >= 1: of the UNet
-# What to measure
+data = ""  # name of a data set, or its folder, which then tells size, channels, classes; "" = synthetic
+autoencoder = ""  # path: encode on the fly; with synthetic data, each candidate also with cached latents
+image_size = 32  # >= 1: side in pixels, also with an autoencoder
+channels = 3  # >= 1: image channels
+num_classes = 10  # >= 0: number of classes; 0 = unconditional
+patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
+num_res_blocks = 3  # >= 1: residual blocks per level of the UNet
+# What to time
 training = True  # training steps
-sampling = False  # drawing samples, the guided batch in one forward pass
-sampler = "auto"  # auto|euler|heun|sde|ddpm|ddim|dpm++: auto = heun for flow, ddim for the rest
-sample_steps = 10  # >= 1: of the sampler
+sampling = False  # drawing a batch of samples, with guidance in one forward pass; latents are not decoded
+sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
+sample_steps = 10  # >= 1: steps of the sampler
 cfg_scale = 2.0  # >= 0: guidance; 1 = none
-loading = False  # reading a set, from the page cache and from the disk, against what the first candidate trains on
-load_mib = 64  # >= 1: how much is read in a pass; without `data`, of this size are the sets made in a temporary folder
-rounds = 5  # >= 1: turns that each candidate takes
-steps = 4  # >= 1: steps in a turn, and half as many that are split
-profile = ""  # path: chrome trace (.json) of 3 steps of the first candidate; its 15 costliest operations are shown
+loading = (
+    False  # reading `data`, by default shapes, from the page cache and from the disk, against the fastest training
+)
+load_mib = 64  # >= 1: MiB to read per pass
+rounds = 5  # >= 1: turns of each candidate
+steps = 4  # >= 1: steps per turn, and half as many that are split into parts
+profile = ""  # path of a chrome trace (.json) of 3 steps of the first candidate; prints its 15 costliest operations
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
-as_json = False  # one JSON object instead of the tables
-json = False  # the same, for short
+json = False  # print one JSON object instead of the tables
 
 LISTS = {
     "arch": ("dit_classic", "dit", "unet"), "depth": int, "dtype": ("auto", "bfloat16", "float16", "float32"),
     "compile": ("True", "False"), "batch_size": int, "optimizer": ("adamw", "muon"),
 }  # fmt: skip
-PARTS = ("forward", "backward", "optim", "ema", "data")
-COLUMNS = {
-    "img/s": "{images_per_sec:.1f}", "ratio": "{ratio:.2f}", "step ms": "{step_ms:.1f}",
-    "min - max": "{min_ms:.1f} - {max_ms:.1f}",
-}  # fmt: skip
-COSTS = {"GiB": "{memory_gb:.2f}", "first s": "{first_step_s:.1f}"}
-TABLES = {
-    "training": COLUMNS | {part: f"{{{part}_ms:.1f}}" for part in PARTS} | {"optim/step": "{optim_share:.0%}"} | COSTS
-    | {"MB sent": "{sent_mb:.2f}", "mfu": "{mfu:.1f}"},
-    "sampling": COLUMNS | COSTS,
-    "loading": {
-        "warm img/s": "{warm_images_per_sec:.0f}", "cold img/s": "{cold_images_per_sec:.0f}",
-        "model img/s": "{images_per_sec:.1f}", "warm/model": "{warm_ratio:.1f}", "cold/model": "{cold_ratio:.1f}",
-        "MiB": "{mib:.1f}", "from disk": "{read_mib:.1f}",
-    },
-}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What to measure
+# The candidates: each is a `spec`, a dict of all settings with one value of each list
 
 
 def parse_list(name: str, text: str) -> list:
-    """The values of a comma-separated setting. Raises UserError."""
     items, accepted = [item.strip() for item in text.split(",")], LISTS[name]
     if accepted is int and all(re.fullmatch("0*[1-9][0-9]{,8}", item) for item in items):
         return [int(item) for item in items]
@@ -113,223 +106,374 @@ def parse_list(name: str, text: str) -> list:
     raise UserError(f"{name}s={text!r}; accepted: {known}, comma-separated")
 
 
-def published(table: str, spec: dict) -> dict:
-    """The reference that a candidate is compared with."""
-    arch = spec["arch"] if table == "sampling" or spec["arch"] == "unet" else "dit_classic"
-    plain = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False, "online": True}
-    return spec | plain | {"arch": arch, "reference": True}
-
-
 def candidates(config: dict) -> dict[str, list[dict]]:
-    """{table: specs}, a reference before all that are to be compared with it."""
-    values = itertools.product(*(parse_list(name, config[f"{name}s"]) for name in LISTS))
-    flags = {"reference": False, "checkpointing": False, "online": True}
-    specs, tables = [config | flags | dict(zip(LISTS, point)) for point in values], {}
-    if training:
-        encoding = (True, False) if autoencoder and not data else (True,)
-        pairs = list(itertools.product(encoding, (False, True)[: 1 + checkpointing]))
-        tables["training"] = [spec | {"online": o, "checkpointing": c} for spec in specs for o, c in pairs]
-    if sampling:
-        tables["sampling"] = [spec for spec in specs if spec["optimizer"] == specs[0]["optimizer"]]
-    for table, rows in tables.items():
-        groups = {}  # in the order of their first candidates
-        for spec in rows:
-            reference = published(table, spec)
-            key = tuple(reference[name] for name in LISTS)
-            groups.setdefault(key, [reference]).append(spec)
-        tables[table] = [spec for group in groups.values() for spec in group]
-    if loading:
-        forms = [{"set": data}] if data else [{"set": form, "patch_size": 0} for form in SETS]
-        tables["loading"] = [specs[0] | form for form in forms]
+    """{table: specs}, each reference before the candidates that are compared with it."""
+    values = {name: parse_list(name, config[f"{name}s"]) for name in LISTS}
+    values["online"] = (True, False) if autoencoder and not data else (True,)
+    values["checkpointing"] = (False, True) if checkpointing else (False,)
+    specs = [config | dict(zip(values, point)) | {"reference": False} for point in itertools.product(*values.values())]
+    one = {"online": True, "checkpointing": False, "optimizer": specs[0]["optimizer"]}  # nothing to a sampler
+    tables = {"training": specs, "sampling": [spec for spec in specs if spec | one == spec]}
+    tables = {table: specs for table, specs in tables.items() if config[table]}
+    for table, chosen in tables.items():
+        groups = {}  # by reference, in the order of their first candidates
+        for spec in chosen:
+            published = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False}
+            reference = spec | published | {"online": True, "reference": True}
+            if table == "training" and spec["arch"] == "dit":
+                reference["arch"] = "dit_classic"
+            groups.setdefault(tuple(reference[name] for name in LISTS), [reference]).append(spec)
+        tables[table] = list(itertools.chain(*groups.values()))
     return tables
 
 
 def describe(spec: dict, table: str, device) -> str:
-    """A candidate in words."""
-    words = [
-        f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}",
-        str(choose_dtype(spec["dtype"], device))[6:],
-    ]
-    words += ["compiled" if spec["compile"] else "eager"]
-    words += [spec["optimizer"]] * (table != "sampling") + ["checkpointing"] * spec["checkpointing"]
-    if autoencoder and table == "training":
+    words = [f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}"]
+    words += [str(devices.choose_dtype(spec["dtype"], device))[6:], "compiled" if spec["compile"] else "eager"]
+    if table == "training":
+        words.append(spec["optimizer"])
+    if spec["checkpointing"]:
+        words.append("checkpointing")
+    if spec["autoencoder"] and table == "training":
         words.append("encoding on the fly" if spec["online"] else "cached latents")
-    words += ["reference"] * spec["reference"]
+    if spec["reference"]:
+        words.append("reference")
     return ", ".join(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The processes that measure
+# What is timed: `step` as a whole and, for training, its parts
+
+
+def open_data(spec: dict, device):
+    """The codec, and an iterator of batches on the device: stored images (N, C, H, W), labels (N,).
+
+    Synthetic data repeat one batch.
+    """
+    n, size, (rank, _, world) = spec["batch_size"], spec["image_size"], get_dist()
+    if spec["data"]:
+        dataset = open_dataset(spec["data"], "train")
+        codec = make_codec(dataset, device, spec["autoencoder"])
+        return codec, DataLoader(dataset, n, n * world, rank, world, seed=0, device=device)
+    facts = dict(kind="images", channels=spec["channels"], resolution=size, num_classes=spec["num_classes"])
+    codec, g = Pixels(facts), torch.Generator().manual_seed(1)
+    stored = torch.randint(256, (n, spec["channels"], size, size), dtype=torch.uint8, generator=g)
+    if spec["autoencoder"]:
+        encoder = open_autoencoder(spec["autoencoder"]).to(device)
+        facts |= dict(kind="latents", channels=encoder.latent_channels, resolution=size // encoder.downsample)
+        codec = Latents(facts | {"latents": latent_facts(encoder, spec["autoencoder"], "")}, device, encoder)
+        if not spec["online"]:
+            stored = torch.randn(n, encoder.parts * codec.shape[0], *codec.shape[1:], generator=g).half()
+    labels = torch.arange(n) % max(spec["num_classes"], 1)
+    return codec, itertools.repeat((stored.to(device), labels.to(device)))
+
+
+def open_model(spec: dict, facts: dict, device):
+    """The backbone; the same, compiled if the spec says so; process; autocast."""
+    # All but ours learn the variance, as published: twice the channels
+    process = FlowMatching() if spec["arch"] == "dit" else GaussianDiffusion(variance="learned_range")
+    shape = dict(image_size=facts["resolution"], in_channels=facts["channels"], num_classes=facts["num_classes"])
+    shape["out_channels"] = process.out_channels(facts["channels"])
+    if spec["arch"] == "unet":
+        model_config = UNetConfig.from_depth(spec["depth"], num_res_blocks=spec["num_res_blocks"], **shape)
+    else:
+        block = "modern" if spec["arch"] == "dit" else "classic"
+        model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
+    model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
+    dtype = devices.choose_dtype(spec["dtype"], device)
+    autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    return model, torch.compile(model, dynamic=False) if spec["compile"] else model, process, autocast
+
+
+def train(spec: dict, device):
+    """(step, its parts, facts): base_train's step or, for the reference, the published one."""
+    codec, batches = open_data(spec, device)
+    raw_model, model, process, autocast = open_model(spec, codec.facts, device)
+    n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
+    noise = torch.randn(n, *codec.shape, generator=g).to(device)
+    t = (torch.rand(n, generator=g) * (process.num_timesteps or 1)).to(device)
+    t = t.long() if process.num_timesteps else t
+    scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
+    num_params = sum(p.numel() for p in raw_model.parameters())
+    now = {"batch": next(batches)}
+
+    def forward():
+        images, labels = now["batch"]
+        cond = {"y": labels} if codec.facts["num_classes"] else {}
+        x0 = codec.to_x0(images, eps=noise)
+        with autocast:
+            now["loss"] = process.losses(model, x0, t, noise, **cond)["loss"].mean()
+
+    def backward():
+        scaler.scale(now.pop("loss")).backward()
+
+    def next_batch():
+        now["batch"] = next(batches)
+
+    if spec["reference"]:
+        adamw = torch.optim.AdamW(raw_model.parameters(), lr=1e-4, weight_decay=0)
+        averages = {name: p.detach().clone() for name, p in raw_model.named_parameters()}
+        if world > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        bytes_per_step = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
+
+        def update_weights():
+            adamw.step()
+            adamw.zero_grad()
+
+        @torch.no_grad()
+        def update_ema():
+            for name, p in raw_model.named_parameters():
+                averages[name].mul_(0.9999).add_(p, alpha=1 - 0.9999)
+
+    else:
+        optim, ema = make_optimizer(raw_model, spec["optimizer"]), EMA(raw_model, "0.9999")
+        bytes_per_step = optim.bytes_per_step
+
+        def update_weights():
+            grad_norm = float(optim.sync_grads()) * scaler.inv_scale
+            optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
+            optim.zero_grad()
+
+        def update_ema():
+            ema.update(1)
+
+    parts = {"forward": forward, "backward": backward, "data": next_batch, "optim": update_weights, "ema": update_ema}
+
+    def step():
+        for part in parts.values():
+            part()
+
+    facts = dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
+    return step, parts, facts
+
+
+def sample(spec: dict, device):
+    """(step, {}, facts): a batch of samples."""
+    codec, batches = open_data(spec, device)
+    raw_model, model, process, autocast = open_model(spec, codec.facts, device)
+    raw_model.eval()
+    labels = next(batches)[1].cpu()
+    cond = {"y": labels} if codec.facts["num_classes"] else {}
+    name = choose_sampler(process, spec["sampler"], spec["sample_steps"])
+    settings = SampleSettings(spec["sample_steps"], name, spec["cfg_scale"] if cond else 1.0)
+
+    def step():
+        with autocast:
+            sample_images(model, process, range(len(labels)), cond, codec.shape, settings, len(labels))
+
+    return step, {}, {"sampler": name}
 
 
 def timed(functions, device) -> list[float]:
-    """Seconds that each function takes, from an idle device to an idle device."""
+    """Seconds of each function, from an idle device to an idle device."""
     seconds = []
-    synchronize(device)
+    devices.synchronize(device)
     for function in functions:
         start = time.perf_counter()
         function()
-        synchronize(device)
+        devices.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
-def profiled(step, path: str, device) -> str:
-    """Write a chrome trace of 3 steps; a table of the 15 operations that took most time themselves."""
+# ---------------------------------------------------------------------------------------------------------------------
+# In a candidate's process
+
+mine = threading.local()  # its device, step, parts and facts: the tests run candidates as threads
+
+
+def prepare(table: str, spec: dict) -> None:
+    """Open and warm up the candidate."""
+    mine.device = devices.init_device(spec["device_type"])
+    start = time.perf_counter()
+    mine.step, mine.parts, mine.facts = (train if table == "training" else sample)(spec, mine.device)
+    timed([mine.step], mine.device)
+    mine.facts["first_step_s"] = time.perf_counter() - start
+    for _ in range(2):
+        timed([mine.step, *mine.parts.values()], mine.device)
+    devices.reset_peak_memory(mine.device)  # compiling's
+
+
+def take_turn(num_steps: int) -> tuple[dict[str, list[float]], dict]:
+    """({"step" or part: seconds}, facts) of this many steps, and half as many that are split into parts."""
+    if dist.is_initialized():
+        dist.barrier()
+    times = {name: [] for name in ("step", *mine.parts)}
+    for i in range(num_steps):
+        times["step"] += timed([mine.step], mine.device)
+        if i % 2 == 0:
+            for name, seconds in zip(mine.parts, timed(mine.parts.values(), mine.device)):
+                times[name].append(seconds)
+    return times, mine.facts | {"memory_gb": devices.peak_memory_gb(mine.device)}
+
+
+def take_profile(path: str) -> str:
+    """Write a chrome trace of 3 steps; return a table of the 15 operations with the most time of their own."""
+    on_gpu = mine.device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU] + [kinds.CUDA] * (device.type == "cuda")
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profiler:
         for _ in range(3):
-            step()
-        synchronize(device)
+            mine.step()
+        devices.synchronize(mine.device)
     if get_dist()[0] == 0:
         profiler.export_chrome_trace(path)
-    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     return profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)
 
 
-def worker(connection, workload, spec):
-    """A candidate: warm up, then take turns whenever the parent says how many steps; a path asks for a profile."""
-    try:
-        device = init_device(spec["device_type"])
-        start = time.perf_counter()
-        step, parts, facts = workload(spec, device)
-        seconds = timed([step], device)
-    except UserError as error:
-        return connection.send(error)
-    facts["first_step_s"] = time.perf_counter() - start
-    connection.send(facts)
-    for _ in range(2):
-        timed([step, *parts.values()], device)
-    reset_peak_memory(device)  # that of compiling
-    while request := connection.recv():
-        if isinstance(request, str):
-            connection.send(profiled(step, request, device))
-            continue
-        if dist.is_initialized():
-            dist.barrier()
-        times = {name: [] for name in ("step", *parts)}
-        for i in range(request):
-            times["step"] += timed([step], device)
-            for name, seconds in zip(parts, timed(parts.values(), device) if i % 2 == 0 else ()):
-                times[name].append(seconds)
-        connection.send((times, facts | {"memory_gb": peak_memory_gb(device)}))
-    leave_together()
+# ---------------------------------------------------------------------------------------------------------------------
+# In the program's process
 
 
-def receive(process, pipe):
-    """What a worker sends; UserError where that is one, or the worker has died."""
-    try:
-        answer = pipe.recv()
-    except EOFError:
-        process.join()
-        raise UserError(f"a candidate ended with exit code {process.exitcode}; its own words are above") from None
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
-
-
-def start(workload, spec: dict, world: int):
-    """A process for a candidate, and the pipe to it, warmed up."""
-    if world > 1:  # a process group of its own, that meets at a port of its own
+def new_process(world: int):
+    """An executor with one process; on several ranks they meet at a port of their own."""
+    if world > 1:
         with socket.socket() as free:
             free.bind(("", 0))
             port = [free.getsockname()[1]]
         dist.broadcast_object_list(port)
         os.environ |= {"MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    spawn = multiprocessing.get_context("spawn")
-    pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=worker, args=(theirs, workload, spec), daemon=True)
-    process.start()
-    theirs.close()  # so that the end of the process is the end of the pipe
-    receive(process, pipe)
-    return process, pipe
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def measure(workload, specs: list[dict], world: int, trace: str = ""):
-    """[({name: [seconds]}, facts)] of each candidate, all in turns, and the text of the profile of the first."""
-    # started one after the other, as compiling takes all cores
-    workers = [start(workload, spec, world) for spec in specs]
-    times, facts, text = [{} for _ in specs], [{} for _ in specs], ""
-    for _ in range(rounds):
-        for i, (process, pipe) in enumerate(workers):
-            pipe.send(steps)
-            turn, facts[i] = receive(process, pipe)
-            times[i] = {name: times[i].get(name, []) + seconds for name, seconds in turn.items()}
-    if trace:
-        first = [spec["reference"] for spec in specs].index(False)
-        workers[first][1].send(trace)
-        text = receive(*workers[first])
-    for process, pipe in workers:
-        pipe.send(0)
-        process.join()
+def measure(table: str, specs: list[dict], world: int):
+    """[({"step" or part: [seconds]}, facts)] of the candidates, and the profile of the first if one is wanted."""
+    processes, text = [], ""
+    times, facts = [{} for _ in specs], [{} for _ in specs]
+    try:
+        for spec in specs:  # one after another, as compiling takes all cores
+            processes.append(new_process(world))
+            processes[-1].submit(prepare, table, spec).result()
+        for _ in range(rounds):
+            for i, process in enumerate(processes):
+                turn, facts[i] = process.submit(take_turn, steps).result()
+                for name, seconds in turn.items():
+                    times[i][name] = times[i].get(name, []) + seconds
+        if profile and table == "training":
+            first = [spec["reference"] for spec in specs].index(False)
+            text = processes[first].submit(take_profile, profile).result()
+        for process in processes:
+            process.submit(leave_together).result()
+    except BrokenProcessPool:
+        raise UserError("a candidate's process died; its own words are above") from None
     return list(zip(times, facts)), text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_row(table: str, spec: dict, times: dict, facts: dict, reference: dict | None, world: int, device) -> dict:
-    """The numbers of a candidate; `reference`: the row to compare it with, None if this is the reference itself."""
+def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, device) -> dict:
+    """The figures of a candidate, all but its ratio to the reference."""
     ms = {name: 1000 * statistics.median(seconds) for name, seconds in times.items()}
     row = {"table": table, "what": describe(spec, table, device), "world": world} | facts
-    row |= {key: spec[key] for key in (*LISTS, "reference", "checkpointing")}
-    row |= {"step_ms": ms["step"], "min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
-    row |= {"images_per_sec": 1000 * spec["batch_size"] * world / ms["step"]}
-    row["ratio"] = row["images_per_sec"] / reference["images_per_sec"] if reference else 1.0
-    if table == "training":
-        peak, flops = peak_flops(device), facts["flops_per_image"] * spec["batch_size"]
-        row |= {f"{part}_ms": ms[part] for part in PARTS} | {"optim_share": ms["optim"] / ms["step"]}
-        row |= {"mfu": 100_000 * flops / ms["step"] / peak if peak else 0.0, "sent_mb": facts["bytes_per_step"] / 1e6}
+    row |= {name: spec[name] for name in (*LISTS, "reference", "checkpointing")}
+    row |= {f"{name}_ms": median for name, median in ms.items()}
+    row |= {"min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
+    row["images_per_sec"] = 1000 * spec["batch_size"] * world / ms["step"]
     if table == "sampling":
         row["what"] += f", {facts['sampler']}, {sample_steps} steps, guidance {cfg_scale:g}"
-    if table == "loading":
-        for kind in ("warm", "cold"):
-            speed = 1000 * facts["images_in_pass"] / ms[kind]
-            row |= {f"{kind}_images_per_sec": speed, f"{kind}_ratio": speed / row["images_per_sec"]}
-        row |= {"set": spec["set"], "what": f"{spec['set']}; {row['what']}"}
-    return row
+        return row
+    peak = devices.peak_flops(device)
+    flops_per_sec = facts["flops_per_image"] * row["images_per_sec"] / world
+    row["mfu"] = 100 * flops_per_sec / peak if peak else 0.0
+    return row | {"optim_share": ms["optim"] / ms["step"], "sent_mb": facts["bytes_per_step"] / 1e6}
 
 
-def show(rows: list[dict], columns: dict[str, str]) -> None:
-    """Print a table."""
-    cells = [list(columns), *([text.format_map(row) for text in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for line, words in zip(cells, ["what", *(row["what"] for row in rows)]):
-        print0("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) + f"  {words}")
+def time_loading(batch_size: int, world: int, device) -> dict:
+    """Passes over the set: warm from the page cache, and cold after its files were dropped from that.
+
+    The disk or its host may still cache them: read_mib is what came from the disk.
+    """
+
+    def open_loader():
+        dataset, rank = open_dataset(data or "shapes", "train"), get_dist()[0]
+        return DataLoader(dataset, batch_size, batch_size * world, rank, world, seed=0, device=device)
+
+    loader = open_loader()
+    dataset = loader.dataset
+    image_bytes, files = dataset.images(np.array([0])).nbytes, [f for f in dataset.path.iterdir() if f.is_file()]
+    num_batches = max(1, min(len(dataset), load_mib * 2**20 // image_bytes) // (batch_size * world))
+    loader.close()
+    del loader, dataset  # and their memory maps: mapped pages stay in the cache
+
+    def read():
+        loader = open_loader()
+        for _ in range(num_batches):
+            next(loader)
+        loader.close()
+
+    times, read_mib = {"warm": [], "cold": []}, []
+    timed([read], device)
+    for _ in range(rounds):
+        times["warm"] += timed([read], device)
+        for file in files:
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())  # only what is on the disk can be dropped
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock  # blocks of 512 bytes
+        times["cold"] += timed([read], device)
+        read_mib.append((resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) / 2048)
+    images = num_batches * batch_size * world
+    row = {"table": "loading", "what": f"{data or 'shapes'}, batch {batch_size}", "images_in_pass": images}
+    row |= {f"{kind}_images_per_sec": images / statistics.median(seconds) for kind, seconds in times.items()}
+    return row | {"mib": images * image_bytes / 2**20, "read_mib": statistics.median(read_mib)}
+
+
+SPEED = ("images_per_sec", "ratio", "step_ms", "min_ms", "max_ms")
+PARTS = ("forward_ms", "backward_ms", "optim_ms", "ema_ms", "data_ms", "optim_share")
+COLUMNS = {
+    "training": (*SPEED, *PARTS, "memory_gb", "first_step_s", "sent_mb", "mfu"),
+    "sampling": (*SPEED, "memory_gb", "first_step_s"),
+    "loading": ("warm_images_per_sec", "cold_images_per_sec", "warm_ratio", "cold_ratio", "mib", "read_mib"),
+}
+
+
+def show(table: str, rows: list[dict]) -> None:
+    columns = [name for name in COLUMNS[table] if name in rows[0]]
+    lines = [[*columns, "what"]]
+    for row in rows:
+        lines.append([f"{row[name]:,.2f}" for name in columns] + [row["what"]])
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    print0(f"\n{table}")
+    for cells in lines:
+        print0("  ".join(cell.rjust(width) for cell, width in zip(cells[:-1], widths)) + f"  {cells[-1]}")
 
 
 def main():
-    names = "|".join(LISTS)
-    config = configure(globals(), [re.sub(rf"^--({names})(?==)", r"--\1s", arg) for arg in sys.argv[1:]])
-    tables, quiet, every_row = candidates(config), as_json or json, []
+    plural = [re.sub(rf"^--({'|'.join(LISTS)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
+    config = configure(globals(), plural)
+    tables, every_row = candidates(config), []
     if profile and (not training or not Path(profile).absolute().parent.is_dir()):
-        raise UserError(f"profile={profile!r}; accepted: a file in a folder that is there, and training=True")
+        raise UserError(f"profile={profile!r}; accepted: a file in a folder that exists, with training=True")
     if loading and not hasattr(os, "posix_fadvise"):
-        raise UserError("loading=True wants Linux, where files can be dropped from the page cache")
-    device, world = init_device(device_type), get_dist()[2]
-    compiling = any(spec["compile"] for specs in tables.values() for spec in specs)
-    obstacle = can_compile(device) if compiling else ""
-    say = (lambda *args: None) if quiet else print0
-    say(f"{world} x {device_name(device)}, torch {torch.__version__}" + f"; not compiled: {obstacle}" * bool(obstacle))
+        raise UserError("loading=True needs Linux, where files can be dropped from the page cache")
+    device, world = devices.init_device(device_type), get_dist()[2]
+    obstacle = devices.can_compile(device) if any(spec["compile"] for spec in itertools.chain(*tables.values())) else ""
+    if not json:
+        machine = f"{world} x {devices.device_name(device)}, torch {torch.__version__}"
+        print0(machine + (f"; not compiled: {obstacle}" if obstacle else ""))
     for table, specs in tables.items():
-        workload, trace = {"training": (train, profile), "sampling": (sample, ""), "loading": (load, "")}[table]
-        with tempfile.TemporaryDirectory(prefix="nanodiff_bench_") as folder:
-            more = [{"folder": f"{folder}/{i}"} | ({"compile": False} if obstacle else {}) for i in range(len(specs))]
-            specs = [spec | extra for spec, extra in zip(specs, more)]
-            found, text = measure(workload, specs, world, trace)
-        rows = []
-        for spec, (times, facts) in zip(specs, found):
-            reference = None if spec["reference"] else next((r for r in reversed(rows) if r["reference"]), None)
-            rows.append(make_row(table, spec, times, facts, reference, world, device))
+        specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in specs]
+        measured, text = measure(table, specs, world)
+        rows, reference = [], None
+        for spec, (times, facts) in zip(specs, measured):
+            row = make_row(table, spec, times, facts, world, device)
+            reference = row if spec["reference"] else reference
+            rows.append(row | {"ratio": row["images_per_sec"] / reference["images_per_sec"]})
         every_row += rows
-        if text:
-            say(f"\n3 steps of {rows[1]['what']}, in {profile}:\n{text}")
-        say(f"\n{table}")
-        if not quiet:
-            show(rows, TABLES[table])
-    if quiet:
-        print0(dumps({"device": device_name(device), "torch": torch.__version__, "config": config, "rows": every_row}))
+        if text and not json:
+            print0(f"\n3 steps of {rows[1]['what']}, in {profile}:\n{text}")
+        if not json:
+            show(table, rows)
+    if loading:
+        row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)
+        trained = [other["images_per_sec"] for other in every_row if other["table"] == "training"]
+        for kind in ("warm", "cold") if trained else ():
+            row[f"{kind}_ratio"] = row[f"{kind}_images_per_sec"] / max(trained)
+        every_row.append(row)
+        if not json:
+            show("loading", [row])
+    if json:
+        head = {"device": devices.device_name(device), "torch": torch.__version__, "config": config}
+        print0(json_format.dumps(head | {"rows": every_row}))
     leave_together()
 
 

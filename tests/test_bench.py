@@ -1,12 +1,12 @@
 """The bench measures what it says: candidates in turn beside their reference, every part and every byte of a step."""
 
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from conftest import ROOT, run_process
 from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import UserError
+from nanodiff.data.dataloader import DataLoader
 from scripts import bench
 
 SMALL = (
@@ -27,18 +28,11 @@ def run_bench(base, monkeypatch, capsys):
     """run_bench("--archs=dit") -> what it prints, its JSON parsed; the candidates are threads, which start faster."""
     before = dict(vars(bench))  # main overrides the settings
 
-    def start(workload, spec, world):
-        mine, theirs = multiprocessing.Pipe()
-        thread = threading.Thread(target=bench.worker, args=(theirs, workload, spec), daemon=True)
-        thread.start()
-        bench.receive(thread, mine)
-        return thread, mine
-
     def run(*args):
         for name, value in before.items():
             monkeypatch.setattr(bench, name, value)
         monkeypatch.setattr(sys, "argv", ["bench", *SMALL, *args])
-        monkeypatch.setattr(bench, "start", start)
+        monkeypatch.setattr(bench, "new_process", lambda world: ThreadPoolExecutor(1))
         bench.main()
         text = capsys.readouterr().out
         return json.loads(text) if text.startswith("{") else text
@@ -77,13 +71,12 @@ def test_a_backbone_has_its_own_reference(run_bench):
 
 def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
     trace = tmp_path / "trace.json"
-    text = run_bench(
-        "--archs=dit", "--sampling", "--loading", "--load_mib=1", "--sample_steps=2", f"--profile={trace}",
-        "--json=False",
-    )  # fmt: skip
+    make_data()
+    args = "--archs=dit --sampling --loading --data=tiny --load_mib=1 --sample_steps=2 --json=False".split()
+    text = run_bench(*args, f"--profile={trace}")
     heads = [line.split() for line in text.splitlines() if line.endswith("  what")]
-    words = "img/s ratio step ms min - max forward backward optim ema data optim/step GiB first s MB sent mfu what"
-    assert heads[0] == words.split()
+    for column in "images_per_sec ratio step_ms forward_ms optim_ms ema_ms data_ms memory_gb sent_mb mfu".split():
+        assert column in heads[0]
     assert len(heads) == 3 and text.count(", reference") == 2
     assert text.index("aten::") < text.index("\ntraining\n") < text.index("\nsampling\n") < text.index("\nloading\n")
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
@@ -91,22 +84,14 @@ def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
 
 
 def test_a_pass_reads_as_many_images_as_it_says(run_bench, monkeypatch):
-    read = []
-    images = bench.load.__globals__["DataLoader"].__next__
-    monkeypatch.setattr(
-        "nanodiff.data.dataloader.DataLoader.__next__",
-        lambda self: read.append((self.dataset.resolution, batch := images(self))) or batch,
-    )
-    rows = run_bench("--archs=dit", "--loading", "--training=False", "--load_mib=1", "--rounds=1", "--steps=1")["rows"]
-    assert [row["set"] for row in rows] == ["32 px", "256 px", "latents of 256 px"]
-    for row, nbytes in zip(rows, (3 * 32**2, 3 * 256**2, 2 * 8 * 32**2)):
-        n = 2**20 // nbytes // 2 * 2  # whole batches of 2
-        assert row["images_in_pass"] == n and row["mib"] == pytest.approx(n * nbytes / 2**20)
-        for kind in ("warm", "cold"):
-            assert row[f"{kind}_ratio"] == pytest.approx(row[f"{kind}_images_per_sec"] / row["images_per_sec"])
-    # one batch to train on; warm and cold passes, two of each to warm up and one that counts
-    batches = [len(batch[0]) for resolution, batch in read if resolution == 256]
-    assert sum(batches) == 2 + 6 * rows[1]["images_in_pass"]
+    make_data(train=700)
+    read, images = [], DataLoader.__next__
+    monkeypatch.setattr(DataLoader, "__next__", lambda self: read.append(1) or images(self))
+    (row,) = run_bench("--data=tiny", "--loading", "--training=False", "--load_mib=1", "--rounds=1")["rows"]
+    image_bytes = 3 * 16**2
+    assert row["images_in_pass"] == 700 and row["mib"] == pytest.approx(700 * image_bytes / 2**20)
+    assert len(read) == 3 * 350  # batches of 2: one pass to warm up, one warm, one cold
+    assert row["warm_images_per_sec"] > 0 and row["cold_images_per_sec"] > 0 and row["read_mib"] >= 0
 
 
 def test_real_data_and_latents(run_bench, base):
@@ -114,7 +99,9 @@ def test_real_data_and_latents(run_bench, base):
     rows = run_bench("--archs=dit", "--data=tiny", "--loading", "--load_mib=1", "--depths=1")["rows"]
     assert [row["table"] for row in rows] == ["training", "training", "loading"]
     check(rows[:2])
-    assert rows[2]["images_in_pass"] == 24 and rows[2]["set"] == "tiny"
+    fastest = max(row["images_per_sec"] for row in rows[:2])
+    assert rows[2]["images_in_pass"] == 24 and "tiny" in rows[2]["what"]
+    assert rows[2]["warm_ratio"] == pytest.approx(rows[2]["warm_images_per_sec"] / fastest)
     encoder = make_autoencoder(base / "vae")
     rows = run_bench("--archs=dit", f"--autoencoder={encoder}", "--image_size=64", "--checkpointing")["rows"]
     check(rows)
@@ -142,13 +129,15 @@ def test_mistakes(run_bench, arg, fault):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_candidate_that_dies_ends_the_bench():
-    pipe, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
-    process.start()
-    theirs.close()
-    with pytest.raises(UserError, match="exit code 7"):
-        bench.receive(process, pipe)
+def die(*args):
+    os._exit(7)
+
+
+def test_a_candidate_that_dies_ends_the_bench(monkeypatch):
+    monkeypatch.setattr(bench, "new_process", lambda world: ProcessPoolExecutor(1, get_context("fork")))
+    monkeypatch.setattr(bench, "prepare", die)
+    with pytest.raises(UserError, match="process died"):
+        bench.measure("training", [{}], 1)
 
 
 @pytest.mark.slow
