@@ -288,7 +288,7 @@ def test_a_server_and_its_clients(flow, server):
     forge = flow / "checkpoints" / "step_000000" / "model.pt"
     forge.write_bytes(forge.read_bytes()[:-1])
     status, events = server.draw(num_images=1, steps=1, checkpoint_step=0)
-    assert status == 200 and "broken" in events[-1]["error"]
+    assert status == 200 and "corrupt" in events[-1]["error"]
 
     # a closed tab: others need not wait for what nobody will see
     with contextlib.ExitStack() as clients:

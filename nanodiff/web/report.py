@@ -213,18 +213,18 @@ def flat(facts: dict) -> dict:
 
 
 def commands(run: Run) -> str:
+    """What to type next, in the repository."""
     environment = run.facts.get("environment", {})
     script, *args = environment.get("command", ["base_train"])
     world = environment.get("world_size", 1)
     launcher = f"torchrun --standalone --nproc_per_node={world} -m" if world > 1 else "python -m"
     resume = [f"{launcher} scripts.{shlex.quote(Path(script).stem)}"]
     resume += [shlex.quote(arg) for arg in args if not arg.startswith("--resume")]
+    lines = [" ".join(resume), f"python -m scripts.sample --run={shlex.quote(run.folder.name)}"]
     base = run.folder.parent.parent
-    where = (
-        "" if base == Path.home() / ".cache" / "nanodiff" else f"export NANODIFF_BASE_DIR={shlex.quote(str(base))}\n"
-    )
-    sample = f"python -m scripts.sample --run={shlex.quote(run.folder.name)}"
-    return f"<h2>Resume and sample</h2><pre>{escape(where + ' '.join(resume))}\n{escape(sample)}</pre>"
+    if base != Path.home() / ".cache" / "nanodiff":
+        lines.insert(0, f"export NANODIFF_BASE_DIR={shlex.quote(str(base))}")
+    return f"<h2>Resume and sample</h2><pre>{escape(chr(10).join(lines))}</pre>"
 
 
 def evaluation(e: dict, name: str) -> str:
@@ -251,8 +251,8 @@ def samplers(rows: list[dict]) -> str:
             curves[row["sampler"]][np.searchsorted(x, row["evaluations"])] = row.get(key)  # None becomes NaN
         curves = [Curve(sampler, y, i, "dots") for i, (sampler, y) in enumerate(curves.items())]
         pictures += chart(f"{key}, up to 100 evaluations", x, curves, "log", "evaluations")
-    head = [f"{row['sampler']}, {row['steps']}" for row in rows]
-    columns = [{k: v for k, v in row.items() if k not in ("sampler", "steps")} for row in rows]
+    head = [key for key in rows[0] if key not in ("sampler", "steps")]
+    columns = [{f"{row['sampler']}, {row['steps']}": row[key] for row in rows} for key in head]
     return f'<div class="charts">{pictures}</div>{table(head, columns)}'
 
 
@@ -261,9 +261,9 @@ def samplers(rows: list[dict]) -> str:
 
 
 def shrunk(png: bytes, factor: int) -> bytes:
-    pixels = decode_png(png)
-    if factor == 1:
+    if factor == 1 and png.startswith(b"\x89PNG"):
         return png
+    pixels = decode_png(png)
     h, w = pixels.shape[0] // factor, pixels.shape[1] // factor
     blocks = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, -1)
     return encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
@@ -318,12 +318,11 @@ def make_page(run_dirs: list[Path]) -> bytes:
         everything.append(flat(run.facts) | {"checkpoints": checkpoints})
     if len(runs) == 1:
         unit, per_step = "step", [1]
-        head = (
-            f'<progress max="{runs[0].facts.get("num_iterations", 1)}" value="{max([0, *runs[0].steps])}"></progress>'
-        )
+        facts = runs[0].facts
+        head = f'<progress max="{facts.get("num_iterations", 1)}" value="{max([0, *runs[0].steps])}"></progress>'
         head += f"{tiles(figures(runs[0]))}<h2>Changed settings</h2>"
-        config = runs[0].facts.get("config", {})
-        defaults = config | runs[0].facts.get("changed_from", {})
+        config = facts.get("config", {})
+        defaults = config | facts.get("changed_from", {})
         head += table(["here", "default"], [config, defaults], differing=True)
     else:
         unit, per_step = "images", [pairs.get("total_batch_size", 1) for pairs in everything]
