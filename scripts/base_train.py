@@ -206,7 +206,7 @@ step = start_step = loop["step"]
 described = dict(config=config, data=codec.facts, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
 log = RunLog(run, run_dir, device, described, step, loop["wandb_id"])
-loop["wandb_id"] = log.wandb.id
+loop["wandb_id"] = log.wandb_id
 report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ while True:
         terms_of_step.add(t[rows], t_weight[rows], terms)
         images, labels = next(loader)  # the next micro-batch, copied while the device is busy with this one
         data_wait_since += loader.data_wait
-    timestep_sampler.update(*terms_of_step.unweighted())
+    timestep_sampler.update(terms_of_step.all("t"), terms_of_step.all("loss"))
 
     # The only exchange of gradients: averaged over ranks, once per step. Each rank keeps its share of the average, with
     # the optimizer's state for it, until optim.step() updates that share and gathers the weights.
@@ -377,7 +377,7 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= terms_of_step.summary(process.num_timesteps, device)  # train/loss: mean over ranks and micro-steps
+        line |= terms_of_step.summary(process, device)  # train/loss: mean over ranks and micro-steps
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)
@@ -393,5 +393,4 @@ while True:
 # The end
 
 loader.close()
-log.wandb.finish()
-end(step, stopping, loop["train_time_s"], device, run_dir)
+end(log, step, stopping, loop["train_time_s"], device)

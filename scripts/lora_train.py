@@ -162,7 +162,7 @@ step = start_step = loop["step"]
 described = dict(config=config, data=facts, model=asdict(model_config), lora=origin, num_params=num_params)
 described |= dict(num_trained=num_trained, num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, described, step, loop["wandb_id"])
-loop["wandb_id"] = log.wandb.id
+loop["wandb_id"] = log.wandb_id
 report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= terms_of_step.summary(process.num_timesteps, device)  # train/loss: mean over ranks and micro-steps
+        line |= terms_of_step.summary(process, device)  # train/loss: mean over ranks and micro-steps
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)
@@ -295,5 +295,4 @@ while True:
 # ---------------------------------------------------------------------------------------------------------------------
 
 loader.close()
-log.wandb.finish()
-end(step, stopping, loop["train_time_s"], device, run_dir)
+end(log, step, stopping, loop["train_time_s"], device)

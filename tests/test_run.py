@@ -90,14 +90,14 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
 
 
 def test_sums_by_quarter_of_t():
-    """Means by quarter, weighted for the loss; the whole mean is over all micro-steps; an empty quarter is left out."""
+    """Means by quarter, weighted for the loss; the whole mean is over all micro-steps; an empty quarter is NaN."""
     terms = StepTerms()
     terms.add(torch.tensor([0.1, 0.2]), torch.tensor([1.0, 3.0]), {"loss": torch.tensor([1.0, 1.0])})
     terms.add(torch.tensor([0.6, 1.0]), torch.tensor([1.0, 0.5]), {"loss": torch.tensor([2.0, 4.0])})
-    found = terms.summary(0, torch.device("cpu"))
+    found = terms.summary(SimpleNamespace(num_timesteps=0), torch.device("cpu"))
+    assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
     assert found == {"train/loss": 2.0, "train/loss_q0": 2.0, "train/loss_q2": 2.0, "train/loss_q3": 2.0}
-    t, losses = terms.unweighted()
-    assert losses.tolist() == [1, 1, 2, 4] and len(t) == 4
+    assert terms.all("loss").tolist() == [1, 1, 2, 4] and len(terms.all("t")) == 4
 
 
 def config_of(defaults, **changed):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nanodiff.common import UserError, collective, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.device import can_compile, environment, peak_memory_gb
-from nanodiff.diffusion.sampling import conditioning
+from nanodiff.diffusion.sampling import conditioning, quartile_sums
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import names_file, write_atomic
 from nanodiff.png import encode_png, terminal_preview
@@ -120,60 +120,30 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
 
 
 class StepTerms:
-    """The loss terms of one step, micro-batch by micro-batch, for the log."""
+    """The loss terms of one step, micro-batch by micro-batch, for the log and for the timestep sampler."""
 
     def __init__(self):
-        self.parts = []  # (t, weight, {name: (B,)}) of each micro-step
+        self.parts = []  # {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-step
 
     def add(self, t, weight, terms: dict[str, torch.Tensor]) -> None:
-        self.parts.append((t, weight, {name: x.detach() for name, x in terms.items()}))
+        self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
 
-    def unweighted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """t and the losses (N,) before importance weights, which the timestep sampler learns from."""
-        t = torch.cat([t for t, _, _ in self.parts])
-        return t, torch.cat([terms["loss"] for _, _, terms in self.parts])
+    def all(self, name: str) -> torch.Tensor:
+        return torch.cat([part[name] for part in self.parts])
 
-    def summary(self, num_timesteps: int, device) -> dict[str, float]:
-        """{"train/loss": mean over ranks and micro-steps, weighted, "train/loss_q0" ... by quarter of the range of t,
-        likewise for the other terms}; a quarter without an image is left out. A collective."""
-        t = torch.cat([t for t, _, _ in self.parts]).cpu().double()
-        weight = torch.cat([weight for _, weight, _ in self.parts])
-        quarter = (t * 4 / (num_timesteps or 1)).long().clamp(max=3)
+    def summary(self, process, device) -> dict[str, float]:
+        """{"train/loss": mean over ranks and micro-steps, "train/loss_q0": mean in the first quarter of t, ...}, with
+        importance weights; the same for the other terms. A collective."""
         line = {}
-        for name in self.parts[0][2]:
-            x = torch.cat([terms[name] for _, _, terms in self.parts])
-            x = x * weight if name == "loss" else x
-            both = torch.stack([x.cpu().double(), torch.ones(len(t), dtype=torch.float64)])
-            sums, counts = sum_over_ranks(torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, both), device)
+        for name in self.parts[0]:
+            if name in ("t", "weight"):
+                continue
+            x = self.all(name) * self.all("weight") if name == "loss" else self.all(name)
+            sums, counts = sum_over_ranks(quartile_sums(self.all("t"), x, process), device)
             if name == "loss":
                 line["train/loss"] = float(sums.sum() / counts.sum())
-            for i in range(4):
-                if counts[i]:
-                    line[f"train/{name}_q{i}"] = float(sums[i] / counts[i])
+            line |= {f"train/{name}_q{i}": float(sums[i] / counts[i]) for i in range(4)}
         return line
-
-
-class NoWandb:
-    """Stands in for wandb when run="dummy" and on ranks > 0: same calls, no effect."""
-
-    id = None
-
-    def log(self, line: dict, step: int):
-        pass
-
-    def finish(self):
-        pass
-
-
-def start_wandb(run: str, config: dict, run_dir: Path, run_id: str | None):
-    """A wandb run on rank 0, resuming `run_id` if there is one; NoWandb elsewhere and for run="dummy"."""
-    if run == "dummy" or get_dist()[0] > 0:
-        return NoWandb()
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
-    return wandb.init(project="nanodiff", name=run, id=run_id, resume="allow", dir=run_dir, config=config)
 
 
 class RunLog:
@@ -184,43 +154,53 @@ class RunLog:
     """
 
     def __init__(self, run: str, run_dir: Path, device, described: dict, step: int, wandb_id: str | None):
-        self.run_dir, self.file = run_dir, None
+        self.run_dir, self.file, self.wandb, self.wandb_id = run_dir, None, None, wandb_id
+        if get_dist()[0] > 0:
+            return
         config = described["config"]
-        if get_dist()[0] == 0:
-            changed = {key: value for key, value in config.defaults.items() if config[key] != value}
-            described = described | {"changed_from": changed, "environment": environment(device)}
-            (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-            write_atomic(run_dir / "config.json", json.dumps(described, indent=1).encode())
-            trim_metrics(run_dir / "metrics.jsonl", step)
-            self.file = open(run_dir / "metrics.jsonl", "a")
-        self.wandb = start_wandb(run, config, run_dir, wandb_id)
+        changed = {key: value for key, value in config.defaults.items() if config[key] != value}
+        described = described | {"changed_from": changed, "environment": environment(device)}
+        (run_dir / "samples").mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / "config.json", json.dumps(described, indent=1).encode())
+        trim_metrics(run_dir / "metrics.jsonl", step)
+        self.file = open(run_dir / "metrics.jsonl", "a")
+        if run != "dummy":
+            try:
+                import wandb
+            except ImportError:
+                raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
+            resumed = dict(id=wandb_id, resume="allow", dir=run_dir)
+            self.wandb = wandb.init(project="nanodiff", name=run, config=config, **resumed)
+            self.wandb_id, self.html = self.wandb.id, wandb.Html
 
     def metrics(self, line: dict) -> None:
         """One JSON object to metrics.jsonl and, the same, to wandb; NaN and infinity are left out."""
-        if self.file:
-            line = {key: value for key, value in line.items() if math.isfinite(value)}
-            with names_file(self.file.name):
-                self.file.write(json.dumps(line) + "\n")
-                self.file.flush()
+        if self.file is None:
+            return
+        line = {key: value for key, value in line.items() if math.isfinite(value)}
+        with names_file(self.file.name):
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        if self.wandb:
             self.wandb.log(line, step=line["step"])
 
     def grid(self, grid, step: int) -> None:
         """A picture (H, W, C) uint8 to samples/, to wandb, and to the terminal if it is one."""
         png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
         write_atomic(path, png)
-        if self.wandb.id:
-            import wandb
-
-            picture = base64.b64encode(png).decode()  # as HTML, since wandb.Image would need Pillow
-            self.wandb.log({"samples": wandb.Html(f'<img src="data:image/png;base64,{picture}">')}, step=step)
+        if self.wandb:  # as HTML, since wandb.Image would need Pillow
+            picture = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+            self.wandb.log({"samples": self.html(picture)}, step=step)
         print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
 
 
-def end(step: int, stopping: int, train_time_s: float, device: torch.device, run_dir: Path) -> None:
+def end(log: RunLog, step: int, stopping: int, train_time_s: float, device: torch.device) -> None:
     """Say what was done, and leave together with the other ranks."""
+    if log.wandb:
+        log.wandb.finish()
     if stopping:
         print0(f"stopped by signal {stopping} after step {step}: the same command resumes")
-    minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
+    minutes, memory_gb, run_dir = train_time_s / 60, peak_memory_gb(device), log.run_dir
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
     print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={run_dir.name}")
     leave_together()
