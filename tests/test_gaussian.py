@@ -65,11 +65,6 @@ def test_respacing_keeps_marginals_and_timesteps(spec):
     assert process.num_timesteps == 100 and len(process.betas) == 100  # the original is untouched
 
 
-def test_respacing_twice_composes():
-    twice = GaussianDiffusion("linear", 1000).respaced("100").respaced("ddim10")
-    assert twice.model_t.tolist() == [space_timesteps(1000, "100")[i] for i in range(0, 100, 10)]
-
-
 @given(T=st.integers(1, 400), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_even_spacing_spans_the_process(T, data):

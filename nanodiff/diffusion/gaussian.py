@@ -125,6 +125,10 @@ def randn_like(x, generator=None):
     return torch.randn_like(x) if generator is None else generator.randn_like(x)
 
 
+def denoise_x0(process, denoiser, x_t, t):
+    return process.predict_x0(process.predict(denoiser, x_t, t), x_t, t, process.clip_denoised)
+
+
 def ddpm(process, denoiser, x_t, i, x0_last=None, generator=None):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
     p = process.denoise(denoiser, x_t, full(x_t, i))
@@ -136,7 +140,7 @@ def ddpm(process, denoiser, x_t, i, x0_last=None, generator=None):
 def ddim(process, denoiser, x_t, i, x0_last=None, generator=None, eta=0.0):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
-    x0 = process.denoise(denoiser, x_t, t)["x0"]
+    x0 = denoise_x0(process, denoiser, x_t, t)
     eps = process.eps_from_x0(x_t, t, x0)
     variance = eta**2 * process.at("posterior_variance", t)  # sigma_t^2 of eq. 16
     x_prev = process.at("sqrt_alpha_bar_prev", t) * x0
@@ -149,7 +153,7 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=None, eta=0.0):
 def ddim_reverse(process, denoiser, x_t, i):
     """DDIM's ODE in the other direction, to (x_{t+1}, prediction of x0): i = 0 ... T-2 encode an image as noise."""
     t = full(x_t, i)
-    x0 = process.denoise(denoiser, x_t, t)["x0"]
+    x0 = denoise_x0(process, denoiser, x_t, t)
     alpha_bar_next = process.at("alpha_bar_next", t)
     return alpha_bar_next.sqrt() * x0 + (1 - alpha_bar_next).sqrt() * process.eps_from_x0(x_t, t, x0), x0
 
@@ -159,15 +163,11 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=None):
 
     The first step is DDIM's, for lack of x0_last; the last goes to lambda = infinity, which is x0.
     """
-    x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
+    x0 = denoise_x0(process, denoiser, x_t, full(x_t, i))
     if i == 0:
         return x0, x0
-    alpha = process.sqrt_alpha_bar
-    sigma = process.sqrt_one_minus_alpha_bar
-
-    def lam(t):
-        return math.log(alpha[t] / sigma[t])
-
+    alpha, sigma = process.sqrt_alpha_bar, process.sqrt_one_minus_alpha_bar
+    lam = lambda t: math.log(alpha[t] / sigma[t])
     h = lam(i - 1) - lam(i)
     D = x0
     if x0_last is not None:
@@ -199,6 +199,7 @@ class GaussianDiffusion:
         self.prediction = prediction
         self.variance = variance
         self.loss = loss
+        self.learned_variance = variance.startswith("learned")
         self.clip_denoised = clip_denoised
         model_t = np.arange(num_timesteps) * (1000 / num_timesteps if rescale_timesteps else 1.0)
         self.set_tables(make_betas(schedule, num_timesteps), model_t)
@@ -252,10 +253,6 @@ class GaussianDiffusion:
         alpha_bar = self.alpha_bar[kept]
         process.set_tables(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]), self.model_t[kept])
         return process
-
-    @property
-    def learned_variance(self) -> bool:
-        return self.variance.startswith("learned")
 
     def out_channels(self, channels: int) -> int:
         """Channels that the model must output for images of `channels`."""
