@@ -24,7 +24,7 @@ from nanodiff.training.checkpoint import list_checkpoints
 MAX_BYTES = 5_000_000
 FEWEST_GRIDS = 12  # shrink grids of samples rather than show fewer
 BINS = 300  # long curves are thinned to the least and the greatest value of so many parts
-CHARTS = {  # name of a metric -> title, y axis ("zero": from 0). The others follow below a fold
+CHARTS = {  # name of a metric -> title, y axis ("zero": from 0). Others follow, folded away
     "loss": ("Loss", ""),
     "fid": ("FID", ""),
     "fd_classifier": ("Fréchet distance in a classifier's features", ""),
@@ -45,13 +45,18 @@ class Run:
     folder: Path
     facts: dict  # config.json
     steps: np.ndarray  # (n,) int64, ascending
-    columns: dict[str, np.ndarray]  # key of metrics.jsonl -> (n,) float64, NaN where it was not logged
+    columns: dict[str, np.ndarray]  # key of metrics.jsonl, CHARTS first -> (n,) float64, NaN where it was not logged
     grids: dict[Path, int]  # PNG of samples -> its step, ascending
 
     def last(self, key: str) -> float | None:
         logged = self.columns.get(key, np.empty(0))
         logged = logged[np.isfinite(logged)]
         return float(logged[-1]) if len(logged) else None
+
+
+def name_of(key: str) -> str:
+    """train/loss, val/loss and val/loss_ema are "loss"."""
+    return key.split("/")[-1].removesuffix("_ema")
 
 
 def read_json(text: bytes) -> dict:
@@ -75,7 +80,9 @@ def read_run(folder: Path) -> Run:
             numbers = {k: float(v) for k, v in line.items() if type(v) in (int, float) and abs(v) < 1e99}
             rows[step] = rows.get(step, {}) | numbers
     steps = sorted(rows)
-    keys = dict.fromkeys(key for row in rows.values() for key in row)
+    order = list(CHARTS)
+    keys = sorted({key for row in rows.values() for key in row})
+    keys.sort(key=lambda key: order.index(name_of(key)) if name_of(key) in order else len(order))
     columns = {key: np.array([rows[step].get(key, math.nan) for step in steps]) for key in keys}
     grids = [path for path in sorted(folder.glob("samples/step_*.png")) if path.stem[5:].isdigit()]
     facts = read_json((folder / "config.json").read_bytes())
@@ -140,7 +147,7 @@ def charts(runs: list[Run], names: list[str], unit: str, per_step: list[int]) ->
     x = np.unique(np.concatenate([run.steps * n for run, n in zip(runs, per_step)]))
     groups = {}  # (title, y axis, is it in sight?) -> keys
     for key in dict.fromkeys(key for run in runs for key in run.columns if key not in COUNTERS):
-        name = key.split("/")[-1].removesuffix("_ema")
+        name = name_of(key)
         title, axis = CHARTS.get(name, (name, ""))
         if re.search(r"_q[0-3]$", key):
             title = f"{key[:-3]} by quarter of t, q0 next to the images"
@@ -198,7 +205,7 @@ def figures(run: Run) -> dict:
     """How far the run is, and the last values of the metrics in CHARTS."""
     found = {"step": f"{max([0, *run.steps]):,} of {run.facts.get('num_iterations', 0):,}"}
     for key in run.columns:
-        if key.split("/")[-1].removesuffix("_ema") in CHARTS and run.last(key):  # an MFU of 0: the peak is not known
+        if name_of(key) in CHARTS and run.last(key):  # an MFU of 0: the peak is not known
             found[key] = run.last(key)
     return found | {"minutes in training": round((run.last("total_training_time_s") or 0) / 60, 1)}
 
