@@ -143,6 +143,8 @@ num_params = sum(p.numel() for p in raw_model.parameters())
 flops_per_image = raw_model.estimate_flops()
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
+# The horizon: how many steps. Image tokens per parameter play the part of nanochat's text tokens per parameter: a model
+# of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
 if num_iterations < 0:
     if target_flops > 0:
         num_iterations = round(target_flops / (flops_per_image * total_batch_size))
@@ -160,6 +162,7 @@ print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({
 
 default_timesteps = "logit-normal" if objective.startswith("flow") else "uniform"
 timestep_sampler = make_timesteps(default_timesteps if timesteps == "auto" else timesteps, process)
+# Muon or AdamW, one buffer per group, cut into one share per rank (ZeRO-1). Weights and state are fp32
 optim = make_optimizer(raw_model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
@@ -237,7 +240,7 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
 stop = StopSignal()  # SIGINT, SIGTERM: finish the step, save, leave; a second one kills
-stopping = 0  # the number of the signal
+stopping = 0  # the signal's number
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
 
 while True:
@@ -266,7 +269,7 @@ while True:
         val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
         log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
 
-    # Bits/dim: the variational bound on the negative log-likelihood (IDDPM, section 3)
+    # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
     if due(bpd_every) and not stopping:
         with autocast, ema.applied(raw_model):
             bpd = bits_per_dim(model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
@@ -307,53 +310,62 @@ while True:
     # importance-sampled (loss-second-moment); it is 1 for uniform and logit-normal t.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     terms_of_step = StepTerms()
+    # The batch is cut into micro-batches that fit into memory: gradients add up in p.grad over all micro-steps
     for micro_step in range(grad_accum_steps):
-        first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
-        rows = slice(first, first + device_batch_size)
+        first = (micro_step * world + ddp_rank) * device_batch_size
+        rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
+        # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
         flips = u_flip[rows] < 0.5 if flip else None
-        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) in about [-1, 1]
-        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # the null class: for classifier-free guidance
-        if dropout:
+        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) fp32
+        # Some images lose their label, so that the model also learns to denoise without: guidance needs both
+        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
+        if dropout:  # its masks, too, depend on (seed, step, rows) alone
             torch.manual_seed(make_generator(seed, step, first).initial_seed())
+        # The default loss is flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
+        #     x_t = (1 - t) * x0 + t * noise
+        #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
+        # The model predicts the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image
+        # at t = 0. With objective=eps the model predicts the noise of a Gaussian diffusion (diffusion/gaussian.py).
         with autocast:
-            # The default loss, flow matching on straight paths (nanodiff/diffusion/flow.py), t in [0, 1]:
-            #     x_t = (1 - t) * x0 + t * noise        the velocity dx_t/dt = noise - x0 is what the model predicts
-            #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
-            # Sampling integrates the velocity from noise at t = 1 back to an image at t = 0.
             terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
         terms_of_step.add(t[rows], t_weight[rows], terms)
-        images, labels = next(loader)  # the next micro-batch, copied while the device is busy with this one
+        # Take the next micro-batch, which the loader's thread has read meanwhile, while the GPU is busy with this one
+        images, labels = next(loader)
         data_wait_since += loader.data_wait
+    # loss-second-moment learns here at which t the losses are large; for the other distributions this does nothing
     timestep_sampler.update(terms_of_step.all("t"), terms_of_step.all("loss"))
 
-    # The only exchange of gradients: averaged over ranks, once per step. Each rank keeps its share of the average, with
-    # the optimizer's state for it, until optim.step() updates that share and gathers the weights.
-    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global norm; waits for the device
+    # The only exchange of gradients, once per step whatever the micro-steps: a reduce-scatter leaves each rank the
+    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights.
+    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global L2 norm, the same on all ranks; waits for the GPU
     overflow = not math.isfinite(grad_norm)
-    if (
-        overflow and not scaler.enabled
-    ):  # in fp16 the step is skipped and the loss scale lowered; else the run ends here,
-        where = optim.not_finite()  # with all weights as they were, and so is the newest checkpoint
+    # In fp16 an overflow skips the step and lowers the loss scale. Otherwise a NaN ends the run here, before the update,
+    # with an error that names step, rank and parameter; weights and newest checkpoint stay intact.
+    if overflow and not scaler.enabled:
+        where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
     if not overflow:
+        # One factor clips the global norm and undoes the loss scale
         clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)
     scaler.update(overflow)
     optim.zero_grad()
-    stopping = stop.agreed(device)  # a signal to one rank stops all of them after the same step
+    # A signal to one rank stops all of them after the same step; the top of the loop then saves and leaves
+    stopping = stop.agreed(device)
     synchronize(device)
     step += 1
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    if step == start_step + 1:  # all is allocated and compiled: from here on the garbage collector only costs time
+    # After the first step all is allocated and compiled: from here on Python's garbage collector only costs time
+    if step == start_step + 1:
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -363,7 +375,8 @@ while True:
     if step % log_every == 0 or step == num_iterations or stopping:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
-        # Model FLOPs utilisation: the share of all devices' bf16 peak that forward and backward passes make use of
+        # Model FLOPs utilisation: the FLOPs that forward and backward need (no recomputation, no optimizer), as a
+        # percentage of what all devices could do at their bf16 peak
         mfu = 100 * flops_per_image * img_per_sec / (peak * world) if peak else 0.0
         line = {
             "step": step,
