@@ -341,7 +341,7 @@ while True:
     # average of its share of the parameters. optim.step() updates that share and all-gathers the weights.
     grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global L2 norm, the same on all ranks; waits for the GPU
     overflow = not math.isfinite(grad_norm)
-    # In fp16 an overflow skips the step and lowers the loss scale. Otherwise a NaN ends the run here, before the update,
+    # In fp16 an overflow skips the step and lowers the loss scale. Else a NaN ends the run here, before the update,
     # with an error that names step, rank and parameter; weights and newest checkpoint stay intact.
     if overflow and not scaler.enabled:
         where = optim.not_finite()
