@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import struct
 import tarfile
 import zipfile
@@ -164,33 +163,6 @@ def test_bombs_and_other_languages_are_skipped(tmp_path, monkeypatch):
     source = open_source("folder", str(tmp_path / "in"), Options(8))
     assert sum(len(block[0]) for block in source.blocks) == 1
     assert [line.split("'")[1] for line in source.skipped] == ["a.jpg", "b.gif", "c.png", "d.png"], source.skipped
-
-
-ODD_NAMES = {  # a class's folder -> what it is called; None: not seen, as hidden folders are
-    b"a\nb": "a?b", "\U0001f600".encode(): "\U0001f600", b"-rf": "-rf", b"--help": "--help", b".hidden": None,
-    b"x" * 255: "x" * 255, b"Cat": "Cat", b"cat": "cat", b"\xff\xfe": "??", b"\x1b[2J": "?[2J", b"a b ": "a b ",
-    b"'; rm": "'; rm", b"__MACOSX": None, "e\u0301".encode(): "e\u0301", "\u00e9".encode(): "\u00e9",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_class_folders_with_odd_names(tmp_path, kind):
-    for i, name in enumerate(ODD_NAMES):
-        folder = os.path.join(os.fsencode(tmp_path), b"in", name)
-        try:
-            os.makedirs(folder)
-        except OSError:
-            pytest.skip("this file system does not know such names")
-        with open(os.path.join(folder, b"0.png"), "wb") as f:
-            f.write(encode_png(np.full((8, 8, 3), i, np.uint8)))
-    prepare(
-        tmp_path / "in" if kind == "folder" else archive(tmp_path / "in", "tar", tmp_path / "a.tar"), val_fraction=0
-    )
-    images, labels = everything()
-    names = open_dataset("toy").class_names
-    assert {int(image[0, 0, 0]): names[label] for image, label in zip(images, labels)} == {
-        i: shown for i, shown in enumerate(ODD_NAMES.values()) if shown is not None
-    }
 
 
 def test_a_tar_that_leads_elsewhere(tmp_path):

@@ -69,9 +69,7 @@ class Dataset:
             dtype = DTYPES[self.meta["kind"]]
             self._shards = [_open_npy(path, entry, dtype, (entry["num_images"], *size)) for entry in part["shards"]]
             _, self.channels, self.resolution, _ = self._shards[0].shape
-            self._ends = np.cumsum(
-                [len(shard) for shard in self._shards]
-            )  # (shards,) index after each's last image
+            self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
             self.num_images = int(self._ends[-1])
             self._labels = None
             if self.num_classes:
