@@ -21,7 +21,7 @@ import torch
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0
-from nanodiff.data.dataset import Relabelled, match_labels, open_dataset
+from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
@@ -89,7 +89,7 @@ if metric in ("loss", "bpd"):
     if loaded.num_classes and not dataset.num_classes:
         raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
     if loaded.num_classes:
-        dataset = Relabelled(dataset, match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
+        dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
     if num_images < world:

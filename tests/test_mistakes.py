@@ -225,7 +225,7 @@ MISTAKES = [
     ((*PREPARE, "--verify=bits"), "train_images_000.npy"),
     ((*PREPARE, "--path=mnist"), "5 labels for 6 images"),
     ((*PREPARE, "--path=mixed", "--labels=file"), "labels"),
-    ((*PREPARE, "--path=mixed", "--sha256=0"), "sha256"),
+    ((*PREPARE, "--path=mixed", "--sha256=0"), "mixed"),
     ((*PREPARE, "--path=file", "--source=folder"), "file"),
 ]
 

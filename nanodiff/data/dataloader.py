@@ -45,9 +45,6 @@ class DataLoader:
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
         self._thread.start()
 
-    def __iter__(self):
-        return self
-
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert not self._stop.is_set(), "the loader is closed"
         start = time.perf_counter()

@@ -74,7 +74,7 @@ def open_folder(path: Path):
     names, seen = [], set()
 
     def fail(error):
-        raise UserError(f"cannot read {error.filename}: {error.strerror}")
+        raise error
 
     for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
         folders.sort()
@@ -148,37 +148,39 @@ def is_image(name: str) -> bool:
 
 
 def classify(names: list[str], labels: str, strip: bool):
-    """Classes and splits by name -> class_names, labels (n,), is_val (n,) or None, keep (n,) bool.
+    """Classes and splits by name -> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
     A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
     "folder"), or the file name up to its first "_" ("file"); "auto" is "folder" if there are folders. `strip` ignores a
     single folder around everything, which archives often have.
     """
-    parts = [name.split("/") for name in names]
-    while strip and all(len(p) > 2 and p[0] == parts[0][0] != "train" for p in parts):
-        parts = [p[1:] for p in parts]
-    keep, is_val = np.ones(len(names), bool), None
-    tops = {p[0] for p in parts if len(p) > 1}
+    parts = {name: name.split("/") for name in names}
+    while strip and all(len(p) > 2 and p[0] != "train" for p in parts.values()):
+        if len({p[0] for p in parts.values()}) > 1:
+            break
+        parts = {name: p[1:] for name, p in parts.items()}
+    is_val = None
+    tops = {p[0] for p in parts.values() if len(p) > 1}
     if "train" in tops:
         val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-        keep = np.array([len(p) > 1 and p[0] in ("train", val) for p in parts])
-        is_val = np.array([p[0] == val for p in parts]) if val else None
-        parts = [p[1:] or p for p in parts]
+        parts = {name: p for name, p in parts.items() if len(p) > 1 and p[0] in ("train", val)}
+        is_val = np.array([p[0] == val for p in parts.values()]) if val else None
+        parts = {name: p[1:] for name, p in parts.items()}
+    names = list(parts)
     if labels == "auto":
-        labels = "folder" if any(len(p) > 1 for p, kept in zip(parts, keep) if kept) else "none"
+        labels = "folder" if any(len(p) > 1 for p in parts.values()) else "none"
     if labels == "none":
-        return [], np.zeros(len(names), np.int64), is_val, keep
-    classes = []
-    for p, name, kept in zip(parts, names, keep):
-        if kept and labels == "folder" and len(p) < 2:
+        return names, [], np.zeros(len(names), np.int64), is_val
+    for name, p in parts.items():
+        if labels == "folder" and len(p) < 2:
             raise UserError(f"labels='folder': image {name!r} lies in no class folder; --labels=none ignores classes")
-        if kept and labels == "file" and "_" not in p[-1]:
+        if labels == "file" and "_" not in p[-1]:
             raise UserError(f"labels='file': image {name!r} has no class before a '_'; --labels=none ignores classes")
-        classes.append(p[0] if labels == "folder" else p[-1].split("_")[0])
-    class_names = sorted({name for name, kept in zip(classes, keep) if kept})
+    classes = [p[0] if labels == "folder" else p[-1].split("_")[0] for p in parts.values()]
+    class_names = sorted(set(classes))
     numbers = {name: i for i, name in enumerate(class_names)}
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    return printable, np.array([numbers.get(name, 0) for name in classes]), is_val, keep
+    return names, printable, np.array([numbers[name] for name in classes]), is_val
 
 
 def edm_labels(data: bytes, names: list[str], path: Path):
@@ -204,21 +206,20 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     """The images of a "folder", "tar" or "zip"."""
     import_pillow()
     found, fetch = {"folder": open_folder, "tar": open_tar, "zip": open_zip}[kind](path)
-    names = sorted({name for name in found if is_image(name)})
-    if not names:
+    images = sorted({name for name in found if is_image(name)})
+    if not images:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     if options.labels == "auto" and "dataset.json" in found:
         ((_, table),) = fetch(["dataset.json"])
         table = Path(table).read_bytes() if isinstance(table, str) else table
+        names, is_val = images, None
         class_names, labels = edm_labels(table, names, path)
-        is_val, keep = None, np.ones(len(names), bool)
     else:
-        class_names, labels, is_val, keep = classify(names, options.labels, strip=kind != "folder")
-    names = [name for name, kept in zip(names, keep) if kept]
-    labels = labels[keep]
-    is_val = val_mask(len(names), options) if is_val is None else is_val[keep]
+        names, class_names, labels, is_val = classify(images, options.labels, strip=kind != "folder")
+    if is_val is None:
+        is_val = val_mask(len(names), options)
     index = {name: i for i, name in enumerate(names)}
     items = ((index[name], name, payload) for name, payload in fetch(names))
-    source = Source(len(names), class_names, iter(()), left_out=int((~keep).sum()))
+    source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names))
     source.blocks = decode_all(items, labels, is_val, options.resolution, options.workers, source.skipped)
     return source

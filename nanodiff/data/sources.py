@@ -65,8 +65,8 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         raise UserError(f"path={path!r} is {kind}, which source={source!r} does not read")
     if sha256 == "auto":
         sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
-    if sha256:
-        check_sha256(file, sha256)
+    if sha256 and sha256_of(file) != sha256.lower():
+        raise UserError(f"path={path!r} does not have SHA-256 {sha256}: damaged or another file; --sha256= skips this")
     if source in ("folder", "tar", "zip"):
         return read_images(file, source, options)
     if options.labels not in ("auto", "none"):
@@ -81,14 +81,6 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         result.class_names = []
     result.blocks = resize_blocks(result.blocks, options, result.skipped)
     return result
-
-
-def check_sha256(path: Path, wanted: str) -> None:
-    if path.is_dir():
-        raise UserError(f"sha256 is of a file, path={str(path)!r} is a folder")
-    digest = sha256_of(path)
-    if digest != wanted.lower():
-        raise UserError(f"{path} has SHA-256 {digest}, wanted {wanted}: damaged or another file; --sha256= skips this")
 
 
 def download_cifar10() -> Path:

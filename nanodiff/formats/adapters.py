@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.dataset import Relabelled
 from nanodiff.models.lora import ClassTable, LoRALinear, add_classes, class_table
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
@@ -71,7 +70,7 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
         rows += null
     numbers = [names.index(name) for name in dataset.class_names] or null
     add_classes(loaded.model, len(new))
-    return Relabelled(dataset, numbers), names, rows
+    return dataset.relabelled(numbers), names, rows
 
 
 def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, classes: list, origin: dict) -> None:
