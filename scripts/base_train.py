@@ -44,11 +44,11 @@ run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
 resume = "auto"  # auto|never or >= 0: auto = from the newest checkpoint if there is one; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
-device_type = ""  # ""|cuda|cpu|mps: "" = the best present
+device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = True  # torch.compile
 # Data
-data = "shapes"  # name of a data set prepared by scripts.prepare_data or cache_latents, or the path of its folder
+data = "shapes"  # a data set that scripts.prepare_data or cache_latents made, by name or folder; shapes makes itself
 flip = False  # mirror half of the images left-right
 class_cond = True  # condition on labels, if the data set has them
 # Model
@@ -62,7 +62,7 @@ objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow =
 #                     the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|uniform|logit-normal|loss-second-moment: distribution of t; auto = logit-normal for flow
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
-# Horizon: the first that is given counts
+# Horizon: the first that is set (not -1) counts
 num_iterations = -1  # >= -1: optimisation steps
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter
@@ -74,8 +74,8 @@ lr = 3e-3  # > 0: AdamW's learning rate
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
-warmup_ratio = 0.02  # [0, 1]: fraction of the steps; IDDPM's linear anneal is warmup_ratio=0, warmdown_ratio=1
-warmdown_ratio = 0.5  # [0, 1]: fraction of the steps
+warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
+warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
 final_lr_frac = 0.0  # [0, 1]: learning rate at the end, relative to the full one
 ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is evaluated and sampled; "" = none
 ema_ramp = True  # shorter averages early on, so that early samples are not those of the initial weights
@@ -95,7 +95,7 @@ save_every = 1000  # >= -1: checkpoint
 checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
-patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens from 32 px on
+patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
 width = 0  # >= 0: channels off the dial, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only arch=unet
 num_res_blocks = 3  # >= 1: residual blocks per resolution
@@ -105,14 +105,15 @@ dropout = 0.0  # [0, 1): dropout rate
 # Only objective=eps|x0|x_prev|v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
-variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: of p(x_{t-1}|x_t): posterior, beta, IDDPM's
+variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
+#                            posterior's, large = beta; learned_range is IDDPM's
 loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 rescale_timesteps = True  # the network sees t in [0, 1000) whatever num_timesteps is
 bpd_every = -1  # >= -1: bits/dim over eval_images validation images, T evaluations each
 # Only optimizer=muon
 muon_lr = 0.02  # > 0: Muon's learning rate
 # Latents
-autoencoder = ""  # path of a VAE: encode images on the fly; for a latent set: its VAE's new path, if it was moved
+autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
 
 config = configure(globals())
@@ -236,11 +237,11 @@ def lr_multiplier(step):
 model = compiled(raw_model, device) if compile else raw_model
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A thread of the loader reads ahead from disk. Step s, micro-step m: rank r gets the images at positions
-# s*total_batch_size + (m*world + r)*device_batch_size and on, of a stream shuffled by (seed, epoch) alone.
+# s*total_batch_size + (m*world + r)*device_batch_size onwards, of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
-stop = StopSignal()  # SIGINT, SIGTERM: finish the step, save, leave; a second one kills
-stopping = 0  # the signal's number
+stop = StopSignal()  # SIGINT, SIGTERM: finish the step, save (unless save_every=-1), leave; a second one kills
+stopping = 0  # number of the signal received
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
 
 while True:
@@ -256,7 +257,8 @@ while True:
             meta |= dict(ema_rates=list(ema.rates), loop=loop | {"step": step})
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
 
-    # Validation loss of the raw weights and of their average, on the same images, t and noise each time
+    # Validation loss of the raw weights and of their average, on the same images, t and noise each time. ema.applied
+    # also sets eval mode.
     if due(eval_every) and not stopping:
         raw_model.eval()
         with autocast:
@@ -283,31 +285,31 @@ while True:
         print0(f"step {step:05d} | {fid_metric} {distance:.3f} of {fid_images:,} samples")
         log.metrics({"step": step, f"val/{fid_metric}": distance})
 
-    # A grid drawn with the averaged weights, from the same noise and classes each time: the vibe check. Rank 0 draws it
-    # while the other ranks wait at the next exchange of gradients.
+    # The vibe check: a grid of the averaged weights, from the same noise and classes each time. Rank 0 draws it; the
+    # other ranks go on and wait for it at their next collective.
     if due(sample_every) and not stopping and ddp_rank == 0:
         with autocast, ema.applied(raw_model):
             grid = sample_grid(raw_model, process, val_set, codec, sample_settings, device_batch_size)
         log.grid(grid, step)
 
-    last_step = step == num_iterations or bool(stopping)
-    if ddp_rank == 0 and (last_step or due(eval_every) or due(sample_every)):
-        report.refresh(last_step)
-    if last_step:
+    leaving = step == num_iterations or bool(stopping)
+    if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
+        report.refresh(leaving)
+    if leaving:
         break
 
     # -----------------------------------------------------------------------------------------------------------------
     # One step. All its randomness, for the whole batch of all ranks, is a function of (seed, step): so the model
-    # depends neither on the number of ranks nor on device_batch_size, and a run resumes identically without saving the
-    # state of a random number generator.
-    synchronize(device)  # or the clock would start while the device still works on the step before
+    # depends, up to the order of floating-point sums, neither on the number of ranks nor on device_batch_size (but for
+    # dropout's masks), and the same command resumes identically without saving a random number generator's state.
+    synchronize(device)  # or the clock would start while the GPU still works on an evaluation
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
     noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
     vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
-    # t by the inverse CDF of its distribution. The weight keeps the loss an unbiased mean over uniform t where t is
-    # importance-sampled (loss-second-moment); it is 1 for uniform and logit-normal t.
+    # t by the inverse CDF of its distribution. Where t is importance-sampled (loss-second-moment) the weight keeps the
+    # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     terms_of_step = StepTerms()
     # The batch is cut into micro-batches that fit into memory: gradients add up in p.grad over all micro-steps
@@ -319,7 +321,7 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) fp32
         # Some images lose their label, so that the model also learns to denoise without: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
-        if dropout:  # its masks, too, depend on (seed, step, rows) alone
+        if dropout:  # its masks depend on (seed, step) and on how the batch is cut
             torch.manual_seed(make_generator(seed, step, first).initial_seed())
         # The default loss is flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
         #     x_t = (1 - t) * x0 + t * noise
@@ -364,7 +366,7 @@ while True:
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    # After the first step all is allocated and compiled: from here on Python's garbage collector only costs time
+    # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
     if step == start_step + 1:
         gc.collect()
         gc.freeze()
@@ -375,7 +377,7 @@ while True:
     if step % log_every == 0 or step == num_iterations or stopping:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
-        # Model FLOPs utilisation: the FLOPs that forward and backward need (no recomputation, no optimizer), as a
+        # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a
         # percentage of what all devices could do at their bf16 peak
         mfu = 100 * flops_per_image * img_per_sec / (peak * world) if peak else 0.0
         line = {
@@ -390,7 +392,7 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= terms_of_step.summary(process, device)  # train/loss: mean over ranks and micro-steps
+        line |= terms_of_step.summary(process, device)  # train/loss: this step's mean over ranks and micro-steps
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)

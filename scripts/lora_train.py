@@ -40,7 +40,7 @@ run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from base and data
 resume = "auto"  # auto|never or >= 0: auto = from the newest checkpoint if there is one; a number = from that step
 seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
-device_type = ""  # ""|cuda|cpu|mps: "" = the best present
+device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
 # What is tuned
@@ -60,7 +60,7 @@ label_drop = -1.0  # [0, 1) or -1: fraction of labels replaced by the null class
 t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, none for the rest
 t_min = 0.0  # [0, 1): train only on t from here; 0 is the image
 t_max = 1.0  # (0, 1]: to here; 1 is noise
-# Horizon: the first that is given counts
+# Horizon: the first that is set counts
 num_iterations = -1  # >= -1: optimisation steps
 num_epochs = 1.0  # > 0: passes over the data
 # Optimisation, by AdamW
@@ -212,10 +212,10 @@ while True:
             grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
         log.grid(grid, step)
 
-    last_step = step == num_iterations or bool(stopping)
-    if ddp_rank == 0 and (last_step or due(sample_every)):
-        report.refresh(last_step)
-    if last_step:
+    leaving = step == num_iterations or bool(stopping)
+    if ddp_rank == 0 and (leaving or due(sample_every)):
+        report.refresh(leaving)
+    if leaving:
         break
 
     # The step, line for line that of base_train, which explains it
