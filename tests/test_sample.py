@@ -72,7 +72,7 @@ def test_batch_size_does_not_change_an_image_of_a_gaussian_diffusion(base, run_s
 
 
 def test_respacing_and_eta_are_those_of_the_published_code(base, run_script, tmp_path):
-    """ "10" are the 10 evenly spaced steps; DDIM with eta=1 on all timesteps has DDPM's variance (Song et al., eq. 16)."""
+    """Respacing "10" is 10 evenly spaced steps; DDIM with eta=1 on all timesteps is DDPM (Song et al. 2020, eq. 16)."""
     make_data()
     make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--variance=fixed_small")
     draw = lambda name, *args: sample(run_script, tmp_path / name, "--num_images=4", *args)
