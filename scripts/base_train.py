@@ -84,9 +84,7 @@ eval_every = 250  # >= -1: validation loss
 eval_images = 1024  # >= 1: validation images per evaluation
 fid_every = -1  # >= -1: Frechet distance of samples, drawn like those of the grid, to the training images
 fid_images = 2000  # >= 2: samples per distance
-fid_metric = (
-    "fid"  # fid|fd_classifier: in Inception's features (96 MB download), or a classifier's, trained on this set
-)
+fid_metric = "fid"  # fid|fd_classifier: in Inception's features (96 MB download), or those of a classifier of this set
 sample_every = 250  # >= -1: grid of samples
 sample_steps = 25  # >= 1: steps of the sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion

@@ -1,8 +1,7 @@
-"""Corrupt and hostile input by the thousand: one line that says what is wrong, or the truth; in bounded memory and time.
+"""Corrupt and hostile input: one line that says what is wrong, or the truth; in bounded memory and time.
 
 Each case is a valid input with a few changes: bits flipped, parts cut or moved, numbers made extreme, types exchanged.
-Where a format has its own checksums they are made right again, so that the change gets through. There are more than 10,000
-cases, the same in every run.
+Checksums are made right again, so that the changes get through. More than 10,000 cases, the same in every run.
 """
 
 import copy
@@ -100,7 +99,7 @@ def one_line_or_the_truth():
 # ---------------------------------------------------------------------------------------------------------------------
 # Changes; each is a function of one integer, because drawing integers is fast
 
-NASTY_BYTES = (b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\0\0\0\x80", b"\0" * 8, b"9" * 12, b"-1", b"1e999", b"[", b"{",
+NASTY_BYTES = (b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\0\0\0\x80", b"\0" * 8, b"9" * 12, b"-1", b"[", b"{",
                b'"', b"\n", b"../", b"\xc3\x28", b"(" * 300)  # fmt: skip
 NASTY_VALUES = (0, -1, 3, 16, 10**5, 10**9, 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf"), True, None, "", "x",
                 "4", "../x", "/etc/passwd", "a" * 5000, "a\nb", "\x1b[2J", "\ud800", "\0", [], {}, [[]], [-1, 2], ["x"],
@@ -175,14 +174,14 @@ DEFAULTS = dict(depth=12, lr=0.1, dtype="auto", compile=True, tag="x", limit=Non
 RUNS = "open('executed', 'w')"
 EXPRESSIONS = ("1", "-1", "0.5", "1e999", "nan", "'a'", "None", "True", "...", "b'a'", "1j", "(0.9, 0.99)", "[1, 'a']",
                "{1: 2}", "10**10**10", "'a'*10**12", "1<<10**12", "1" * 6000, RUNS, f"[{RUNS} for _ in 'a']",
-               f"f'{{{RUNS}}}'", f"(lambda: {RUNS})()", "().__class__.__base__.__subclasses__()", f"1 if {RUNS} else 2",
-               "'\\ud800'", "'a\\nb'", "[" * 150 + "1" + "]" * 150, "(" * 300, "-" * 5000 + "1", "a" + ".a" * 5000, "'''",
+               f"f'{{{RUNS}}}'", f"(lambda: {RUNS})()", "().__class__.__base__.__subclasses__()",
+               "'\\ud800'", "'a\\nb'", "[" * 150 + "1" + "]" * 150, "(" * 300, "-" * 5000 + "1", "a" + ".a" * 5000,
                "0777", "await x", "*a")  # fmt: skip
-STATEMENTS = ("{n} = {e}", "{n} = {e}", "{n}: {e} = 1", "{n} += {e}", "{n}, lr = {e}", "{e}", "{n}.x = {e}", "import os",
+STATEMENTS = ("{n} = {e}", "{n} = {e}", "{n}: {e} = 1", "{n} += {e}", "{n}, lr = {e}", "{e}", "import os",
               "if {e}: pass", "def f(x={e}): pass", "class A({e}): pass", "with {e}: pass", "del {n}", "\t{n} = {e}",
               "assert {e}", "\0", "# coding: utf-16", "{n} = ({e}", "\\")  # fmt: skip
 TEXTS = ("", "1", "0", "-1", "1.5", "1e3", "nan", "inf", "1e999", "auto", "None", "True", "x.py", "\ud800", "a\nb",
-         "9" * 5000, "a" * 10_000, "0x10", "１", "1_0", "(1,)", f"{RUNS}", "\x1b[2J", "../../x", "--", "=", "²")  # fmt: skip
+         "9" * 5000, "a" * 10_000, "0x10", "１", "1_0", "(1,)", f"{RUNS}", "\x1b[2J", "../../x", "--", "²")  # fmt: skip
 names = st.sampled_from([*DEFAULTS, "dept", "__class__", "configure", "é", ""])
 lines = st.builds(lambda form, n, e: form.format(n=n, e=e), st.sampled_from(STATEMENTS), names,
                   st.sampled_from(EXPRESSIONS))  # fmt: skip
@@ -226,9 +225,7 @@ def test_presets(folder, lines, changes):
 @cases(2000, changes=changes, in_header=st.booleans())
 def test_safetensors(folder, changes, in_header):
     path = folder / "x.safetensors"
-    save_safetensors(
-        {"a": torch.arange(6.0).view(2, 3), "b.é": torch.ones(3), "0": torch.empty(0, 4)}, path, {"k": "v"}
-    )
+    save_safetensors({"a": torch.ones(2, 3), "é": torch.ones(3), "0": torch.empty(0, 4)}, path, {"k": "v"})
     data = path.read_bytes()
     if in_header:
         end = 8 + int.from_bytes(data[:8], "little")
@@ -292,7 +289,7 @@ def test_images(kind, changes):
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
     Image.fromarray(noise(9, 8)).save(file := io.BytesIO(), kind)
     with one_line_or_the_truth():
-        ((_, _, image),) = decode_chunk([(0, "a.png", change_bytes(file.getvalue(), changes))], 4)
+        [(_, _, image)] = decode_chunk([(0, "a.png", change_bytes(file.getvalue(), changes))], 4)
         assert isinstance(image, str) or image.shape == (3, 4, 4)
 
 

@@ -85,7 +85,7 @@ ABSURD = {  # where -> values, and what the line must say
     "model_config.magic": [(1, "'magic'")],
     "model_config.in_channels": [(..., "in_channels"), (4, "channels")],
     "model_config.out_channels": [(6, "out_channels=6")],
-    "config.num_timesteps": [(10**12, "num_timesteps"), (0, "num_timesteps"), ("10", "no model"), (1.5, "no model")],
+    "config.num_timesteps": [(10**12, "num_timesteps"), (0, "num_timesteps"), ("10", "no model")],
     "config.objective": [("telepathy", "telepathy"), (..., "objective")],
     "config.noise_schedule": [("steep", "steep"), ([], "no model")],
     "config.label_drop": [("0.1", "label_drop"), (..., "label_drop")],

@@ -201,8 +201,9 @@ class GaussianDiffusion:
         self.loss = loss
         self.learned_variance = variance.startswith("learned")
         self.clip_denoised = clip_denoised
+        betas = make_betas(schedule, num_timesteps)  # refuses absurd numbers of timesteps before they take memory
         model_t = np.arange(num_timesteps) * (1000 / num_timesteps if rescale_timesteps else 1.0)
-        self.set_tables(make_betas(schedule, num_timesteps), model_t)
+        self.set_tables(betas, model_t)
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
         """All that depends on t, from betas (T,) and the t that the model sees (T,). float64: `at` gives out fp32."""

@@ -247,13 +247,14 @@ def build(meta: dict, tensors: dict, source) -> tuple[torch.nn.Module, object]:
 
 
 def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
-    """The backbone's config, its sizes bounded before anything of these sizes is made."""
-    fields = meta["model_config"] | {"checkpointing": False}
-    num_timesteps = meta["config"].get("num_timesteps", 0)
-    for key, value in (fields | {"num_timesteps": num_timesteps}).items():
+    """The backbone's config, with its sizes bounded before anything is made of them."""
+    fields = {}
+    for key, value in meta["model_config"].items():
+        fields[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not 0 <= number <= MAX_SIZE:  # also NaN
                 raise UserError(f"it has {key}={number}; accepted: 0 to {MAX_SIZE:,}")
+    fields["checkpointing"] = False
     if meta["arch"] == "unet":
         config = UNetConfig(**fields)
         layers = config.num_res_blocks * len(config.channel_mult)
@@ -261,9 +262,9 @@ def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
         config = DiTConfig(**fields)
         layers = config.depth
         if config.num_tokens * config.width > MAX_TABLE:
-            raise UserError(f"model_config has {config.num_tokens:,} tokens of width {config.width:,}")
+            raise UserError(f"it has {config.num_tokens:,} tokens of width {config.width:,}")
     if layers > num_tensors:
-        raise UserError(f"model_config has {layers:,} layers, and there are {num_tensors:,} tensors")
+        raise UserError(f"it has {layers:,} layers and {num_tensors:,} tensors")
     return config
 
 
