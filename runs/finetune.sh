@@ -8,7 +8,7 @@ python -m scripts.prepare_data --source=shapes --classes=$known --name=shapes_wi
 python -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --cfg_scale=3 --model_tag=without_cross
 
 python - << 'EOF'
-"""What to learn from: half crosses, half of all eight, lest the others be forgotten."""
+"""Training set: half crosses, half all eight shapes, so that the others are not forgotten."""
 import numpy as np
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes

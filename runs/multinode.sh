@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Several machines, one training: start this on each of them, with the same arguments. They meet at the first, HEAD, and
-# share $NANODIFF_BASE_DIR (a network file system). After the death of a worker all go on from the newest checkpoint.
+# One training on several machines: start this on each of them, with the same arguments. They meet at the first, HEAD, and
+# share $NANODIFF_BASE_DIR (a network file system). If a worker dies, all resume from the newest checkpoint.
 #   NNODES=2 HEAD=node0:29500 bash runs/multinode.sh runs/imagenet256.py --depth=24
-# Under Slurm, where srun starts it on each machine:
+# Under Slurm srun starts it on each machine:
 #   sbatch --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --wrap='srun bash runs/multinode.sh runs/imagenet256.py'
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -1,4 +1,4 @@
-"""Photographs as latents, on two CPU cores: six minutes of a small DiT, which begins to learn them by heart.
+"""Photographs as latents, on two CPU cores: six minutes of a small DiT, which begins to memorise them.
 
 python -m scripts.prepare_data --path=FOLDER_OF_PHOTOS --resolution=256 --name=photos
 python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth --flip --name=photos_latents

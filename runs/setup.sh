@@ -1,5 +1,5 @@
 # Sourced by the scripts of this folder: go to the repository root, make .venv with the pinned packages, put it first in
-# PATH. A copy of requirements.txt kept in .venv says what is installed, so that the second time takes no time.
+# PATH. A copy of requirements.txt in .venv records what is installed, so that the second time takes no time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

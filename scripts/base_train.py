@@ -170,6 +170,8 @@ if device_batch_size == 0:
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
+if latent_norm != "channels" and codec.facts["kind"] == "images":
+    raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
 if bpd_every >= 0 and codec.facts["kind"] != "images":
     raise UserError(f"bpd_every={bpd_every}: bits/dim are of pixels, and {data} holds latents; -1 = never")
 sample_settings = SampleSettings(
