@@ -153,20 +153,18 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     torch.manual_seed(0)
     ae = TinyAutoencoder(latent_channels, mid_norm)
     half = lambda name: {k.removeprefix(f"{name}."): w for k, w in ae.state_dict().items() if k.startswith(name)}
+    published = {re.sub(r"^\d+", lambda m: str(int(m[0]) + 1), k): w for k, w in half("decoder").items()}  # 0 clamps z
     encoder, decoder = tmp_path / "taex_encoder.pth", tmp_path / "taex_decoder.pth"
     torch.save(half("encoder"), encoder)
-    torch.save(half("decoder"), decoder)
+    torch.save(published, decoder)
     for path in (encoder, decoder, tmp_path):
         opened = open_autoencoder(path)
         assert_same_model(opened, ae)
         assert opened.name == (tmp_path.name if path == tmp_path else "taex")
         assert opened.sha256 == hashlib.sha256(encoder.read_bytes() + decoder.read_bytes()).hexdigest()
 
-    # diffusers' AutoencoderTiny: one file, and a decoder whose first layer is the convolution after the soft clamp
-    weights = {f"encoder.layers.{key}": w for key, w in half("encoder").items()}
-    for key, w in half("decoder").items():
-        number, rest = key.split(".", 1)
-        weights[f"decoder.layers.{int(number) - 1}.{rest}"] = w
+    # diffusers' AutoencoderTiny: one file
+    weights = {re.sub(r"^(..coder)", r"\1.layers", name): w for name, w in ae.state_dict().items()}
     folder = tmp_path / "taex-diffusers"
     folder.mkdir()
     save_safetensors(weights, folder / "diffusion_pytorch_model.safetensors")

@@ -292,11 +292,12 @@ def test_timestep_embedding_tells_fractions_apart():
     "image_size, patch, tokens", [(16, 2, 64), (28, 2, 196), (32, 2, 256), (48, 3, 256), (64, 4, 256), (256, 16, 256)]
 )
 def test_from_depth(image_size, patch, tokens):
-    config = DiTConfig.from_depth(12, image_size, 3, 3, 10)
+    channels = dict(in_channels=3, out_channels=3, num_classes=10)
+    config = DiTConfig.from_depth(12, image_size, **channels)
     assert (config.width, config.heads, config.patch_size, config.num_tokens) == (768, 12, patch, tokens)
     assert config.mlp_hidden == 2048  # 8/3 of the width
-    assert DiTConfig.from_depth(4, image_size, 3, 3, 10).mlp_hidden % 64 == 0
-    assert DiTConfig.from_depth(12, image_size, 3, 3, 10, block="classic").mlp_hidden == 4 * 768
+    assert DiTConfig.from_depth(4, image_size, **channels).mlp_hidden % 64 == 0
+    assert DiTConfig.from_depth(12, image_size, **channels, block="classic").mlp_hidden == 4 * 768
 
 
 @pytest.mark.parametrize("wrong", [{"patch_size": 3}, {"patch_size": 0}, {"block": "new"}, {"heads": 3}, {"depth": 0}])

@@ -19,9 +19,9 @@ from nanodiff.training.checkpoint import save_checkpoint
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", loss="mse")
 CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0)
-DIT = DiTConfig.from_depth(1, 8, 3, 3, 2, width=8, heads=1)
+DIT = DiTConfig.from_depth(1, 8, in_channels=3, out_channels=3, num_classes=2, width=8, heads=1)
 CLASSIC = dataclasses.replace(DIT, block="classic")
-UNET = UNetConfig(8, 3, 3, 32, 1, (4,), (1, 1), 1, num_classes=2)
+UNET = UNetConfig(8, 3, 3, 32, 1, (4,), (1, 1), num_heads=1, num_classes=2)
 STATES = {config: build_model(config, "cpu", 0).state_dict() for config in (DIT, CLASSIC, UNET)}
 LATENTS = dict(autoencoder="kl", sha256="0" * 64, path="", source="x", downsample=8, parts=2, copies=1)
 LATENTS |= dict(offset=[0.0] * 3, scale=[1.0] * 3)

@@ -39,7 +39,7 @@ def test_published_weights_and_outputs(case):
     theirs = rule_weights(case["parameters"])
     config, state_dict = from_improved_diffusion(theirs, image_size=16, num_heads=case["config"]["num_heads"])
     for name, value in case["config"].items():
-        if name == "attention_resolutions":  # theirs are down-sampling factors by then
+        if name == "attention_resolutions":  # theirs are down-sampling levels by then
             value = [16 // factor for factor in value]
         assert getattr(config, name) == (tuple(value) if isinstance(value, list) else value), name
     assert config.low_res == (4 if case["cls"] == "SuperResModel" else 0)
@@ -57,10 +57,10 @@ def test_published_weights_and_outputs(case):
 @pytest.mark.parametrize(
     "settings, count",
     [
-        ({"image_size": 32, "out_channels": 6, "null_class": False}, 52_546_438),
-        ({"image_size": 64, "out_channels": 6, "null_class": False}, 121_063_942),
+        ({"depth": 4, "image_size": 32, "out_channels": 6, "null_class": False}, 52_546_438),
+        ({"depth": 4, "image_size": 64, "out_channels": 6, "null_class": False}, 121_063_942),
         (
-            {"image_size": 64, "out_channels": 6, "model_channels": 192, "num_classes": 1000, "null_class": False},
+            {"depth": 6, "image_size": 64, "out_channels": 6, "num_classes": 1000, "null_class": False},
             273_049_350,
         ),
     ],
@@ -69,7 +69,7 @@ def test_published_weights_and_outputs(case):
 def test_published_parameter_counts(settings, count):
     """Nichol and Dhariwal's published models; and each one's config is read back from its state dict."""
     with torch.device("meta"):
-        model = UNet(UNetConfig(**settings))
+        model = UNet(UNetConfig.from_depth(**settings))
     assert sum(p.numel() for p in model.parameters()) == count
     assert from_improved_diffusion(model.state_dict())[0] == model.config
 
@@ -80,19 +80,19 @@ def test_depth_4_is_the_cifar10_model():
 
 
 @pytest.mark.parametrize(
-    "size, mult, factors",
-    [(8, (1, 2), {1}), (16, (1, 2, 2), {1, 2}), (28, (1, 2, 2), {2, 4}), (32, (1, 2, 2, 2), {2, 4}),
-     (64, (1, 2, 3, 4), {4, 8}), (128, (1, 1, 2, 3, 4), {8, 16}), (256, (1, 1, 2, 2, 4, 4), {16, 32})],
+    "size, mult, levels",
+    [(8, (1, 2), {0}), (16, (1, 2, 2), {0, 1}), (28, (1, 2, 2), {1, 2}), (32, (1, 2, 2, 2), {1, 2}),
+     (64, (1, 2, 3, 4), {2, 3}), (128, (1, 1, 2, 3, 4), {3, 4}), (256, (1, 1, 2, 2, 4, 4), {4, 5})],
 )  # fmt: skip
-def test_shape_by_image_size(size, mult, factors):
-    config = UNetConfig(image_size=size)
-    assert config.channel_mult == mult and factors <= config.attention_factors
+def test_shape_by_image_size(size, mult, levels):
+    config = UNetConfig.from_depth(1, size)
+    assert config.channel_mult == mult and levels <= config.attention_levels
 
 
 @pytest.mark.parametrize("size", [8, 28])
 def test_other_sizes_run(size):
     x, t, y = inputs(size=size)
-    out = build(image_size=size, channel_mult=())(x, t, y)
+    out = build(image_size=size, channel_mult=UNetConfig.from_depth(1, size).channel_mult)(x, t, y)
     assert out.shape == x.shape and out.isfinite().all()
 
 
@@ -227,7 +227,7 @@ def test_settings_that_do_not_fit_are_named(settings, words):
 
 def test_config_is_read_back_from_any_state_dict():
     for settings in (
-        {"conv_resample": False, "num_res_blocks": 2, "channel_mult": (1, 2, 2), "attention_resolutions": (8,)},
+        {"num_res_blocks": 2, "channel_mult": (1, 2, 2), "attention_resolutions": (8,)},
         {"low_res": 4, "out_channels": 6, "use_scale_shift_norm": False},
         {"channel_mult": (2,), "in_channels": 4, "out_channels": 4, "attention_resolutions": (16,), "num_heads": 8},
     ):

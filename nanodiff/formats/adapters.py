@@ -1,12 +1,10 @@
-"""Files of LoRA adapters: written by scripts/lora_train.py, merged into a base model wherever one is loaded.
+"""Files of LoRA adapters: written by scripts/lora_train.py, merged into the weights of their base when it is loaded.
 
-A .safetensors with the names of the peft library (github.com/huggingface/peft), so its set_peft_model_state_dict reads
-it. Adapters are used by merging: W + scale alpha / rank B A costs nothing when sampling.
+A .safetensors with the names of peft (github.com/huggingface/peft), so its set_peft_model_state_dict reads it.
 """
 
 import hashlib
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ A, B, ROWS = ".lora_A.weight", ".lora_B.weight", ".token_adapter.trainable_token
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of names, shapes, dtypes and values: the same for the same weights, whatever file they came in."""
+    """SHA-256 of names, shapes, dtypes and values, whatever file they came in."""
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
@@ -30,34 +28,31 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Which weights a model from load_run has: `base` (the arguments that load them again), `name` and `sha256`.
-
-    `base` holds the run's tag rather than its path if it can, so the folder of all runs may move.
-    """
+    """Which weights load_run gave: `base` (its arguments, to load them again), `name` and `sha256`."""
     sha256 = fingerprint(loaded.model.state_dict())
     path = (loaded.run_dir or Path(loaded.source)).absolute()
     if loaded.run_dir is None:
         return dict(base=dict(run=str(path)), name=path.name, sha256=sha256)
-    run = path.name if path.parent == (base_dir() / "runs").absolute() else str(path)
+    run = path.name if path.parent == (base_dir() / "runs").absolute() else str(path)  # a tag survives a move
     name = f"{path.name} at step {loaded.step} ({loaded.weights})"
     return dict(base=dict(run=run, step=loaded.step, ema=loaded.weights), name=name, sha256=sha256)
 
 
 def match_classes(loaded, dataset, train_classes: str = "new"):
-    """Match a data set's classes with a model's by name, and add to the model those that it lacks.
+    """Match a data set's classes with a model's by name; classes that the model lacks are added to it.
 
     Returns the data set with the model's label numbers, the names of the model's classes, and the rows of the class
-    table to train. `train_classes`: "new" = those just added, "all" = the set's and the null class, "none", or names,
-    comma-separated. Unlabelled images get the null class; an unconditional model ignores labels.
+    table to train. `train_classes`: "new", "all" (also the null class), "none", or names, comma-separated. Unlabelled
+    images get the null class; an unconditional model ignores labels.
     """
     known = loaded.data["class_names"] if loaded.num_classes else []
     if not known:
         return dataset, [], []
     new = [name for name in dataset.class_names if name not in known]
     names = [*known, *new]
-    has_null = len(class_table(loaded.model)[1].weight) > len(known)
-    null = [len(names)] if has_null else []
-    if not dataset.num_classes and not has_null:
+    null = [len(names)] if len(class_table(loaded.model)[1].weight) > len(known) else []
+    numbers = [names.index(name) for name in dataset.class_names] or null
+    if not numbers:
         raise UserError(f"data={dataset.name!r} has no labels, and {loaded.source} has no null class")
     if new and train_classes == "none":
         raise UserError(f"train_classes=none, but {loaded.source} lacks class {new[0]!r} of {dataset.name!r}")
@@ -68,14 +63,12 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     rows = sorted({names.index(name) for name in chosen})
     if train_classes == "all":
         rows += null
-    numbers = [names.index(name) for name in dataset.class_names] or null
     add_classes(loaded.model, len(new))
     return dataset.relabelled(numbers), names, rows
 
 
 def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, classes: list, origin: dict) -> None:
-    """Write what add_lora added to a model. `classes`: names of the trained rows, None = the null class; `origin`: the
-    base's identity()."""
+    """Write what add_lora added. `classes`: names of the trained rows, None = null class; `origin`: base's identity."""
     tensors = {}
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
@@ -89,63 +82,61 @@ def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, clas
     save_safetensors(tensors, path, metadata)
 
 
-def read_adapters(path: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """(tensors by peft's names, metadata with rank and alpha as numbers and classes as a list)."""
+def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], list, float]:
+    """(tensors by peft's names, classes of the trained rows, alpha / rank) of a file for the base `origin`."""
     tensors, info = load_safetensors(path)
     try:
         classes = [None if name is None else str(name) for name in json.loads(info["classes"])]
-        info |= dict(rank=int(info["rank"]), alpha=float(info["alpha"]), classes=classes)
-        intact = fingerprint(tensors) == info["sha256"]
-    except (KeyError, ValueError, TypeError, RecursionError) as e:
-        raise UserError(f"{path} was not made by lora_train: its metadata have no valid {e}") from None
-    if not intact:
-        raise UserError(f"{path} is corrupt: its tensors do not have the SHA-256 in its metadata")
-    return tensors, info
+        scale = float(info["alpha"]) / int(info["rank"])
+        if info["base_sha256"] != origin["sha256"]:
+            raise UserError(f"they are for other weights, those of {info['base']}, not for {origin['name']}")
+        if info["sha256"] != fingerprint(tensors):
+            raise UserError("corrupt, its tensors do not have the SHA-256 in its metadata")
+    except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as e:
+        raise UserError(f"{path} holds no usable adapters of lora_train: {e}") from None
+    return tensors, classes, scale
 
 
 @torch.no_grad()
 def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
-    """Merge adapters into a model from load_run, and add their new classes to its `data`.
+    """Merge adapters into a model from load_run, W + scale alpha / rank B A, and add their new classes to its `data`.
 
     `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all; 0 = the base. Several add up, their
-    class rows too. A corrupt file, or one for another base, is refused before any weight changes.
+    class rows too.
     """
     paths = [path.strip() for path in lora.split(",") if path.strip()]
     if not paths:
         return
-    try:
-        scales = [float(scale) for scale in lora_scale.split(",")]
-    except ValueError:
-        scales = []
+    scales = lora_scale.split(",")
     if len(scales) == 1:
         scales *= len(paths)
-    if len(scales) != len(paths) or not all(math.isfinite(scale) for scale in scales):
-        accepted = f"a number, or {len(paths)} of them, comma-separated"
-        raise UserError(f"lora_scale={lora_scale!r}; accepted: {accepted}")
+    try:
+        scales = [float(scale) for _, scale in zip(paths, scales, strict=True)]
+    except ValueError:
+        raise UserError(
+            f"lora_scale={lora_scale!r}; accepted: a number, or {len(paths)} of them, comma-separated"
+        ) from None
     origin = identity(loaded)
-    files = [read_adapters(path) for path in paths]
-    for path, (_, info) in zip(paths, files):
-        if info["base_sha256"] != origin["sha256"]:
-            raise UserError(f"{path} is for other weights, those of {info['base']}, not for {origin['name']}")
+    files = [read_adapters(path, origin) for path in paths]  # all, before any weight changes
 
-    names = list(loaded.data["class_names"]) if loaded.num_classes else []
-    added = [name for _, info in files for name in info["classes"] if name not in (None, *names)]
-    added = list(dict.fromkeys(added))  # in order, once each
-    add_classes(loaded.model, len(added))
-    names += added
-    if names:
+    names, original = [], torch.empty(0)
+    if loaded.num_classes:
+        known = loaded.data["class_names"]
+        taught = [name for _, classes, _ in files for name in classes if name is not None]
+        names = list(dict.fromkeys([*known, *taught]))  # in order, once each
+        add_classes(loaded.model, len(names) - len(known))
         loaded.data = loaded.data | {"class_names": names, "num_classes": len(names)}
-    table = class_table(loaded.model)[1].weight if names else torch.empty(0)
-    original = table.clone()  # a new class starts as the base's null class
-    for path, (tensors, info), scale in zip(paths, files, scales):
-        rows = [len(names) if name is None else names.index(name) for name in info["classes"]]
+        original = class_table(loaded.model)[1].weight.clone()  # a new class starts as the base's null class
+    for path, (tensors, classes, alpha_over_rank), scale in zip(paths, files, scales):
         try:
+            rows = [len(names) if name is None else names.index(name) for name in classes]
             for key, x in tensors.items():
                 if key.endswith(A):
                     weight = loaded.model.get_submodule(key.removeprefix(PREFIX).removesuffix(A)).weight
                     delta = tensors[key.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-                    weight.add_(delta.to(weight.device), alpha=scale * info["alpha"] / info["rank"])
+                    weight.add_(delta.to(weight.device), alpha=scale * alpha_over_rank)
                 elif key.endswith(ROWS):
+                    table = loaded.model.get_submodule(key.removeprefix(PREFIX).removesuffix(ROWS)).weight
                     table[rows] += scale * (x.to(table) - original[rows])
-        except (AttributeError, LookupError, ArithmeticError, RuntimeError) as e:
+        except (AttributeError, LookupError, ValueError, RuntimeError) as e:
             raise UserError(f"{path} does not fit {origin['name']}: {e}") from None

@@ -210,6 +210,8 @@ def translate(meta: dict, source) -> dict:
         config["objective"] = "flow_x0"
     if isinstance(model_config.get("low_res"), bool):  # now the side of the low-resolution image, 0 without one
         model_config["low_res"] = config.get("low_res_size") if model_config["low_res"] else 0
+    for option in ("conv_resample", "num_heads_upsample"):  # no run ever changed these of the UNet
+        model_config.pop(option, None)
     return meta | {"config": config, "model_config": model_config}
 
 

@@ -1,7 +1,7 @@
 """Key maps of published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
-`from_*` gives our config, read off names and shapes, and our state dict, `to_*` theirs. `from_*` raises LookupError,
-ValueError, ... for weights of another model.
+`from_*` gives our config, read off names and shapes, and our state dict; it raises LookupError, ValueError, ... for
+weights of another model. `to_*` gives theirs.
 """
 
 import math
@@ -50,7 +50,7 @@ def rename(name: str, pairs) -> str:
 
 
 def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
-    """heads=0: the weights do not show it, so as DiT-S, B, L, XL by width, else width / 64."""
+    """The weights do not show `heads`; 0 = those of DiT-S, B, L, XL by width, else width / 64."""
     width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
     classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(
@@ -74,7 +74,7 @@ def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
 
 
 def to_meta(state_dict: dict, config: DiTConfig) -> dict:
-    """A state dict that facebookresearch/DiT loads. Only for block="classic"."""
+    """The state dict of facebookresearch/DiT for a classic DiT."""
     theirs = {rename(name, META): value for name, value in unfold_patches(state_dict, config).items()}
     return {"pos_embed": sincos_table(config)[None]} | theirs
 
@@ -92,10 +92,9 @@ def unfold_patches(state_dict: dict, config: DiTConfig) -> dict:
 def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
     """(config.json, state dict) for a classic DiT with classes and without low_res.
 
-    diffusers embeds t with frequencies 10000^(-i/127), the published DiT and we with 10000^(-i/128), so the outputs
-    are equal at t = 0 only; at all t after `block.norm1.emb.time_proj.downscale_freq_shift = 0` in each of its blocks.
+    diffusers embeds t with frequencies 10000^(-i/127), the published DiT and we with 10000^(-i/128): outputs are equal
+    after `block.norm1.emb.time_proj.downscale_freq_shift = 0` in each of its blocks.
     """
-    assert config.block == "classic" and config.num_classes and not config.low_res, config
     if config.mlp_hidden != 4 * config.width:
         raise UserError(f"mlp_ratio={config.mlp_ratio:g}; diffusers' DiT accepts only 4")
     theirs = {}
@@ -131,49 +130,42 @@ def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
     """image_size=0: attention starts at 16 pixels, as in all published models. num_heads=0: 4, or LSUN's 1.
 
-    Six input channels are taken for RGB super-resolution from a quarter of the size, as in the published upsampler.
+    Six input channels are RGB super-resolution from a quarter of the size, as in the published upsampler.
     """
     shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
     width, channels = shapes["input_blocks.0.0.weight"][:2]
-    convs = {}  # number of an input block -> its residual block's first convolution; the others downsample
-    for name, shape in shapes.items():
-        if name.startswith("input_blocks.") and name.endswith(".0.in_layers.2.weight"):
-            convs[int(name.split(".")[1])] = shape
-    mult = {}
-    attention = set()
-    num_res_blocks = 0
-    for position, number in enumerate(sorted(convs)):
-        level = number - 1 - position  # downsamplings so far; block 0 is the first convolution
-        mult[level] = convs[number][0] // width
-        num_res_blocks += int(level == 0)
+    widths = [[]]  # of each level's residual blocks
+    attention = set()  # levels
+    for number in range(1, len(shapes)):
+        if f"input_blocks.{number}.0.op.weight" in shapes:  # downsamples
+            widths.append([])
+        elif conv := shapes.get(f"input_blocks.{number}.0.in_layers.2.weight"):
+            widths[-1].append(conv[0])
         if f"input_blocks.{number}.1.qkv.weight" in shapes:
-            attention.add(level)
-    if list(mult) != list(range(len(mult))):
-        raise UserError(f"its input blocks, {sorted(convs)}, are not those of improved-diffusion's UNet")
+            attention.add(len(widths) - 1)
     if not (image_size or attention):
         raise UserError("image_size=0: this state dict has no attention to tell it by; accepted: the size in pixels")
     image_size = image_size or 16 << min(attention)
-    scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * convs[1][0]
+    scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0][0]
     config = UNetConfig(
         image_size=image_size,
         in_channels=3 if channels == 6 else channels,
         out_channels=shapes["out.2.weight"][0],
         model_channels=width,
-        num_res_blocks=num_res_blocks,
+        num_res_blocks=len(widths[0]),
         attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
-        channel_mult=tuple(mult.values()),
+        channel_mult=tuple(level[0] // width for level in widths),
         num_heads=num_heads or (4 if scale_shift else 1),
         num_classes=shapes.get("label_emb.weight", (0,))[0],
         null_class=False,
         use_scale_shift_norm=scale_shift,
-        conv_resample=len(mult) == 1 or any(name.endswith(".op.weight") for name in shapes),
         low_res=image_size // 4 if channels == 6 else 0,
     )
     return config, {name: p.squeeze(-1) if p.ndim == 3 else p for name, p in state_dict.items()}
 
 
 def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
-    """A state dict that openai/improved-diffusion loads; it leaves out the null class, which their table lacks."""
+    """The state dict of openai/improved-diffusion, without the null class, which its table lacks."""
     theirs = {}
     for name, p in state_dict.items():
         theirs[name] = p[..., None] if name.endswith(("qkv.weight", "proj_out.weight")) else p

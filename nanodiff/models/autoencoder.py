@@ -1,7 +1,6 @@
 """Latent autoencoders in plain torch, read from their published files: Stable Diffusion's VAE and the tiny TAESD.
 
-Both are frozen. A diffusion model is trained on what `encode` returns, normalised (data/latents.py), and its samples go
-through `decode`.
+Both are frozen: a diffusion model is trained on normalised latents (data/latents.py), and `decode` shows its samples.
 """
 
 import hashlib
@@ -19,9 +18,8 @@ from nanodiff.common import UserError
 from nanodiff.files import load_tensors
 from nanodiff.safetensors import load_safetensors
 
-# Pixels per forward pass; larger batches are sliced. The SD VAE in fp32 takes 4.2 KB per pixel to decode (measured on a
-# CPU at 512 px), so a slice on a GPU takes about 4 GB and no image needs tiling. On a CPU one 256 px image at a time is
-# fastest: 8 of them took the tiny encoder 4.5 s rather than 6.6 s, and 3.7 s with channels last.
+# Pixels per forward pass; larger batches are sliced. The SD VAE takes 4.2 KB per pixel to decode, so 4 GB on a GPU. A
+# CPU is fastest with one 256 px image at a time (tiny encoder: 3.7 s for 8 images instead of 6.6 s).
 MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 
 
@@ -44,10 +42,8 @@ class Autoencoder(nn.Module):
             raise UserError(f"image of {W}x{H} px: {self.name} needs multiples of {self.downsample} px")
         x = x.contiguous(memory_format=torch.channels_last)
         batch = max(1, MAX_PIXELS[x.device.type] // (H * W))
-        parts = [self.moments(part) for part in x.split(batch)]
-        mean = torch.cat([part[0] for part in parts])
-        std = torch.cat([part[1] for part in parts])
-        return mean.float(), std.float()
+        means, stds = zip(*[self.moments(part) for part in x.split(batch)])
+        return torch.cat(means).float(), torch.cat(stds).float()
 
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
@@ -84,7 +80,7 @@ class ResnetBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of one head over all positions."""
+    """Self-attention over all positions, with one head."""
 
     def __init__(self, channels: int, groups: int):
         super().__init__()
@@ -102,14 +98,14 @@ class MidBlock(nn.Module):
     def __init__(self, channels: int, groups: int):
         super().__init__()
         self.attentions = nn.ModuleList([Attention(channels, groups)])
-        self.resnets = nn.ModuleList([ResnetBlock(channels, channels, groups) for _ in range(2)])
+        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, groups) for _ in range(2))
 
     def forward(self, x):
         return self.resnets[1](self.attentions[0](self.resnets[0](x)))
 
 
-def levels(widths, blocks: int, groups: int, **resampler) -> nn.Sequential:
-    """`blocks` residual blocks per width; after each width but the last a `resampler` (name=function)."""
+def levels(widths, blocks: int, groups: int, name: str, resample) -> nn.Sequential:
+    """`blocks` residual blocks per width; after each width but the last, `resample(width)` under `name`."""
     out = nn.Sequential()
     c_in = widths[0]
     for i, width in enumerate(widths):
@@ -118,7 +114,7 @@ def levels(widths, blocks: int, groups: int, **resampler) -> nn.Sequential:
             layers["resnets"].append(ResnetBlock(c_in, width, groups))
             c_in = width
         if i < len(widths) - 1:
-            layers |= {name: nn.Sequential(make(width)) for name, make in resampler.items()}
+            layers[name] = nn.Sequential(resample(width))
         out.append(named(**layers))
     return out
 
@@ -137,7 +133,7 @@ class AutoencoderKL(Autoencoder):
         first, last = widths[0], widths[-1]
         self.encoder = named(
             conv_in=conv3(3, first),
-            down_blocks=levels(widths, blocks, groups, downsamplers=down),
+            down_blocks=levels(widths, blocks, groups, "downsamplers", down),
             mid_block=MidBlock(last, groups),
             conv_norm_out=nn.GroupNorm(groups, last, eps=1e-6),
             act=nn.SiLU(),
@@ -146,7 +142,7 @@ class AutoencoderKL(Autoencoder):
         self.decoder = named(
             conv_in=conv3(latent_channels, last),
             mid_block=MidBlock(last, groups),
-            up_blocks=levels(widths[::-1], blocks + 1, groups, upsamplers=up),
+            up_blocks=levels(widths[::-1], blocks + 1, groups, "upsamplers", up),
             conv_norm_out=nn.GroupNorm(groups, first, eps=1e-6),
             act=nn.SiLU(),
             conv_out=conv3(first, 3),
@@ -164,18 +160,18 @@ class AutoencoderKL(Autoencoder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# TinyAutoencoder: Bohan 2023, https://github.com/madebyollin/taesd. Module names are the published files'.
+# TinyAutoencoder: Bohan 2023, https://github.com/madebyollin/taesd. Module names are diffusers', without `layers`.
 
 
 class TinyBlock(nn.Module):
-    """Three convolutions and a skip; `norm` puts FLUX.2's normalised 1x1 bottleneck in front."""
+    """Three convolutions and a skip, behind FLUX.2's normalised 1x1 bottleneck if `pool`."""
 
-    def __init__(self, width: int, norm: bool = False):
+    def __init__(self, width: int, pool: bool = False):
         super().__init__()
-        convs = [conv3(width, width) for _ in range(3)]
-        self.conv = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
+        conv = lambda: conv3(width, width)
+        self.conv = nn.Sequential(conv(), nn.ReLU(), conv(), nn.ReLU(), conv())
         self.pool = None
-        if norm:
+        if pool:
             up = nn.Conv2d(width, 4 * width, 1, bias=False)
             down = nn.Conv2d(4 * width, width, 1, bias=False)
             self.pool = nn.Sequential(up, nn.GroupNorm(4, 4 * width), nn.ReLU(), down)
@@ -186,39 +182,33 @@ class TinyBlock(nn.Module):
         return F.relu(self.conv(x) + x)
 
 
-class SoftClamp(nn.Module):
-    def forward(self, z):
-        return torch.tanh(z / 3) * 3  # smoothly into (-3, 3), where the decoder was trained
-
-
 class TinyAutoencoder(Autoencoder):
-    """TAESD: 1.2 M parameters each way (1.3 M with `mid_norm`), distilled from a large VAE; std is zero.
+    """TAESD: 1.2 M parameters each way, distilled from a large VAE; std is zero.
 
-    4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 (FLUX.2, with `mid_norm`). TAESD learnt the latents as its
-    teacher's diffusion model sees them, so scale is 1.
+    4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 with `mid_pool` (FLUX.2). Its latents are normalised already.
     """
 
     parts = 1
 
-    def __init__(self, latent_channels: int = 4, mid_norm: bool = False, width: int = 64):
+    def __init__(self, latent_channels: int = 4, mid_pool: bool = False, width: int = 64):
         super().__init__()
         self.latent_channels = latent_channels
-        blocks = lambda n, norm=False: [TinyBlock(width, norm) for _ in range(n)]
-        encoder = [conv3(3, width), *blocks(1)]
-        for i in range(3):
-            encoder += [conv3(width, width, stride=2, bias=False), *blocks(3, norm=mid_norm and i == 2)]
+        blocks = lambda pool: [TinyBlock(width, pool) for _ in range(3)]
+        encoder = [conv3(3, width), TinyBlock(width)]
+        for pool in (False, False, mid_pool):
+            encoder += [conv3(width, width, stride=2, bias=False), *blocks(pool)]
         self.encoder = nn.Sequential(*encoder, conv3(width, latent_channels))
-        decoder = [SoftClamp(), conv3(latent_channels, width), nn.ReLU()]
-        for i in range(3):
-            mid = mid_norm and i == 0
-            decoder += [*blocks(3, mid), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
-        self.decoder = nn.Sequential(*decoder, *blocks(1), conv3(width, 3))
+        decoder = [conv3(latent_channels, width), nn.ReLU()]
+        for pool in (mid_pool, False, False):
+            decoder += [*blocks(pool), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
+        self.decoder = nn.Sequential(*decoder, TinyBlock(width), conv3(width, 3))
 
     def moments(self, x):
         mean = self.encoder(x * 0.5 + 0.5)
         return mean, torch.zeros_like(mean)
 
     def reconstruct(self, z):
+        z = torch.tanh(z / 3) * 3  # smoothly into (-3, 3), where the decoder was trained
         return self.decoder(z) * 2 - 1
 
 
@@ -226,11 +216,12 @@ class TinyAutoencoder(Autoencoder):
 # Weight files
 
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-RENAMES = [  # from CompVis' names, and diffusers' before 0.18, to diffusers' names
+RENAMES = [  # from CompVis' names, TAESD's, and diffusers' before 0.18 (SD 1.5's VAE), to the names above
+    (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
+    (r"^(encoder|decoder)\.layers\.", r"\1."),
     (r"\.(down|up)\.(\d+)\.block\.", r".\1_blocks.\2.resnets."),
     (r"\.(down|up)\.(\d+)\.\1sample\.", r".\1_blocks.\2.\1samplers.0."),
-    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
-    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
+    (r"\.mid\.block_(\d)\.", lambda m: f".mid_block.resnets.{int(m[1]) - 1}."),
     (r"\.mid\.attn_1\.", ".mid_block.attentions.0."),
     (r"\.attentions\.0\.norm\.", ".attentions.0.group_norm."),
     (r"\.attentions\.0\.(q|k|v)(uery|ey|alue)?\.", r".attentions.0.to_\1."),
@@ -243,92 +234,75 @@ RENAMES = [  # from CompVis' names, and diffusers' before 0.18, to diffusers' na
 def open_autoencoder(path: str | Path) -> Autoencoder:
     """The frozen autoencoder at `path`, in fp32 on the CPU; its architecture is read off the weights.
 
-    `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), or either file of a TAESD pair
+    `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), either file of a TAESD pair
     `*encoder.*`, `*decoder.*`, or a folder with one such file or pair (if several, `diffusion_pytorch_model.*`). A
-    diffusers config.json beside it sets scale, shift and the norms' groups. A pair's sha256 is `cat encoder decoder`'s.
+    config.json beside it sets scale, shift and the norms' groups. A pair's sha256 is that of `cat encoder decoder`.
     """
     path = Path(path)
     files = find_weights(path)
+    first = next(iter(files.values()))
+    settings = first.with_name("config.json")
     weights = {}
     digest = hashlib.sha256()
     try:
-        for file, half in zip(files, ("encoder.", "decoder.") if len(files) == 2 else ("",)):
+        for prefix, file in files.items():
             tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
-            weights |= {half + name: w for name, w in tensors.get("state_dict", tensors).items()}
+            weights |= {prefix + name: w for name, w in tensors.get("state_dict", tensors).items()}
             digest.update(np.memmap(file, np.uint8, "r"))
-        config = read_config(files[0].parent / "config.json")
-        weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
+        config = json.loads(settings.read_text()) if settings.is_file() else {}
+        weights = rename(weights)
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
-        ae.load_state_dict(weights, assign=True)
-        ae.scale = float(config.get("scaling_factor", ae.scale))
-        ae.shift = float(config.get("shift_factor", ae.shift))
-    except UserError:
-        raise
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{path}: neither an SD VAE nor both halves of a TAESD: {str(error)[:300]}") from None
-    name = re.sub(r"[-_.]*encoder$", "", files[0].stem) if len(files) == 2 else files[0].stem
-    ae.name = files[0].resolve().parent.name if path.is_dir() or not name else name
+        ae.to_empty(device="cpu").load_state_dict(weights)
+        ae.scale = float(config.get("scaling_factor") or ae.scale)  # null in some files
+        ae.shift = float(config.get("shift_factor") or ae.shift)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path} holds neither an SD VAE nor both halves of a TAESD: {str(error)[:300]}") from None
+    ae.name = path.resolve().name if path.is_dir() else re.sub(r"[-_.]encoder$", "", first.stem)
     ae.sha256 = digest.hexdigest()
     return ae.eval().requires_grad_(False)
 
 
-def find_weights(path: Path) -> list[Path]:
-    """[file] or [encoder, decoder], by the rule of `open_autoencoder`."""
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-    files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors before .bin
-    found = files[:1]
-    for file in found:
+def find_weights(path: Path) -> dict[str, Path]:
+    """{"": file} or {"encoder.": file, "decoder.": file}, by the rule of `open_autoencoder`."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors if any
+    found = {}
+    for file in files[:1]:
         encoder = file.with_name(file.name.replace("decoder", "encoder"))
-        decoder = file.with_name(encoder.name.replace("encoder", "decoder"))
-        if encoder != decoder and encoder.is_file() and decoder.is_file():
-            found = [encoder, decoder]
-    if not found or not set(files) <= set(found):
+        decoder = file.with_name(file.name.replace("encoder", "decoder"))
+        pair = encoder != decoder and encoder.is_file() and decoder.is_file()
+        found = {"encoder.": encoder, "decoder.": decoder} if pair else {"": file}
+    if not found or not set(files) <= set(found.values()):
         names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
         raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
     return found
 
 
-def read_config(path: Path) -> dict:
-    """diffusers' config.json without its nulls; {} if there is none, or it is another program's."""
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    if not str(config.get("_class_name")).startswith("Autoencoder"):
-        return {}
-    return {key: value for key, value in config.items() if value is not None}
-
-
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights under this module's names, from any of the published layouts; tensors of other modules are left out."""
+    """Weights under the names above, from any of the published layouts; those of other networks are left out."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
-    top = max((int(m[1]) for name in weights if (m := re.match(r"decoder\.up\.(\d+)\.", name))), default=0)
+    top = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
     renamed = {}
     for name, w in weights.items():
-        if not re.match(r"(encoder|decoder|quant_conv|post_quant_conv)\.", name):
-            continue
-        # diffusers' AutoencoderTiny gives the soft clamp no number
-        name = re.sub(r"^encoder\.layers\.", "encoder.", name)
-        name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"decoder.{int(m[1]) + 1}", name)
-        # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
-        name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{top - int(m[1])}.", name)
-        for pattern, ours in RENAMES:
-            name = re.sub(pattern, ours, name)
-        renamed[name] = (
-            w.flatten(1) if ".attentions.0.to_" in name and w.ndim == 4 else w
-        )  # a 1x1 convolution is linear
+        if name.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")):
+            # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
+            name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{top - int(m[1])}.", name)
+            for pattern, ours in RENAMES:
+                name = re.sub(pattern, ours, name)
+            linear = ".attentions.0.to_" in name  # CompVis': 1x1 convolutions
+            renamed[name] = w.flatten(1) if linear and w.ndim == 4 else w
     return renamed
 
 
 def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
-    """A new autoencoder of the architecture that the weights' shapes show; KeyError if they show none."""
+    """An autoencoder of the architecture that the weights' names and shapes show."""
     if "encoder.0.weight" in weights:
-        return TinyAutoencoder(weights["decoder.1.weight"].shape[1], any(".pool." in name for name in weights))
-    widths = []
-    while (name := f"encoder.down_blocks.{len(widths)}.resnets.0.conv1.weight") in weights:
-        widths.append(weights[name].shape[0])
-    blocks = 0
-    while f"encoder.down_blocks.0.resnets.{blocks}.conv1.weight" in weights:
-        blocks += 1
+        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
-    return AutoencoderKL(tuple(widths), blocks, latent_channels, groups, "quant_conv.weight" in weights)
+    pattern = r"encoder\.down_blocks\.(\d)\.resnets\.(\d)\.conv1\.weight"
+    convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
+    widths = [len(weights[name]) for name in convs if ".resnets.0." in name]
+    return AutoencoderKL(widths, len(convs) // len(widths), latent_channels, groups, "quant_conv.weight" in weights)

@@ -1,10 +1,10 @@
 """LoRA: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers, and trainable rows of the class table.
 
-Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) and B (out, rank), B = 0 at the start. A
-new class gets a row in the class table that starts as the null class. Their files: formats/adapters.py.
+Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) and B (out, rank), B = 0 at the start.
 """
 
 import dataclasses
+import re
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,7 @@ from nanodiff.common import UserError
 
 
 class LoRALinear(nn.Linear):
-    """W x + b + alpha / rank B A x. W and b are those of the layer it replaces, under their old names."""
+    """W x + b + alpha / rank B A x, with W and b of the layer it replaces."""
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
         n_in, n_out, device = layer.in_features, layer.out_features, layer.weight.device
@@ -33,7 +33,7 @@ class LoRALinear(nn.Linear):
 
 
 class ClassTable(nn.Embedding):
-    """A class table (N, C) of which some rows learn: `delta` (K, C) is added to `rows` (K,)."""
+    """A class table (N, C) with trainable rows: `delta` (K, C) is added to `rows` (K,)."""
 
     def __init__(self, table: nn.Embedding, rows: list[int]):
         super().__init__(*table.weight.shape, device="meta")
@@ -54,18 +54,12 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if targets == "all":
         return layers
-    found = set()
-    for target in targets.split(","):
-        target = target.strip()
-        matches = [name for name in layers if target and f".{name}".endswith(f".{target}")]
-        if not matches:
-            parts = [name.split(".") for name in layers]
-            ends = sorted({".".join(part[-2 if part[-1].isdigit() else -1 :]) for part in parts})
-            raise UserError(
-                f"targets={targets!r}: no linear layer is named {target!r}; accepted: all, {', '.join(ends)}"
-            )
-        found.update(matches)
-    return [name for name in layers if name in found]
+    ends = tuple(f".{target.strip()}" for target in targets.split(","))
+    for end in ends:
+        if not any(f".{name}".endswith(end) for name in layers):
+            known = sorted({re.search(r"[a-z]\w*(\.\d+)?$", name)[0] for name in layers})
+            raise UserError(f"targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
+    return [name for name in layers if f".{name}".endswith(ends)]
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
@@ -74,12 +68,11 @@ def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list
     Its predictions stay the same, bit for bit; dropout is off. Call it before make_optimizer and torch.compile.
     """
     generator = torch.Generator().manual_seed(seed)
-    layers = find_layers(model, targets)
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for name in layers:
+    for name in find_layers(model, targets):
         model.set_submodule(name, LoRALinear(model.get_submodule(name), rank, alpha, generator))
     if rows:
         name, table = class_table(model)
@@ -97,10 +90,7 @@ def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
 
 
 def add_classes(model: nn.Module, count: int) -> None:
-    """Append `count` classes that start as the null class or, without one, as the mean of all classes.
-
-    The null class stays the last row, so its number grows.
-    """
+    """Insert `count` classes before the null class; they start as it or, without one, as the mean of all classes."""
     if not count:
         return
     name, table = class_table(model)

@@ -1,10 +1,9 @@
 """The UNet of IDDPM (Nichol & Dhariwal 2021, arXiv:2102.09672), also for super-resolution.
 
-Modules carry the names of the published code, so its checkpoints load after the key map of formats/published.py.
+Modules carry the published names.
 """
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,7 @@ NORM_GROUPS = 32
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """Shape of a UNet. By default the published CIFAR-10 model with a null class, fixed variance and no dropout."""
+    """Shape of a UNet; by default the published CIFAR-10 model with a null class, fixed variance and no dropout."""
 
     image_size: int = 32
     in_channels: int = 3  # of x_t; super-resolution adds as many
@@ -30,32 +29,34 @@ class UNetConfig:
     model_channels: int = 128
     num_res_blocks: int = 3
     attention_resolutions: tuple[int, ...] = (16, 8)  # in pixels of the feature map
-    channel_mult: tuple[int, ...] = ()  # () = CHANNEL_MULT's for image_size
+    channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
-    num_heads_upsample: int = 0  # heads on the way up; 0 = num_heads
     num_classes: int = 0  # 0 = unconditional
     null_class: bool = True  # the class table has one more row, the null class; published tables have not
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
-    conv_resample: bool = True
     low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
-        mult = tuple(self.channel_mult) or default_channel_mult(self.image_size)
-        object.__setattr__(self, "channel_mult", mult)  # the only way in a frozen dataclass
-        factor = 2 ** (len(mult) - 1)
+        factor = 2 ** (len(self.channel_mult) - 1)
         if self.image_size < 1 or self.image_size % factor:
             raise UserError(f"image_size={self.image_size}; accepted: a multiple of {factor}, by channel_mult's length")
-        widths = [self.model_channels * m for m in mult]
-        for heads in (self.num_heads, self.num_heads_upsample or self.num_heads):
-            if heads < 1 or any(width % heads for width in widths):
-                raise UserError(f"num_heads={heads}; accepted: a divisor of every level's width {widths}")
+        widths = [self.model_channels * m for m in self.channel_mult]
+        if self.num_heads < 1 or any(width % self.num_heads for width in widths):
+            raise UserError(f"num_heads={self.num_heads}; accepted: a divisor of every level's width {widths}")
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
-        """The one dial: model_channels = 32 * depth, so depth 4 at 32 pixels is the published CIFAR-10 model."""
-        return cls(image_size=image_size, model_channels=NORM_GROUPS * depth, **others)
+        """The one dial: model_channels = 32 * depth, so depth 4 at 32 pixels is the published CIFAR-10 model.
+
+        CHANNEL_MULT's row for this size or the next larger is cut where a level would be odd or under 4 pixels.
+        """
+        mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
+        levels = 1
+        while levels < len(mult) and image_size % 2**levels == 0 and image_size >= 4 * 2**levels:
+            levels += 1
+        return cls(image_size, model_channels=NORM_GROUPS * depth, channel_mult=mult[:levels], **others)
 
     @property
     def num_tokens(self) -> int:
@@ -63,21 +64,9 @@ class UNetConfig:
         return (self.image_size // 2) ** 2
 
     @property
-    def attention_factors(self) -> set[int]:
-        """Down-sampling factors with attention: for each resolution the level nearest by ratio.
-
-        Exact for powers of two; at 28 pixels, (16, 8) are the levels of 14 and 7 pixels.
-        """
-        return {2 ** round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
-
-
-def default_channel_mult(image_size: int) -> tuple[int, ...]:
-    """The table's entry for this size or the next larger, cut where a level would be odd or under 4 pixels."""
-    mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
-    levels = 1
-    while levels < len(mult) and image_size % 2**levels == 0 and image_size >= 4 * 2**levels:
-        levels += 1
-    return mult[:levels]
+    def attention_levels(self) -> set[int]:
+        """For each resolution the level nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
+        return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 
 def no_autocast(x):
@@ -85,7 +74,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Statistics in fp32, as in every kernel, but the output in the dtype of x: autocast would write it in fp32."""
+    """The output has the dtype of x: autocast would write it in fp32. The statistics are fp32, as in every kernel."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -95,16 +84,19 @@ class GroupNorm(nn.GroupNorm):
             return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-class Downsample(nn.Sequential):
-    def __init__(self, channels: int, conv: bool):
-        op = nn.Conv2d(channels, channels, 3, stride=2, padding=1) if conv else nn.AvgPool2d(2)
-        super().__init__(OrderedDict(op=op))
+class Downsample(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        return self.op(x)
 
 
 class Upsample(nn.Module):
-    def __init__(self, channels: int, conv: bool):
+    def __init__(self, channels: int):
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if conv else nn.Identity()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
         with no_autocast(x):  # on the CPU autocast would copy nearest neighbours in fp32
@@ -181,39 +173,36 @@ class UNet(nn.Module):
             table = torch.empty(c.num_classes + int(c.null_class), emb)  # not drawn here: see dit.py
             self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
 
-        def blocks(cin, cout, factor, heads):
+        def blocks(cin, cout, level):
             res = ResBlock(cin, cout, c)
-            return [res, AttentionBlock(cout, heads)] if factor in c.attention_factors else [res]
+            return [res, AttentionBlock(cout, c.num_heads)] if level in c.attention_levels else [res]
 
-        channels = c.in_channels * (2 if c.low_res else 1)
-        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(channels, width, 3, padding=1))])
         ch = width
-        skips = [width]  # channels of each input block's output
+        channels = c.in_channels * (2 if c.low_res else 1)
+        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(channels, ch, 3, padding=1))])
+        skips = [ch]  # channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
-            for _ in range(c.num_res_blocks):
-                self.input_blocks.append(Level(*blocks(ch, mult * width, 2**level, c.num_heads)))
-                ch = mult * width
+            if level:
+                self.input_blocks.append(Level(Downsample(ch)))
                 skips.append(ch)
-            if level < len(c.channel_mult) - 1:
-                self.input_blocks.append(Level(Downsample(ch, c.conv_resample)))
+            for _ in range(c.num_res_blocks):
+                self.input_blocks.append(Level(*blocks(ch, mult * width, level)))
+                ch = mult * width
                 skips.append(ch)
         self.middle_block = Level(ResBlock(ch, ch, c), AttentionBlock(ch, c.num_heads), ResBlock(ch, ch, c))
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(c.channel_mult))):
             for i in range(c.num_res_blocks + 1):
-                layers = blocks(ch + skips.pop(), mult * width, 2**level, c.num_heads_upsample or c.num_heads)
+                layers = blocks(ch + skips.pop(), mult * width, level)
                 ch = mult * width
                 if level and i == c.num_res_blocks:
-                    layers.append(Upsample(ch, c.conv_resample))
+                    layers.append(Upsample(ch))
                 self.output_blocks.append(Level(*layers))
         self.out = nn.Sequential(GroupNorm(ch), nn.SiLU(), nn.Conv2d(ch, c.out_channels, 3, padding=1))  # zero at init
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """torch's own rules (uniform within 1/sqrt(fan_in); labels N(0, 1)), and zero where the published model has it.
-
-        Drawn on the CPU (by a CPU generator), so that every device starts from the same weights.
-        """
+        """Uniform within 1/sqrt(fan_in), labels N(0, 1), some layers zero; drawn on the CPU, the same for every device."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
@@ -230,7 +219,7 @@ class UNet(nn.Module):
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
 
-        fp32 under autocast too. The null class, if there is one, is label num_classes.
+        The null class, if any, is label num_classes. The output is fp32 under autocast too.
         """
         c = self.config
         if c.low_res:
@@ -242,15 +231,15 @@ class UNet(nn.Module):
         h = x_t
         skips = []
         for block in self.input_blocks:
-            h = self._run(block, h, emb)
+            h = self.run(block, h, emb)
             skips.append(h)
-        h = self._run(self.middle_block, h, emb)
+        h = self.run(self.middle_block, h, emb)
         for block in self.output_blocks:
-            h = self._run(block, h, emb, skips.pop())
+            h = self.run(block, h, emb, skips.pop())
         with no_autocast(x_t):
             return self.out(h.float())
 
-    def _run(self, block, *args):
+    def run(self, block, *args):
         if not (self.config.checkpointing and self.training and torch.is_grad_enabled()):
             return block(*args)
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
@@ -259,15 +248,15 @@ class UNet(nn.Module):
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
         flops = 2 * sum(m.weight.numel() for m in self.time_embed[::2])
         size = self.config.image_size
-        levels = [*self.input_blocks, self.middle_block, *self.output_blocks]
-        for layer in [layer for level in levels for layer in level]:
-            if isinstance(layer, Downsample):
-                size //= 2
-            elif isinstance(layer, Upsample):
-                size *= 2
-            for name, p in layer.named_parameters():
-                if p.ndim > 1:
-                    flops += 2 * p.numel() * (1 if "emb_layers" in name else size**2)
-            if isinstance(layer, AttentionBlock):
-                flops += 2 * 2 * size**4 * layer.proj_out.in_features  # q k^T and weights @ v, 2 T T C each
+        for level in [*self.input_blocks, self.middle_block, *self.output_blocks]:
+            for layer in level:
+                if isinstance(layer, Downsample):
+                    size //= 2
+                elif isinstance(layer, Upsample):
+                    size *= 2
+                elif isinstance(layer, AttentionBlock):
+                    flops += 2 * 2 * size**4 * layer.proj_out.in_features  # q k^T and weights @ v, 2 T T C each
+                for name, p in layer.named_parameters():
+                    if p.ndim > 1:
+                        flops += 2 * p.numel() * (1 if "emb_layers" in name else size**2)
         return 3 * (flops + 2 * self.out[-1].weight.numel() * size**2)
