@@ -42,8 +42,8 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     """Match a data set's classes with a model's by name; classes that the model lacks are added to it.
 
     Returns the data set with the model's label numbers, the names of the model's classes, and the rows of the class
-    table to train. `train_classes`: "new", "all" (also the null class), "none", or names, comma-separated. Unlabelled
-    images get the null class; an unconditional model ignores labels.
+    table to train, by `train_classes`: "new", "all" (the null class too), "none", or names. Unlabelled images get the
+    null class.
     """
     known = loaded.data["class_names"] if loaded.num_classes else []
     if not known:
@@ -101,8 +101,7 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
 def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
     """Merge adapters into a model from load_run, W + scale alpha / rank B A, and add their new classes to its `data`.
 
-    `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all; 0 = the base. Several add up, their
-    class rows too.
+    `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all. Several add up, class rows too.
     """
     paths = [path.strip() for path in lora.split(",") if path.strip()]
     if not paths:

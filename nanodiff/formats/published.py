@@ -45,12 +45,8 @@ def rename(name: str, pairs) -> str:
     return name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Meta's DiT: DiT-XL-2-256x256.pt
-
-
 def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
-    """The weights do not show `heads`; 0 = those of DiT-S, B, L, XL by width, else width / 64."""
+    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S, B, L, XL by width, else width / 64."""
     width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
     classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(
@@ -83,10 +79,6 @@ def unfold_patches(state_dict: dict, config: DiTConfig) -> dict:
     """The patch embedding as a convolution: (C, ch*p*p) -> (C, ch, p, p)."""
     weight = state_dict["patch_embed.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
     return state_dict | {"patch_embed.weight": weight}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# diffusers' DiTTransformer2DModel
 
 
 def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
@@ -123,14 +115,11 @@ def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
     return settings, theirs
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# OpenAI's improved-diffusion: *_uncond_50M_500K.pt, ema_0.9999_500000.pt. The names are ours; attention is Conv1d there
-
-
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
-    """image_size=0: attention starts at 16 pixels, as in all published models. num_heads=0: 4, or LSUN's 1.
+    """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
 
-    Six input channels are RGB super-resolution from a quarter of the size, as in the published upsampler.
+    image_size=0: attention starts at 16 pixels, as in all published models. num_heads=0: 4, or LSUN's 1. Six input
+    channels are super-resolution from a quarter of the size.
     """
     shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
     width, channels = shapes["input_blocks.0.0.weight"][:2]

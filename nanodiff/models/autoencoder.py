@@ -27,7 +27,6 @@ class Autoencoder(nn.Module):
     """Base class. A subclass gives `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
 
     downsample = 8  # pixels per latent along a side
-    latent_channels = 4
     scale = 1.0  # the published normalisation is (z - shift) * scale
     shift = 0.0
     parts = 2  # 2 = a latent has mean and std; 1 = mean only, std is zero
@@ -241,7 +240,6 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     path = Path(path)
     files = find_weights(path)
     first = next(iter(files.values()))
-    settings = first.with_name("config.json")
     weights = {}
     digest = hashlib.sha256()
     try:
@@ -249,14 +247,15 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
             tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
             weights |= {prefix + name: w for name, w in tensors.get("state_dict", tensors).items()}
             digest.update(np.memmap(file, np.uint8, "r"))
+        settings = first.with_name("config.json")
         config = json.loads(settings.read_text()) if settings.is_file() else {}
-        weights = rename(weights)
+        weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
-        ae.to_empty(device="cpu").load_state_dict(weights)
+        ae.load_state_dict(weights, assign=True)
         ae.scale = float(config.get("scaling_factor") or ae.scale)  # null in some files
         ae.shift = float(config.get("shift_factor") or ae.shift)
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path} holds neither an SD VAE nor both halves of a TAESD: {str(error)[:300]}") from None
     ae.name = path.resolve().name if path.is_dir() else re.sub(r"[-_.]encoder$", "", first.stem)
     ae.sha256 = digest.hexdigest()
@@ -282,7 +281,7 @@ def find_weights(path: Path) -> dict[str, Path]:
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights under the names above, from any of the published layouts; those of other networks are left out."""
+    """Weights under the names above, from any published layout, without those of other networks."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
     top = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
     renamed = {}

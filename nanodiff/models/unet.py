@@ -4,6 +4,7 @@ Modules carry the published names.
 """
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -84,13 +85,9 @@ class GroupNorm(nn.GroupNorm):
             return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-class Downsample(nn.Module):
+class Downsample(nn.Sequential):
     def __init__(self, channels: int):
-        super().__init__()
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
-
-    def forward(self, x):
-        return self.op(x)
+        super().__init__(OrderedDict(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1)))
 
 
 class Upsample(nn.Module):
@@ -170,7 +167,7 @@ class UNet(nn.Module):
         width, emb = c.model_channels, 4 * c.model_channels
         self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
         if c.num_classes:
-            table = torch.empty(c.num_classes + int(c.null_class), emb)  # not drawn here: see dit.py
+            table = torch.empty(c.num_classes + c.null_class, emb)  # not drawn here: see dit.py
             self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
 
         def blocks(cin, cout, level):
@@ -202,7 +199,7 @@ class UNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Uniform within 1/sqrt(fan_in), labels N(0, 1), some layers zero; drawn on the CPU, the same for every device."""
+        """Uniform within 1/sqrt(fan_in), labels N(0, 1), some layers 0; drawn on the CPU, the same for every device."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0

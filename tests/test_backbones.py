@@ -1,0 +1,121 @@
+"""The laws that every backbone keeps: `model(x_t, t, y, low_res)` of a DiT with either block, and of a UNet."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from figures import filled
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
+
+DIT = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=2, num_classes=5)
+UNET = dict(image_size=16, model_channels=32, num_res_blocks=1, channel_mult=(1, 2), num_classes=5)
+CONFIGS = {"modern": DiTConfig(**DIT), "classic": DiTConfig(**DIT, block="classic"), "unet": UNetConfig(**UNET)}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+def build(config, **settings):
+    return filled(replace(config, **settings))
+
+
+def inputs(n=3):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(n, 3, 16, 16, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
+
+
+def test_a_new_model_predicts_zero_and_every_parameter_comes_to_life(config):
+    """After two steps of plain descent no parameter that is used has a zero gradient."""
+    model, (x, t, y) = build_model(config, "cpu", 0), inputs()
+    assert not model(x, t, y).any()
+    for _ in range(3):
+        model.zero_grad()
+        (model(x, t, y) - x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    assert all(p.grad.any() for p in model.parameters())
+
+
+def test_meta_construction_gives_the_same_model(config):
+    model = build_model(config, "cpu", 3)
+    other = type(model)(config)
+    other.init_weights(torch.Generator().manual_seed(3))
+    tensors = lambda m: [*m.parameters(), *m.buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(tensors(model), tensors(other)))
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # no tables of positions
+
+
+def test_images_do_not_see_each_other(config):
+    model, (x, t, y) = build(config), inputs()
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1], y[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(model(x, t, y), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("low_res", [0, 4])
+def test_flops_are_those_of_the_counter(config, low_res):
+    model, (x, t, y) = build(config, low_res=low_res), inputs(2)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, t, y, x[:, :, ::4, ::4] if low_res else None)
+    assert model.estimate_flops() == pytest.approx(3 * counter.get_total_flops() / 2, rel=1e-6)
+
+
+def test_bf16_autocast_stays_near_fp32(config):
+    model, (x, t, y) = build(config), inputs()
+    exact = model(x, t, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x, t, y)
+    assert (out.float() - exact).norm() / exact.norm() < 0.03
+    out.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_checkpointing_changes_no_gradient(config):
+    """Recomputed blocks draw the same dropout, too."""
+    dropout = {"dropout": 0.3} if isinstance(config, UNetConfig) else {}
+    grads = []
+    for checkpointing in (False, True):
+        model = build(config, checkpointing=checkpointing, **dropout)
+        torch.manual_seed(0)
+        model(*inputs()).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiles_as_one_graph(config, checkpointing):
+    """Without breaks, forward and backward (and without torch.compile's C++ compiler)."""
+    eager = build(config, checkpointing=checkpointing)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for m in (compiled, eager):
+        m(*inputs()).square().mean().backward()
+    for p, q in zip(eager.parameters(), model.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_super_resolution_reads_the_low_resolution_image_at_any_size(config):
+    model, (x, t, y) = build(config, low_res=4), inputs()
+    low = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+    full = torch.nn.functional.interpolate(low, (16, 16), mode="bilinear")
+    assert torch.equal(model(x, t, y, low), model(x, t, y, full))
+    assert not torch.allclose(model(x, t, y, low), model(x, t, y, -low))
+
+
+def test_conditions_matter_and_the_null_class_is_the_last_row(config):
+    model, (x, t, y) = build(config), inputs()
+    out = model(x, t, y)
+    for other in (model(x, t + 50, y), model(x, t, y + 1), model(x, t, torch.full_like(y, 5))):
+        assert (other - out).flatten(1).abs().amax(1).min() > 1e-3
+    model = build(config, num_classes=0)
+    assert not any("label" in name or "y_embed" in name for name in model.state_dict())
+    assert torch.equal(model(x, t, y), model(x, t))
