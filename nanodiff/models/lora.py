@@ -65,7 +65,7 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
 def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
     """Freeze the model except for adapters on the layers of `targets` (see find_layers) and `rows` of its class table.
 
-    Its predictions stay the same, bit for bit; dropout is off. Call it before make_optimizer and torch.compile.
+    Its predictions stay the same, bit for bit, and dropout is off.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)

@@ -22,7 +22,7 @@ NORM_GROUPS = 32
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """Shape of a UNet; by default the published CIFAR-10 model with a null class, fixed variance and no dropout."""
+    """Shape of a UNet; by default the published CIFAR-10 model without dropout or learned variance."""
 
     image_size: int = 32
     in_channels: int = 3  # of x_t; super-resolution adds as many
@@ -75,7 +75,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """The output has the dtype of x: autocast would write it in fp32. The statistics are fp32, as in every kernel."""
+    """The output has the dtype of x: autocast would write it in fp32."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -140,7 +140,7 @@ class AttentionBlock(nn.Module):
         N, C, H, W = x.shape
         h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C), T = H*W
         qkv = self.qkv(h).view(N, H * W, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        # fp32 on the CPU, whose bf16 kernel takes 1.4 (T=256) to 10 (T=16) times as long in backward
+        # fp32 on the CPU, whose bf16 kernel takes 1.4 to 10 times as long in backward
         dtype = torch.promote_types(qkv.dtype, torch.float32) if x.device.type == "cpu" else qkv.dtype
         with no_autocast(x):
             q, k, v = qkv.to(dtype).permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
@@ -237,9 +237,9 @@ class UNet(nn.Module):
             return self.out(h.float())
 
     def run(self, block, *args):
-        if not (self.config.checkpointing and self.training and torch.is_grad_enabled()):
-            return block(*args)
-        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+        if self.config.checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+        return block(*args)
 
     def estimate_flops(self) -> int:
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
