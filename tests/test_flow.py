@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff.common import StackedGenerator, UserError, make_generator
+from nanodiff.common import StackedGenerator, make_generator
 from nanodiff.diffusion.flow import SAMPLERS, FlowMatching
 
 # x0 ~ N(MU, S): then x_t ~ N((1 - t) MU, A_t) with A_t = (1 - t)^2 S + t^2 I, and E[v | x_t] is linear in x_t.
@@ -129,14 +129,6 @@ def test_evaluations_draws_and_progress(sampler, evaluations, draws):
     torch.testing.assert_close(flat(seen[0][2]), posterior, rtol=0, atol=1e-5)
 
 
-def test_sde_image_depends_on_its_own_seed_alone():
-    sample = lambda seeds: FlowMatching().sample(
-        PerfectModel(), (g := StackedGenerator(seeds)).randn((len(seeds), 2, 1, 1)), 10, "sde", g
-    )
-    torch.testing.assert_close(sample([5, 6, 7])[1:2], sample([6]))
-    assert not torch.allclose(sample([5]), sample([6]))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses
 
@@ -177,15 +169,6 @@ def test_x0_prediction_is_weighted_by_one_over_t_squared(t, weight):
     x0, noise, out = torch.randn(3, 8, 3, 4, 4)
     losses = FlowMatching("x0").losses(lambda x, t: out, x0, torch.full((8,), t), noise)
     torch.testing.assert_close(losses["loss"], weight * (out - x0).square().mean(dim=(1, 2, 3)))
-
-
-def test_x0_prediction_is_bounded_near_the_data():
-    """At t = 0 the quotient is by 0.05: an error of 1 in x0 is one of 20 in v, and not infinite."""
-    x0, noise = torch.zeros(2, 2, 3, 4, 4)
-    losses = FlowMatching("x0").losses(lambda x, t: x + 1, x0, torch.zeros(2), noise)
+    zeros = torch.zeros(2, 3, 4, 4)  # at t = 0 an error of 1 in x0 is one of 20 in v, not infinite
+    losses = FlowMatching("x0").losses(lambda x, t: x + 1, zeros, torch.zeros(2), zeros)
     torch.testing.assert_close(losses["loss"], torch.full((2,), 400.0))
-
-
-def test_mistakes_are_named():
-    with pytest.raises(UserError, match="eps"):
-        FlowMatching("eps")

@@ -57,20 +57,19 @@ def test_further_conditions_are_doubled_too():
     torch.testing.assert_close(out, null + 3 * (with_class - null), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("t, guided", [(0.0, False), (199.0, False), (201.0, True), (699.0, True), (701.0, False)])
-def test_interval(t, guided):
+SOME, ALL = (0.2, 0.7), (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "interval, t, guided",
+    [(SOME, 199, False), (SOME, 201, True), (SOME, 699, True), (SOME, 701, False), (ALL, 0, True), (ALL, 1000, True)],
+)
+def test_interval(interval, t, guided):
     model, (x, _, y) = Counted(), inputs()
-    t = torch.full((3,), t)
-    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0, cfg_interval=(0.2, 0.7)))(x, t)
+    t = torch.full((3,), float(t))
+    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0, cfg_interval=interval))(x, t)
     assert model.batches == [6 if guided else 3]
     assert torch.equal(out, model(x, t, y)) != guided
-
-
-@pytest.mark.parametrize("t", [0.0, 1000.0])
-def test_the_whole_interval_has_its_ends(t):
-    model, (x, _, y) = Counted(), inputs()
-    make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0))(x, torch.full((3,), t))
-    assert model.batches == [6]
 
 
 def test_autoguidance_extrapolates_from_the_weak_model():

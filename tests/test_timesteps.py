@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import golden
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanodiff.common import UserError
 from nanodiff.diffusion.timesteps import LossSecondMoment, make_timesteps
@@ -32,20 +30,15 @@ def warmed_up(T=6, history=3, **options):
     return sampler
 
 
-@given(T=st.integers(1, 5000))
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("T", [1, 2, 7, 1000, 4000])
 def test_uniform_covers_each_timestep_equally(T):
     sampler = make_timesteps("uniform", gaussian(T))
     t, weight = sampler.sample(grid(3 * T))
     assert t.dtype == torch.int64 and (torch.bincount(t) == 3).all() and (weight == 1).all()
     ends, _ = sampler.sample(torch.tensor([0.0, 1 - 2**-24]))  # the least and the largest that torch.rand gives
     assert ends.tolist() == [0, T - 1]
-
-
-def test_uniform_of_flow_is_u():
-    u = grid(7)
-    t, weight = make_timesteps("uniform", FLOW).sample(u)
-    assert torch.equal(t, u) and torch.equal(weight, torch.ones(7))
+    u = grid(7)  # of flow matching, t is u
+    assert torch.equal(make_timesteps("uniform", FLOW).sample(u)[0], u)
 
 
 def test_logit_normal_quantiles():
@@ -94,14 +87,6 @@ def test_second_moment_is_uniform_until_full():
     assert t.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and (weight == 1).all()
 
 
-def test_second_moment_follows_the_losses():
-    """Constant losses c_t: p_t is c_t over the sum, but for the uniform share."""
-    c = torch.tensor([1.0, 2.0, 5.0])
-    sampler = LossSecondMoment(gaussian(3), history=2, uniform_prob=0.1)
-    sampler.update(torch.tensor([0, 1, 2, 2, 1, 0]), c[[0, 1, 2, 2, 1, 0]])
-    torch.testing.assert_close(sampler.probabilities(), (0.9 * c / 8 + 0.1 / 3).double())
-
-
 def test_importance_weights_are_unbiased():
     """sum_t p_t w_t f_t is the mean of f, for any f; and the draws follow p."""
     sampler, f = warmed_up(), torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
@@ -127,8 +112,6 @@ def test_state_round_trip(tmp_path):
         each.update(torch.tensor([3, 3, 0, 5]), torch.tensor([9.0, 8.0, 7.0, 6.0]))
     assert torch.equal(sampler.history, resumed.history) and torch.equal(sampler.seen, resumed.seen)
     assert not torch.equal(state["history"], sampler.history)
-    with pytest.raises(UserError, match=r"\(6, 3\).*\(7, 3\)"):
-        LossSecondMoment(gaussian(7), history=3).load_state_dict(state)
 
 
 def _worker(rank, folder):

@@ -16,48 +16,40 @@ def _full(t, x):
     return t.view(-1, *[1] * (x.ndim - 1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) is the network's
-# v; t and t_next are floats, 1 >= t > t_next >= 0. A new sampler is one such function and its entry in SAMPLERS.
+# v; 1 >= t > t_next >= 0 are floats. A new sampler is one such function and its entry in SAMPLERS.
 
 
-def euler(velocity, x, t, t_next, generator=None):
+def euler(velocity, x, t, t_next, generator=torch):
     """First order, one evaluation per step."""
     v = velocity(x, t)
     return x - (t - t_next) * v, x - t * v
 
 
-def heun(velocity, x, t, t_next, generator=None):
-    """Second order, two evaluations per step.
-
-    The last step is Euler's: as in EDM (Karras et al. 2022, algorithm 1), the network is never asked at t = 0.
-    """
+def heun(velocity, x, t, t_next, generator=torch):
+    """Second order, two evaluations per step; the last step is Euler's (EDM, Karras et al. 2022, algorithm 1)."""
     v = velocity(x, t)
     h, x0 = t - t_next, x - t * v
-    if t_next == 0:
+    if t_next == 0:  # where the network is never asked
         return x0, x0
     v_next = velocity(x - h * v, t_next)
     return x - h / 2 * (v + v_next), x0
 
 
-def sde(velocity, x, t, t_next, generator=None):
+def sde(velocity, x, t, t_next, generator=torch):
     """Euler-Maruyama for the reverse SDE with the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
 
     Backwards in time dx = [v - w/2 score] dt + sqrt(w) dW; w = t, score = -E[noise | x_t] / t = -(x + (1 - t) v) / t.
-    The last step is Euler's and adds no noise.
     """
     v = velocity(x, t)
     h, x0 = t - t_next, x - t * v
-    if t_next == 0:
+    if t_next == 0:  # Euler's step, without noise
         return x0, x0
     drift = v + 0.5 * (x + (1 - t) * v)
-    z = torch.randn_like(x) if generator is None else generator.randn_like(x)
-    return x - h * drift + (t * h) ** 0.5 * z, x0
+    return x - h * drift + (t * h) ** 0.5 * generator.randn_like(x), x0
 
 
 SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class FlowMatching:
@@ -75,7 +67,6 @@ class FlowMatching:
         self.prediction = prediction
 
     def out_channels(self, channels: int) -> int:
-        """Channels that the network must output for images of `channels`."""
         return channels
 
     def velocity(self, model, x_t, t, **cond):
@@ -91,20 +82,15 @@ class FlowMatching:
         return {"loss": error.square().flatten(1).mean(1)}
 
     @torch.no_grad()
-    def sample(self, denoiser, noise, steps: int, sampler="heun", generator=None, progress=None, eta=0.0):
+    def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0):
         """Integrate from noise at t = 1 to images at t = 0 in `steps` equal steps; (N, C, H, W) fp32.
 
-        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta is 0: only DDIM has it.
+        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta is for DDIM alone.
         """
-        step = SAMPLERS[sampler]
-        x = noise.float()
-        times = torch.linspace(1, 0, steps + 1).tolist()
-
-        def velocity(x, t):
-            return self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
-
+        velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
+        x, times = noise.float(), torch.linspace(1, 0, steps + 1).tolist()
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
-            x, x0 = step(velocity, x, t, t_next, generator)
+            x, x0 = SAMPLERS[sampler](velocity, x, t, t_next, generator)
             if progress is not None:
                 progress(i, steps, x0)
         return x

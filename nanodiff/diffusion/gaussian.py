@@ -1,29 +1,27 @@
 """Gaussian diffusion in discrete time: schedules, respacing, losses, bits/dim, samplers.
 
-Notation of DDPM (Ho et al. 2020, arXiv:2006.11239) with t counted from 0: q(x_t | x_0) = N(sqrt(alpha_bar_t) x_0,
-(1 - alpha_bar_t) I), t = 0 ... T-1. IDDPM (Nichol and Dhariwal 2021, arXiv:2102.09672) adds learned variances and
-respacing, Salimans and Ho 2022 (arXiv:2202.00512) v-prediction.
+Notation of DDPM (Ho et al. 2020, arXiv:2006.11239) with t from 0: q(x_t | x_0) = N(sqrt(alpha_bar_t) x_0,
+(1 - alpha_bar_t) I). IDDPM is Nichol and Dhariwal 2021, arXiv:2102.09672.
 """
 
 import copy
 import functools
 import math
+import re
 
 import numpy as np
 import torch
 
 from nanodiff.common import UserError
 
-SCHEDULES = ("linear", "cosine")
 PREDICTIONS = ("eps", "x0", "x_prev", "v")
-VARIANCES = ("fixed_small", "fixed_large", "learned", "learned_range")
 LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
-MAX_TIMESTEPS = 10**6  # each of a dozen tables has this many entries
-
-
-def check_choice(setting: str, value: str, accepted) -> None:
-    if value not in accepted:
-        raise UserError(f"{setting}={value!r} is unknown; accepted: {', '.join(accepted)}")
+CHOICES = {
+    "noise_schedule": ("linear", "cosine"),
+    "objective": PREDICTIONS,
+    "variance": ("fixed_small", "fixed_large", "learned", "learned_range"),
+    "loss": LOSSES,
+}
 
 
 def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
@@ -32,9 +30,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
     linear: from 1e-4 to 0.02 at T = 1000 (Ho et al.), times 1000 / T otherwise.
     cosine: alpha_bar(s) = cos^2((s + 0.008) / 1.008 * pi / 2) for s = t / T, betas capped at 0.999 (IDDPM eq. 17).
     """
-    check_choice("noise_schedule", schedule, SCHEDULES)
-    if not 1 <= num_timesteps <= MAX_TIMESTEPS:
-        raise UserError(f"num_timesteps={num_timesteps}; accepted: 1 to {MAX_TIMESTEPS:,}")
+    if not 1 <= num_timesteps <= 10**6:  # a dozen tables have T entries
+        raise UserError(f"num_timesteps={num_timesteps}; accepted: 1 to 1,000,000")
     if schedule == "linear":
         betas = np.linspace(0.1 / num_timesteps, 20 / num_timesteps, num_timesteps)
     else:
@@ -47,36 +44,29 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """The timesteps to keep out of 0 ... T-1, ascending; the rule of IDDPM's published code.
+    """The timesteps to keep, ascending, as in IDDPM's published code.
 
-    "250": that many, evenly from 0 to T-1. "10,15,20": T cut into as many equal sections, that many from each, evenly.
-    "ddim50": every k-th from 0, for the integer k that gives 50, as in the DDIM paper. "": all.
+    "250": that many, evenly. "10,15,20": from each of three sections that many. "ddim50": every k-th, for the integer k
+    that gives 50. "": all.
     """
     if not spec:
         return list(range(num_timesteps))
-    is_stride = spec.startswith("ddim")
-    try:
-        counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1 or (is_stride and len(counts) > 1):
+    if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
         raise UserError(f'respacing={spec!r}; accepted: "250", "10,15,20", "ddim50" or ""')
-    if is_stride:
-        stride = math.ceil(num_timesteps / counts[0])
-        kept = list(range(0, num_timesteps, stride))
+    counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
+    if spec.startswith("ddim"):
+        kept = list(range(0, num_timesteps, math.ceil(num_timesteps / counts[0])))
         if len(kept) != counts[0]:
             raise UserError(f"respacing={spec!r}: no integer stride takes {counts[0]} of {num_timesteps} timesteps")
         return kept
-    kept, start = [], 0
-    for i, count in enumerate(counts):
-        size = num_timesteps // len(counts) + (i < num_timesteps % len(counts))
-        if count > size:
-            raise UserError(f"respacing={spec!r}: cannot take {count} timesteps from a section of {size}")
-        stride, position = (size - 1) / max(count - 1, 1), 0.0
+    kept = []
+    for section, count in zip(np.array_split(np.arange(num_timesteps), len(counts)), counts):
+        if count > len(section):
+            raise UserError(f"respacing={spec!r}: cannot take {count} timesteps from a section of {len(section)}")
+        stride, position = (len(section) - 1) / max(count - 1, 1), 0.0
         for _ in range(count):
-            kept.append(start + round(position))
+            kept.append(int(section[round(position)]))
             position += stride  # summed, not multiplied: rounds as the published code does, also at halves
-        start += size
     return kept
 
 
@@ -85,17 +75,14 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
 
 
 def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
-    """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2))), elementwise."""
+    """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2)))."""
     # The first four terms cancel to about 1e-7 in fp32; in the published order the figures agree
     gap = -1 + log_variance2 - log_variance1 + torch.exp(log_variance1 - log_variance2)
     return 0.5 * (gap + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
 
 def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
-    """log of N(mean, exp(log_variance)) integrated over the bin of each 8-bit pixel x = k/127.5 - 1 (Ho et al. eq. 13).
-
-    The bins of the darkest and the brightest value reach to infinity.
-    """
+    """log N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; end bins are open (eq. 13)."""
 
     def cdf(z):  # the published tanh approximation, good to 3e-4: exact erf would shift published bits/dim
         return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
@@ -120,56 +107,40 @@ def full(x, i: int):
     return torch.full((len(x),), i, device=x.device)
 
 
-def randn_like(x, generator=None):
-    """Standard normal like x, by generator.randn_like or torch's global generator."""
-    return torch.randn_like(x) if generator is None else generator.randn_like(x)
-
-
 def denoise_x0(process, denoiser, x_t, t):
     return process.predict_x0(process.predict(denoiser, x_t, t), x_t, t, process.clip_denoised)
 
 
-def ddpm(process, denoiser, x_t, i, x0_last=None, generator=None):
+def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
     p = process.denoise(denoiser, x_t, full(x_t, i))
     if i == 0:
         return p["mean"], p["x0"]
-    return p["mean"] + torch.exp(0.5 * p["log_variance"]) * randn_like(x_t, generator), p["x0"]
+    return p["mean"] + torch.exp(0.5 * p["log_variance"]) * generator.randn_like(x_t), p["x0"]
 
 
-def ddim(process, denoiser, x_t, i, x0_last=None, generator=None, eta=0.0):
+def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
     x0 = denoise_x0(process, denoiser, x_t, t)
     eps = process.eps_from_x0(x_t, t, x0)
     variance = eta**2 * process.at("posterior_variance", t)  # sigma_t^2 of eq. 16
-    x_prev = process.at("sqrt_alpha_bar_prev", t) * x0
-    x_prev = x_prev + (process.at("one_minus_alpha_bar_prev", t) - variance).sqrt() * eps
+    direction = (process.at("one_minus_alpha_bar_prev", t) - variance).sqrt() * eps
+    x_prev = process.at("sqrt_alpha_bar_prev", t) * x0 + direction
     if eta:
-        x_prev = x_prev + variance.sqrt() * randn_like(x_t, generator)
+        x_prev = x_prev + variance.sqrt() * generator.randn_like(x_t)
     return x_prev, x0
 
 
-def ddim_reverse(process, denoiser, x_t, i):
-    """DDIM's ODE in the other direction, to (x_{t+1}, prediction of x0): i = 0 ... T-2 encode an image as noise."""
-    t = full(x_t, i)
-    x0 = denoise_x0(process, denoiser, x_t, t)
-    alpha_bar_next = process.at("alpha_bar_next", t)
-    return alpha_bar_next.sqrt() * x0 + (1 - alpha_bar_next).sqrt() * process.eps_from_x0(x_t, t, x0), x0
-
-
-def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=None):
-    """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma).
-
-    The first step is DDIM's, for lack of x0_last; the last goes to lambda = infinity, which is x0.
-    """
+def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
+    """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
     x0 = denoise_x0(process, denoiser, x_t, full(x_t, i))
-    if i == 0:
+    if i == 0:  # lambda = infinity
         return x0, x0
     alpha, sigma = process.sqrt_alpha_bar, process.sqrt_one_minus_alpha_bar
     lam = lambda t: math.log(alpha[t] / sigma[t])
     h = lam(i - 1) - lam(i)
-    D = x0
+    D = x0  # the first step is DDIM's
     if x0_last is not None:
         r = (lam(i) - lam(i + 1)) / h
         D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_last
@@ -178,27 +149,23 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=None):
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
 
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 class GaussianDiffusion:
-    """A Gaussian diffusion process over images (N, C, H, W); timesteps t are int64 (N,) in [0, T).
+    """A diffusion process over images (N, C, H, W); timesteps t are int64 (N,) in [0, T).
 
-    The model outputs `prediction` and, with a learned `variance`, C more channels. It sees t, or 1000 t / T with
-    `rescale_timesteps`. `clip_denoised`, off for latents, clamps predictions of x0 to [-1, 1] in sampling and bits/dim,
-    never in training.
+    The model outputs `prediction` and, with a learned `variance`, C more channels; it sees t, or 1000 t / T with
+    `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
     samplers, default_sampler = SAMPLERS, "ddim"
 
     def __init__(self, schedule="linear", num_timesteps=1000, prediction="eps", variance="fixed_small", loss="mse",
                  rescale_timesteps=False, clip_denoised=True):  # fmt: skip
-        check_choice("objective", prediction, PREDICTIONS)
-        check_choice("variance", variance, VARIANCES)
-        check_choice("loss", loss, LOSSES)
-        self.prediction = prediction
-        self.variance = variance
-        self.loss = loss
+        chosen = {"noise_schedule": schedule, "objective": prediction, "variance": variance, "loss": loss}
+        for setting, value in chosen.items():
+            if value not in CHOICES[setting]:
+                raise UserError(f"{setting}={value!r} is unknown; accepted: {', '.join(CHOICES[setting])}")
+        self.prediction, self.variance, self.loss = prediction, variance, loss
         self.learned_variance = variance.startswith("learned")
         self.clip_denoised = clip_denoised
         betas = make_betas(schedule, num_timesteps)  # refuses absurd numbers of timesteps before they take memory
@@ -206,14 +173,11 @@ class GaussianDiffusion:
         self.set_tables(betas, model_t)
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
-        """All that depends on t, from betas (T,) and the t that the model sees (T,). float64: `at` gives out fp32."""
-        self.num_timesteps = len(betas)
-        self.model_t = model_t
-        self.betas = betas
+        """Everything that depends on t, (T,) in float64; model_t is the t that the model sees."""
+        self.num_timesteps, self.betas, self.model_t = len(betas), betas, model_t
         self.log_betas = np.log(betas)
         self.alpha_bar = np.cumprod(1 - betas)
-        self.alpha_bar_prev = np.append(1.0, self.alpha_bar[:-1])  # of t - 1: the clean image before t = 0
-        self.alpha_bar_next = np.append(self.alpha_bar[1:], 0.0)
+        self.alpha_bar_prev = np.append(1.0, self.alpha_bar[:-1])
         self.one_minus_alpha_bar_prev = 1 - self.alpha_bar_prev
         self.sqrt_alpha_bar = np.sqrt(self.alpha_bar)
         self.sqrt_alpha_bar_prev = np.sqrt(self.alpha_bar_prev)
@@ -221,7 +185,7 @@ class GaussianDiffusion:
         self.log_one_minus_alpha_bar = np.log(1 - self.alpha_bar)
         self.sqrt_recip_alpha_bar = self.alpha_bar**-0.5
         self.sqrt_recipm1_alpha_bar = np.sqrt(1 / self.alpha_bar - 1)
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, so its log borrows that of t = 1
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. The variance is 0 at t = 0: its log is that of t = 1
         self.posterior_variance = betas * (1 - self.alpha_bar_prev) / (1 - self.alpha_bar)
         first = self.posterior_variance[1] if len(betas) > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(first, self.posterior_variance[1:]))
@@ -231,21 +195,20 @@ class GaussianDiffusion:
         self._tables = {}  # (name, device) -> fp32 tensor (T,)
 
     def at(self, name: str, t) -> torch.Tensor:
-        """Entries t of a table as fp32 (N, 1, 1, 1) on the device of t; float64 stays here, as MPS has none."""
+        """Entries t of a table as fp32 (N, 1, 1, 1) on the device of t; MPS has no float64."""
         if (name, t.device) not in self._tables:
             self._tables[name, t.device] = torch.from_numpy(getattr(self, name).astype(np.float32)).to(t.device)
         return self._tables[name, t.device][t][:, None, None, None]
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
-        """The process over a subset of its timesteps: `steps` of them, evenly, or a spec of space_timesteps.
+        """The process over `steps` of its timesteps, evenly, or over those of a spec of space_timesteps.
 
-        Its betas are those that keep alpha_bar at these timesteps (IDDPM section 4); its model sees the original t.
+        New betas keep alpha_bar at these timesteps (IDDPM section 4); the model sees the original t.
         """
         T = self.num_timesteps
         if not isinstance(steps, str) and not 1 <= steps <= T:
             raise UserError(f"steps={steps}; accepted: 1 to {T}, the timesteps of this process")
-        # One step must start from noise; the published rule would keep t = 0
-        kept = [T - 1] if steps == 1 else space_timesteps(T, str(steps))
+        kept = [T - 1] if steps == 1 else space_timesteps(T, str(steps))  # from noise; the published rule keeps t = 0
         if len(kept) == T:
             return self
         if self.prediction == "x_prev":
@@ -256,41 +219,33 @@ class GaussianDiffusion:
         return process
 
     def out_channels(self, channels: int) -> int:
-        """Channels that the model must output for images of `channels`."""
+        """Channels of the model's output for images of `channels`."""
         return channels * (2 if self.learned_variance else 1)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # q: noising
 
     def q_sample(self, x0, t, noise):
         """x_t ~ q(x_t | x_0) for standard normal noise (Ho et al. eq. 4)."""
         return self.at("sqrt_alpha_bar", t) * x0 + self.at("sqrt_one_minus_alpha_bar", t) * noise
 
     def q_posterior(self, x0, x_t, t):
-        """(mean, log_variance) of q(x_{t-1} | x_t, x_0) (Ho et al. eqs. 6 and 7); log_variance is (N, 1, 1, 1)."""
+        """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0) (Ho et al. eqs. 6 and 7)."""
         mean = self.at("posterior_mean_coef1", t) * x0 + self.at("posterior_mean_coef2", t) * x_t
         return mean, self.at("posterior_log_variance_clipped", t)
 
     def eps_from_x0(self, x_t, t, x0):
-        """The noise that leads from x0 to x_t."""
         return (x_t - self.at("sqrt_alpha_bar", t) * x0) / self.at("sqrt_one_minus_alpha_bar", t)
 
     def target(self, x0, x_t, t, noise):
         """The output of a perfect model."""
-        if self.prediction == "v":  # Salimans and Ho 2022, section 4
+        if self.prediction == "v":  # Salimans and Ho 2022, arXiv:2202.00512, section 4
             return self.at("sqrt_alpha_bar", t) * noise - self.at("sqrt_one_minus_alpha_bar", t) * x0
         return {"eps": noise, "x0": x0, "x_prev": self.q_posterior(x0, x_t, t)[0]}[self.prediction]
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # p: the reverse step that the model's output describes
-
     def predict(self, model, x_t, t, **cond):
-        """The model's output at x_t in fp32; it is called with t as a float (N,)."""
+        """The model's output at x_t, in fp32."""
         return model(x_t, self.at("model_t", t).flatten(), **cond).float()
 
     def predict_x0(self, out, x_t, t, clip=False):
         """The x0 that an output (N, C or 2C, H, W) at x_t implies: the inverse of `target`."""
-        assert out.shape[1] == self.out_channels(x_t.shape[1]), (out.shape, x_t.shape, self.variance)
         out = out[:, : x_t.shape[1]]
         if self.prediction == "eps":
             out = self.at("sqrt_recip_alpha_bar", t) * x_t - self.at("sqrt_recipm1_alpha_bar", t) * out
@@ -318,11 +273,8 @@ class GaussianDiffusion:
         return {"mean": mean, "log_variance": log_variance, "x0": x0}
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
-        """p_mean_variance of the model at x_t, as sampling and bits/dim use it: with x0 clipped if clip_denoised."""
+        """p_mean_variance of the model at x_t, as sampling and bits/dim use it."""
         return self.p_mean_variance(self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Losses and likelihood
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1)."""
@@ -334,10 +286,9 @@ class GaussianDiffusion:
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
-        x0 (N, C, H, W) in [-1, 1], t (N,) int64, noise like x0.
-        kl: the bound's term in bits/dim. rescaled_kl: T times it, so that its mean over t estimates the whole bound.
-        mse: the squared error of the prediction, and with a learned variance IDDPM's hybrid (eq. 16): plus vb, in which
-        the mean is detached, so that vb teaches the variance alone. rescaled_mse: the same with vb times T / 1000.
+        kl: term t of the bound; rescaled_kl: T times it, whose mean over t estimates the whole bound.
+        mse: of the prediction. With a learned variance IDDPM's hybrid (eq. 16), mse + vb, where vb teaches the variance
+        alone; rescaled_mse: the same with vb times T / 1000.
         """
         x_t = self.q_sample(x0, t, noise)
         out = self.predict(model, x_t, t, **cond)
@@ -355,15 +306,15 @@ class GaussianDiffusion:
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
-    def bits_per_dim(self, model, x0, generator=None, **cond) -> dict[str, torch.Tensor]:
+    def bits_per_dim(self, model, x0, generator=torch, **cond) -> dict[str, torch.Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
-        total_bpd = vb.sum(1) + prior_bpd, each (N,); vb, xstart_mse and mse (of eps) are (N, T), t = T-1 first.
+        total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (of eps) are (N, T), t = T-1 first.
         """
-        columns = []  # of each timestep: vb, xstart_mse and mse, each (N,)
+        columns = []  # for each timestep (vb, xstart_mse, mse), each (N,)
         for i in reversed(range(self.num_timesteps)):
             t = full(x0, i)
-            noise = randn_like(x0, generator)
+            noise = generator.randn_like(x0)
             x_t = self.q_sample(x0, t, noise)
             p = self.denoise(model, x_t, t, **cond)
             xstart_mse = mean_flat((p["x0"] - x0) ** 2)
@@ -375,20 +326,16 @@ class GaussianDiffusion:
         prior = mean_flat(prior) / math.log(2)
         return {"total_bpd": vb.sum(1) + prior, "prior_bpd": prior, "vb": vb, "xstart_mse": xstart_mse, "mse": mse}
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Sampling
-
     @torch.no_grad()
-    def sample(self, denoiser, noise, steps: int | str = "", sampler="ddpm", generator=None, progress=None, eta=0.0):
+    def sample(self, denoiser, noise, steps: int | str = "", sampler="ddpm", generator=torch, progress=None, eta=0.0):
         """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t) -> prediction.
 
-        `steps`: how many timesteps to keep, evenly, or a respacing spec; "" keeps all. generator.randn_like(x) draws.
-        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta: the noise of ddim.
+        `steps` is respaced's; "" keeps all. generator.randn_like(x) draws noise; eta is ddim's.
+        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0.
         """
         process = self.respaced(steps)
+        T, x_t, x0 = process.num_timesteps, noise, None
         step = functools.partial(ddim, eta=eta) if sampler == "ddim" else SAMPLERS[sampler]
-        T = process.num_timesteps
-        x_t, x0 = noise, None
         for i in reversed(range(T)):
             x_t, x0 = step(process, denoiser, x_t, i, x0, generator)
             if progress is not None:

@@ -14,14 +14,14 @@ from nanodiff.png import make_grid
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How samples are drawn; choose_sampler checks the first few, make_denoiser explains guidance."""
+    """How samples are drawn; make_denoiser explains guidance."""
 
     steps: int = 25
     sampler: str = "heun"
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
-    eta: float = 0.0  # of ddim
-    respacing: str = ""  # in place of `steps`: see gaussian.space_timesteps
+    eta: float = 0.0  # ddim's
+    respacing: str = ""  # in place of `steps`, see gaussian.space_timesteps
     weak_model: torch.nn.Module | None = None
     cfg_channels: int | None = None
 
@@ -31,7 +31,7 @@ def device_of(model) -> torch.device:
 
 
 def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
-    """The model's inputs besides x_t and t: labels (N,); for super-resolution x0 (N, C, H, W), averaged over areas."""
+    """The model's inputs besides x_t and t: labels (N,) and, for super-resolution, x0 (N, C, H, W) made smaller."""
     cond = {"y": labels} if model_config.num_classes else {}
     if model_config.low_res:
         cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
@@ -39,29 +39,24 @@ def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
 
 
 def quartile_sums(t, values, process) -> torch.Tensor:
-    """(2, 4) fp64 on the CPU: the sum of `values` (N,) and their count in each quarter of the range of t (N,)."""
+    """(2, 4) fp64, CPU: the sum of `values` (N,) and their number in each quarter of the range of t (N,)."""
     quarter = (t.cpu().double() * 4 / (process.num_timesteps or 1)).long().clamp(max=3)
     values_and_ones = torch.stack([values.detach().cpu().double(), torch.ones(len(t), dtype=torch.float64)])
     return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, values_and_ones)
 
 
 def stored_images(dataset, ids, codec, device, generator=None):
-    """x0 (N, C, H, W) and labels (N,); latents are drawn by `generator`, or are their mean without one."""
+    """x0 (N, C, H, W) and labels (N,); latents are drawn by `generator`, or their mean without one."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
     eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.stochastic else None
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses on held-out images
 
 
 @torch.no_grad()
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
-    An image's noise depends on its index alone, its t on (seed, index), with the t spread evenly: the same for any
-    model, number of ranks and batch size.
+    An image's noise depends on its index, its t on (seed, index), evenly spread: alike for any model, ranks and batch.
     """
     device, (rank, _, world) = device_of(model), get_dist()
     n = min(num_images, len(val_set))
@@ -69,25 +64,23 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for start in range(rank * batch_size, n, world * batch_size):
-        ids = np.arange(start, start + batch_size)
-        real = torch.from_numpy(ids < n)  # the last batch is filled up: a compiled model knows one shape
-        ids = np.minimum(ids, n - 1)
+        count = min(batch_size, n - start)
+        ids = np.minimum(np.arange(start, start + batch_size), n - 1)  # filled up: a compiled model knows one shape
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator)
         noise = generator.randn(x0.shape, device)
         t, _ = timesteps.sample(u[ids].to(device))
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
-        sums += quartile_sums(t.cpu()[real], loss.cpu()[real], process)
+        sums += quartile_sums(t[:count], loss[:count], process)
     total, count = sum_over_ranks(sums, device)
     return float(total.sum() / count.sum()), (total / count).tolist()
 
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
-    """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks.
+    """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
 
-    total_bpd and prior_bpd are floats; vb, xstart_mse and mse (T,), t = T-1 first. An image's noise depends on its
-    index alone. T evaluations of the model per image; progress(n) follows each batch of n.
+    An image's noise depends on its index alone. progress(n) follows each batch of n.
     """
     device, (rank, _, world) = device_of(model), get_dist()
     n = min(num_images, len(val_set))
@@ -104,16 +97,11 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
     return {name: value.numpy() if value.ndim else float(value) for name, value in means.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Samples
-
-
 @torch.no_grad()
 def sample_images(model, process, seeds, cond, shape, settings, batch_size, progress=None, on_step=None):
     """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). progress(n) follows each batch of n, on_step(i, steps, x0) each of its steps, with the
-    prediction of x0.
+    `shape` is (C, H, W). progress(n) follows each batch of n, on_step(i, steps, prediction of x0) each step.
     """
     device = device_of(model)
     images = []
@@ -130,7 +118,7 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, prog
 
 
 def network_evaluations(model, process, settings: SampleSettings) -> int:
-    """Forward passes per image that sample_images makes, the guide's included: counted on a stand-in."""
+    """Forward passes per image in sample_images, the guide's included; counted on a stand-in."""
     num_images = []
 
     def stand_in(x_t, t, **cond):
@@ -148,7 +136,7 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray:
     """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Super-resolution shows triplets from `val_set`: low resolution, sample, truth.
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4

@@ -1,8 +1,8 @@
-"""Which t to train on: distributions that turn the trainer's u (N,), uniform in [0, 1), into t and loss weights.
+"""Distributions of t in training: from u (N,), uniform in [0, 1), to t and a weight of each image's loss.
 
 timesteps = make_timesteps("uniform", process)
-t, weight = timesteps.sample(u)  # each (N,) on the device of u; weight, fp32, multiplies the image's loss
-timesteps.update(t, losses)  # the unweighted losses (N,); every rank calls it, with equally many
+t, weight = timesteps.sample(u)  # each (N,) on the device of u
+timesteps.update(t, losses)  # unweighted losses (N,); every rank calls it, with equally many
 """
 
 import math
@@ -22,7 +22,7 @@ def uniform(u, T: int):
 def bell(u, T: int):
     """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, scaled to mean 1 over t in [0, 1].
 
-    DiffSynth-Studio fine-tunes flow matching with it. The weights are a choice of loss, as logit-normal t is.
+    DiffSynth-Studio fine-tunes flow matching with it.
     """
     t, _ = uniform(u, T)
     end = math.exp(-0.5)
@@ -46,26 +46,24 @@ class Timesteps:
     def sample(self, u):
         return self.draw(self.low + (self.high - self.low) * u, self.num_timesteps)
 
-    def update(self, t, losses) -> None:
-        pass
+    def update(self, t, losses) -> None: ...
 
     def state_dict(self) -> dict:
         return {}
 
-    def load_state_dict(self, state: dict) -> None:
-        pass
+    def load_state_dict(self, state: dict) -> None: ...
 
 
 class LossSecondMoment:
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
-    Uniform until every t has its full history, then mixed with a share `uniform_prob` of uniform, as published. The
-    history lives on the CPU in float64, the same on every rank.
+    Uniform until every t has its full history, then `uniform_prob` of uniform is mixed in. The history is the same on
+    every rank.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
         self.num_timesteps, self.uniform_prob = process.num_timesteps, uniform_prob
-        self.history = torch.zeros(self.num_timesteps, history, dtype=torch.float64)  # each row is a ring buffer
+        self.history = torch.zeros(self.num_timesteps, history, dtype=torch.float64)  # on the CPU; rows are rings
         self.seen = torch.zeros(self.num_timesteps, dtype=torch.int64)  # losses ever seen at each t
 
     def probabilities(self) -> torch.Tensor:
@@ -79,7 +77,7 @@ class LossSecondMoment:
     def sample(self, u):
         p = self.probabilities()
         t = torch.searchsorted(p.cumsum(0), u.cpu().double(), right=True).clamp(max=len(p) - 1)  # inverse CDF
-        weight = 1 / (len(p) * p[t])  # keeps the mean of the weighted losses unbiased
+        weight = 1 / (len(p) * p[t])  # keeps the mean loss unbiased
         return t.to(u.device), weight.to(u.device, torch.float32)
 
     @collective("the gathering of losses by timestep")
@@ -90,24 +88,15 @@ class LossSecondMoment:
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)
             pairs = torch.cat(gathered, dim=1)
-        t, losses = pairs[0].cpu().long(), pairs[1].cpu().double()
-        # Write them all at once as if one after another: sorted by t, a loss's place within its t is its turn
-        order = torch.argsort(t, stable=True)
-        t, losses = t[order], losses[order]
-        turn = torch.arange(len(t)) - torch.searchsorted(t, t)
-        count = torch.bincount(t, minlength=self.num_timesteps)
-        size = self.history.shape[1]
-        last = turn >= count[t] - size  # of more losses at one t than the ring holds, the latest stay
-        self.history[t[last], ((self.seen[t] + turn) % size)[last]] = losses[last]
-        self.seen += count
+        history, seen = self.history.numpy(), self.seen.numpy()  # views, whose items are cheap to set
+        for t, loss in zip(pairs[0].long().tolist(), pairs[1].tolist()):
+            history[t, seen[t] % history.shape[1]] = loss
+            seen[t] += 1
 
     def state_dict(self) -> dict:
         return {"history": self.history.clone(), "seen": self.seen.clone()}
 
     def load_state_dict(self, state: dict) -> None:
-        have, want = tuple(state["history"].shape), tuple(self.history.shape)
-        if have != want:
-            raise UserError(f"the loss-second-moment history has shape {have}; accepted for this process: {want}")
         self.history.copy_(state["history"])
         self.seen.copy_(state["seen"])
 
@@ -118,7 +107,6 @@ TIMESTEPS = {
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps | LossSecondMoment:
-    """The distribution of that name in TIMESTEPS; [low, high] is for those without memory."""
     if name not in TIMESTEPS:
         raise UserError(f"timesteps={name!r} is unknown; accepted: {', '.join(TIMESTEPS)}")
     if name == "logit-normal" and process.num_timesteps:
