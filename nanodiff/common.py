@@ -15,17 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# ---------------------------------------------------------------------------------------------------------------------
-# User errors
-
 
 class UserError(ValueError):
     """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2.
 
-    Any function of the package may raise it; docstrings mention it only where it would surprise.
+    Any function of the package may raise it.
     """
 
-    def __str__(self):  # one line without control characters: names in it may come from any file
+    def __str__(self):  # one line without control characters: names in it come from files
         return "".join(c if c.isprintable() else "?" for c in " ".join(super().__str__().splitlines()))
 
 
@@ -33,23 +30,17 @@ class LostRank(RuntimeError):
     """Another rank hangs or died. Ends a program with one line and exit code 1; torchrun then ends the others."""
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
     if isinstance(error, (UserError, LostRank)):
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, UserError) else 1)  # honoured by the interpreter, which alone would make it 1
+        sys.exit(2 if isinstance(error, UserError) else 1)
     otherwise(kind, error, traceback)
 
 
 sys.excepthook = _excepthook
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks
 
 
 def get_dist():
@@ -58,7 +49,7 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0 only, flushed, so that a log file is never behind."""
+    """print on rank 0, flushed."""
     if get_dist()[0] == 0:
         print(*args, **kwargs, flush=True)
 
@@ -68,8 +59,8 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # torchrun --max-restarts keeps its store and the addresses of dead ranks in it, which new ones would call. On
-        # several nodes, whose restart counts differ, runs/multinode.sh makes it use a new one
+        # torchrun --max-restarts keeps its store, with addresses of dead ranks. On several nodes, whose restart counts
+        # differ, runs/multinode.sh makes it use a new one
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
     dist.init_process_group(backend, **group)
@@ -80,15 +71,13 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
 @contextlib.contextmanager
 def collective(name: str):
     """Names a collective (context or decorator), so that a hang or a dead rank is reported as "all-gather of the
-    weights failed after 600 s": gloo alone reports its socket. On GPUs NCCL's watchdog names the operation itself.
-
-    Raises LostRank after the timeout of init_device, or at once if another rank's process died.
+    weights failed after 600 s", with LostRank. gloo alone reports its socket; NCCL's watchdog ends the process itself.
     """
     start = time.monotonic()
     try:
         yield
     except RuntimeError as e:
-        # gloo's "Application timeout caused pair closure": of two collectives in flight, the other one timed out
+        # "Application timeout caused pair closure": of two collectives in flight, the other one timed out
         if not isinstance(e, dist.DistError) and not re.search("gloo|pair closure", str(e)):
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
@@ -108,7 +97,7 @@ def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
 
 
 def leave_together() -> None:
-    """Wait for the other ranks, then leave the process group: without it gloo may abort a rank that still works."""
+    """Wait for the other ranks, then leave the process group: otherwise gloo may abort a rank that still works."""
     if dist.is_initialized():
         with collective("the wait for all ranks to finish"):
             dist.barrier()
@@ -129,17 +118,13 @@ class StopSignal:
         self.received = number
 
     def agreed(self, device) -> int:
-        """The number of a signal that any rank received, the same on every rank; 0 for none. A collective."""
+        """The number of a signal that any rank received, or 0; a collective."""
         if not dist.is_initialized():
             return self.received
         number = torch.tensor(self.received, device=device)
         with collective("the agreement to stop"):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Seeds
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
@@ -149,17 +134,13 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 
 
 class StackedGenerator:
-    """One generator per image, so that an image depends on its own seed, not on its neighbours in the batch.
-
-    Draws on the CPU, where all machines draw the same numbers.
-    """
+    """One generator per image, so that an image depends on its own seed alone. Draws on the CPU, alike everywhere."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(int(seed)) for seed in seeds]
 
     def randn(self, shape, device="cpu") -> torch.Tensor:
         """(N, ...) standard normal in fp32, N = number of seeds."""
-        assert shape[0] == len(self.generators), (shape, len(self.generators))
         return torch.stack([torch.randn(shape[1:], generator=g) for g in self.generators]).to(device)
 
     def randn_like(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +157,7 @@ def base_dir() -> Path:
 
 
 def brief(value, most: int = 50):
-    """A JSON value for display: a list or dict of more than `most` entries (1,000 classes) becomes their number."""
+    """A JSON value for display: a list or dict of more than `most` entries becomes their number."""
     if isinstance(value, (list, dict)) and len(value) > most:
         return f"{len(value):,} entries"
     return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
@@ -199,9 +180,9 @@ class Progress:
         if self.shown and (now - self.last > 0.2 or self.done >= self.total):
             self.last = now
             rate = self.done / max(now - self.start, 1e-9)
-            eta = f"eta {max(self.total - self.done, 0) / max(rate, 1e-9):.0f} s" if self.total else ""
-            of = f"/{self.total:,}" if self.total else ""
-            sys.stderr.write(f"\r\033[K{self.label} {self.done:,}{of} {self.unit} | {rate:,.0f}/s | {eta}")
+            eta = max(self.total - self.done, 0) / max(rate, 1e-9)
+            text = f"{self.label} {self.done:,}/{self.total:,} {self.unit} | {rate:,.0f}/s | eta {eta:.0f} s"
+            sys.stderr.write("\r\033[K" + text)
             sys.stderr.flush()
 
     def __exit__(self, *exc):

@@ -21,36 +21,33 @@ RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    NCCL on CUDA, gloo elsewhere. A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run
-    aborts.
+    A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run aborts.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    device_type = device_type or next(kind for kind, present in available.items() if present)
-    if not available.get(device_type, False):
-        present = ", ".join(kind for kind, there in available.items() if there)
-        raise UserError(f"device_type={device_type!r} is not available on this machine; available: {present}")
+    present = [kind for kind, there in available.items() if there]
+    device_type = device_type or present[0]
+    if device_type not in present:
+        raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
     _, local_rank, world = get_dist()
+    device, backend = torch.device(device_type), "gloo"
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    else:
-        device = torch.device(device_type)
     if world > 1 and not dist.is_initialized():
-        on_gpu = device_type == "cuda"
-        join_ranks("nccl" if on_gpu else "gloo", timeout_s, device if on_gpu else None)
+        join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The autocast dtype for "auto" | "bfloat16" | "float16" | "float32"; auto is bf16 wherever it is native."""
+    """The autocast dtype; "auto" is bf16 where that is native."""
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    # Without AVX512-BF16 (or AMX) a CPU emulates bf16 and is slower than in fp32.
+    # Without AVX512-BF16 a CPU emulates bf16, slower than fp32
     native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
 
@@ -70,13 +67,13 @@ def can_compile(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work, so that a clock can be read."""
+    """Wait for all queued work, so that a clock can be read."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far, in GiB: of the GPU, or of this process on the CPU."""
+    """Peak memory so far in GiB, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -84,7 +81,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, such as compiling's; on the CPU this works on Linux only."""
+    """Forget the peak so far, such as compiling's; for CPUs on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -92,7 +89,7 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
 
 
-# Dense bf16 peak in FLOP/s by datasheet (no sparsity), the denominator of MFU. The first key in the device's name wins.
+# Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first key in the device's name wins.
 PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
     "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
@@ -103,17 +100,16 @@ PEAK_FLOPS = {
 
 def peak_flops(device: torch.device) -> float:
     """Dense bf16 peak of one device in FLOP/s; 0 if unknown (CPU, MPS, a GPU missing from the table)."""
-    if device.type != "cuda":
+    name = device_name(device)
+    if device.type != "cuda" or "Laptop" in name:  # laptops' have fewer units under the same name
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    if "Laptop" in name:  # fewer units and less power under the same number
-        return 0.0
-    # Whole words: an RTX A4000 is no A40
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), 0.0)
+    for key, flops in PEAK_FLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # whole words: an RTX A4000 is no A40
+            return flops
+    return 0.0
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name, for config.json and the report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
@@ -122,10 +118,9 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device) -> dict:
     """Versions, commit and hardware, for config.json and the report."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
+    commit = ""
+    with contextlib.suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        commit = ""
     return {
         "command": sys.argv,
         "commit": commit,

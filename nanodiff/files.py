@@ -1,4 +1,4 @@
-"""Files that survive a kill: written aside, fsynced, renamed; locked; downloaded; and read without trusting them."""
+"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trusting them."""
 
 import argparse
 import contextlib
@@ -39,7 +39,7 @@ def names_file(path: str | Path):
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """`with writing(path) as file:` a binary file that takes the name `path` only when all of it is on the disk."""
+    """`with writing(path) as file:` a binary file that is named `path` once all of it is on the disk."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
@@ -54,14 +54,14 @@ def writing(path: Path):
 
 
 def write_atomic(path: Path, *parts) -> None:
-    """Write bytes, one part after the other: the whole file or nothing."""
+    """Write bytes, one part after the other: all or nothing."""
     with writing(path) as file:
         for part in parts:
             file.write(part)
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder to its final name, replacing what is there; a kill leaves the old one or the new one."""
+    """Rename a finished folder, replacing what is there; a kill leaves the old one or the new one."""
     temporary.chmod(0o755)
     fsync_dir(temporary)
     old = None
@@ -82,9 +82,8 @@ def publish_folder(temporary: Path, final: Path) -> None:
 def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False, leftovers: str = ""):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
-    Raises UserError with the line `busy` where another process holds it (unless `wait`), and naming `hint`, the setting
-    to change, where its folder cannot be written to. A file system without locks is not an error. Once locked,
-    removes the folders beside it that match the pattern `leftovers`: killed holders left them.
+    The UserError is `busy` if another process holds it (unless `wait`), and names the setting `hint` if its folder
+    cannot be written to. Once locked, removes the folders beside it that match `leftovers`, of killed holders.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
     except BlockingIOError:
         file.close()
         raise UserError(busy) from None
-    except OSError:
+    except OSError:  # a file system without locks
         return file
     for leftover in path.parent.glob(leftovers) if leftovers else ():
         shutil.rmtree(leftover, ignore_errors=True)
@@ -109,7 +108,7 @@ def sha256_of(path: Path) -> str:
 
 
 def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) -> None:
-    """Fetch a published file to `path`, whole and verified. The UserError ends with `otherwise`: what to do."""
+    """Fetch a published file to `path`, verified. The UserError ends with `otherwise`: what to do."""
     print0(f"downloading {url} ({num_bytes / 1e6:.0f} MB, once)")
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -130,7 +129,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
 
 
 def check_fields(record, source, /, **kinds) -> None:
-    """Raises UserError unless `record`, read from the file `source`, is a dict with these keys, each of this type."""
+    """Raises UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
     for key, kind in kinds.items():
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -138,18 +137,16 @@ def check_fields(record, source, /, **kinds) -> None:
 
 
 def load_tensors(path: Path, device="cpu"):
-    """The one torch.load of the package: tensors and plain containers, never code. Raises UserError for anything else.
-
-    Meta's training checkpoints also hold an argparse.Namespace, a class without code of its own.
-    """
+    """The one torch.load of the package: tensors and plain containers, never code."""
     try:
+        # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unusual pickle protocols: what matters is whether it loads
+            warnings.simplefilter("ignore")  # about unusual pickle protocols
             return torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:  # pickle, zip and torch each raise their own kinds
-        # The first sentence says what was refused; torch's next ones explain how to load it all the same
+        # The first sentence says what was refused, the next ones how to load it all the same
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
         reason = f"{type(error).__name__}: {first}".rstrip(": ")
         raise UserError(f"{path} cannot be loaded safely as tensors: {reason}") from error

@@ -8,13 +8,11 @@ Time training against the published recipe, side by side in one run; on request 
     torchrun --standalone --nproc_per_node=2 -m scripts.bench      # on several ranks
 
 The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
-AdamW, EMA in a loop over the parameters, DistributedDataParallel on several ranks; for sampling, the same model and
-sampler, eager, in fp32. Each candidate is a process of its own (on each rank) with its own memory. They take turns,
-round by round, so that noise of the machine hits all of them; the tables show medians.
+AdamW, EMA in a loop over the parameters, DistributedDataParallel; for sampling the same model, eager, in fp32. Each
+candidate is a process of its own. They take turns, so that noise of the machine hits all; the tables show medians.
 
-A step is timed as a whole. In other steps the device is waited for after each part: forward, backward (with DDP's
-exchange of gradients), optim (exchange, clipping, update), ema, and data, the rest of the wait for the next batch; none
-with synthetic data. Under torchrun times and memory are rank 0's, images those of all ranks.
+Whole steps are timed, and others in parts: forward, backward (with DDP's exchange), optim (exchange, clipping, update),
+ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
 """
 
 import itertools
@@ -22,7 +20,6 @@ import json as json_format
 import multiprocessing
 import os
 import re
-import resource
 import socket
 import statistics
 import sys
@@ -46,8 +43,8 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
+from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
@@ -64,23 +61,16 @@ batch_sizes = "32"  # images per step of each rank
 optimizers = "adamw"  # of adamw, muon
 checkpointing = False  # each candidate also with recomputed activations
 # Data
-data = ""  # name of a data set, or its folder, which then tells size, channels, classes; "" = synthetic
+data = ""  # name of a data set, or its folder; "" = synthetic
 autoencoder = ""  # path: encode on the fly; with synthetic data, each candidate also with cached latents
-image_size = 32  # >= 1: side in pixels, also with an autoencoder
-channels = 3  # >= 1: image channels
-num_classes = 10  # >= 0: number of classes; 0 = unconditional
+image_size = 32  # >= 1: side of synthetic images in pixels
+num_classes = 10  # >= 0: classes of synthetic images; 0 = unconditional
 patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
-num_res_blocks = 3  # >= 1: residual blocks per level of the UNet
 # What to time
 training = True  # training steps
-sampling = False  # drawing a batch of samples, with guidance in one forward pass; latents are not decoded
-sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
+sampling = False  # a batch of samples, guided, by the default sampler; latents are not decoded
 sample_steps = 10  # >= 1: steps of the sampler
-cfg_scale = 2.0  # >= 0: guidance; 1 = none
-loading = (
-    False  # reading `data`, by default shapes, from the page cache and from the disk, against the fastest training
-)
-load_mib = 64  # >= 1: MiB to read per pass
+loading = False  # reading `data`, by default shapes, from the page cache and from the disk
 rounds = 5  # >= 1: turns of each candidate
 steps = 4  # >= 1: steps per turn, and half as many that are split into parts
 profile = ""  # path of a chrome trace (.json) of 3 steps of the first candidate; prints its 15 costliest operations
@@ -91,14 +81,15 @@ LISTS = {
     "arch": ("dit_classic", "dit", "unet"), "depth": int, "dtype": ("auto", "bfloat16", "float16", "float32"),
     "compile": ("True", "False"), "batch_size": int, "optimizer": ("adamw", "muon"),
 }  # fmt: skip
+PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False, "online": True}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The candidates: each is a `spec`, a dict of all settings with one value of each list
 
 
 def parse_list(name: str, text: str) -> list:
-    items, accepted = [item.strip() for item in text.split(",")], LISTS[name]
-    if accepted is int and all(re.fullmatch("0*[1-9][0-9]{,8}", item) for item in items):
+    items, accepted = text.split(","), LISTS[name]
+    if accepted is int and all(re.fullmatch("[1-9][0-9]{,8}", item) for item in items):
         return [int(item) for item in items]
     if accepted is not int and set(items) <= set(accepted):
         return [item == "True" for item in items] if name == "compile" else items
@@ -106,25 +97,21 @@ def parse_list(name: str, text: str) -> list:
     raise UserError(f"{name}s={text!r}; accepted: {known}, comma-separated")
 
 
-def candidates(config: dict) -> dict[str, list[dict]]:
-    """{table: specs}, each reference before the candidates that are compared with it."""
+def candidates(config: dict, table: str) -> list[dict]:
+    """The specs of a table, each reference before the candidates that are compared with it."""
     values = {name: parse_list(name, config[f"{name}s"]) for name in LISTS}
-    values["online"] = (True, False) if autoencoder and not data else (True,)
-    values["checkpointing"] = (False, True) if checkpointing else (False,)
-    specs = [config | dict(zip(values, point)) | {"reference": False} for point in itertools.product(*values.values())]
-    one = {"online": True, "checkpointing": False, "optimizer": specs[0]["optimizer"]}  # nothing to a sampler
-    tables = {"training": specs, "sampling": [spec for spec in specs if spec | one == spec]}
-    tables = {table: specs for table, specs in tables.items() if config[table]}
-    for table, chosen in tables.items():
-        groups = {}  # by reference, in the order of their first candidates
-        for spec in chosen:
-            published = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False}
-            reference = spec | published | {"online": True, "reference": True}
-            if table == "training" and spec["arch"] == "dit":
-                reference["arch"] = "dit_classic"
-            groups.setdefault(tuple(reference[name] for name in LISTS), [reference]).append(spec)
-        tables[table] = list(itertools.chain(*groups.values()))
-    return tables
+    if table == "sampling":
+        values["optimizer"] = ["adamw"]
+    values["online"] = [True, False] if table == "training" and autoencoder and not data else [True]
+    values["checkpointing"] = [False, True] if table == "training" and checkpointing else [False]
+    groups = {}  # by reference, in the order of their first candidates
+    for point in itertools.product(*values.values()):
+        spec = config | dict(zip(values, point)) | {"reference": False}
+        reference = spec | PUBLISHED | {"reference": True}
+        if table == "training" and spec["arch"] == "dit":
+            reference["arch"] = "dit_classic"
+        groups.setdefault(str(reference), [reference]).append(spec)
+    return list(itertools.chain(*groups.values()))
 
 
 def describe(spec: dict, table: str, device) -> str:
@@ -136,6 +123,8 @@ def describe(spec: dict, table: str, device) -> str:
         words.append("checkpointing")
     if spec["autoencoder"] and table == "training":
         words.append("encoding on the fly" if spec["online"] else "cached latents")
+    if table == "sampling":
+        words.append(f"{spec['sample_steps']} steps")
     if spec["reference"]:
         words.append("reference")
     return ", ".join(words)
@@ -146,18 +135,15 @@ def describe(spec: dict, table: str, device) -> str:
 
 
 def open_data(spec: dict, device):
-    """The codec, and an iterator of batches on the device: stored images (N, C, H, W), labels (N,).
-
-    Synthetic data repeat one batch.
-    """
+    """The codec and endless batches: stored images (N, C, H, W), labels (N,). Synthetic data repeat one batch."""
     n, size, (rank, _, world) = spec["batch_size"], spec["image_size"], get_dist()
     if spec["data"]:
         dataset = open_dataset(spec["data"], "train")
         codec = make_codec(dataset, device, spec["autoencoder"])
         return codec, DataLoader(dataset, n, n * world, rank, world, seed=0, device=device)
-    facts = dict(kind="images", channels=spec["channels"], resolution=size, num_classes=spec["num_classes"])
+    facts = dict(kind="images", channels=3, resolution=size, num_classes=spec["num_classes"])
     codec, g = Pixels(facts), torch.Generator().manual_seed(1)
-    stored = torch.randint(256, (n, spec["channels"], size, size), dtype=torch.uint8, generator=g)
+    stored = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=g)
     if spec["autoencoder"]:
         encoder = open_autoencoder(spec["autoencoder"]).to(device)
         facts |= dict(kind="latents", channels=encoder.latent_channels, resolution=size // encoder.downsample)
@@ -170,12 +156,12 @@ def open_data(spec: dict, device):
 
 def open_model(spec: dict, facts: dict, device):
     """The backbone; the same, compiled if the spec says so; process; autocast."""
-    # All but ours learn the variance, as published: twice the channels
+    # As published, all but ours learn the variance
     process = FlowMatching() if spec["arch"] == "dit" else GaussianDiffusion(variance="learned_range")
     shape = dict(image_size=facts["resolution"], in_channels=facts["channels"], num_classes=facts["num_classes"])
     shape["out_channels"] = process.out_channels(facts["channels"])
     if spec["arch"] == "unet":
-        model_config = UNetConfig.from_depth(spec["depth"], num_res_blocks=spec["num_res_blocks"], **shape)
+        model_config = UNetConfig.from_depth(spec["depth"], **shape)
     else:
         block = "modern" if spec["arch"] == "dit" else "classic"
         model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
@@ -185,17 +171,51 @@ def open_model(spec: dict, facts: dict, device):
     return model, torch.compile(model, dynamic=False) if spec["compile"] else model, process, autocast
 
 
+def published_update(model, world: int):
+    """(update_weights, update_ema, bytes sent per step) as published."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update_weights():
+        adamw.step()
+        adamw.zero_grad()
+
+    @torch.no_grad()
+    def update_ema():
+        for name, p in model.named_parameters():
+            averages[name].mul_(0.9999).add_(p, alpha=1 - 0.9999)
+
+    num_bytes = 4 * sum(p.numel() for p in model.parameters())
+    return update_weights, update_ema, 2 * (world - 1) * num_bytes // world  # an all-reduce on a ring
+
+
+def our_update(model, optimizer: str, scaler: LossScaler):
+    """(update_weights, update_ema, bytes sent per step) as in base_train."""
+    optim, ema = make_optimizer(model, optimizer), EMA(model, "0.9999")
+
+    def update_weights():
+        grad_norm = float(optim.sync_grads()) * scaler.inv_scale
+        optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
+        optim.zero_grad()
+
+    return update_weights, lambda: ema.update(1), optim.bytes_per_step
+
+
 def train(spec: dict, device):
     """(step, its parts, facts): base_train's step or, for the reference, the published one."""
     codec, batches = open_data(spec, device)
     raw_model, model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
     noise = torch.randn(n, *codec.shape, generator=g).to(device)
-    t = (torch.rand(n, generator=g) * (process.num_timesteps or 1)).to(device)
-    t = t.long() if process.num_timesteps else t
+    t, _ = make_timesteps("uniform", process).sample(torch.rand(n, generator=g).to(device))
     scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
-    num_params = sum(p.numel() for p in raw_model.parameters())
     now = {"batch": next(batches)}
+    if spec["reference"]:
+        update_weights, update_ema, bytes_per_step = published_update(raw_model, world)
+        if world > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        update_weights, update_ema, bytes_per_step = our_update(raw_model, spec["optimizer"], scaler)
 
     def forward():
         images, labels = now["batch"]
@@ -210,59 +230,33 @@ def train(spec: dict, device):
     def next_batch():
         now["batch"] = next(batches)
 
-    if spec["reference"]:
-        adamw = torch.optim.AdamW(raw_model.parameters(), lr=1e-4, weight_decay=0)
-        averages = {name: p.detach().clone() for name, p in raw_model.named_parameters()}
-        if world > 1:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        bytes_per_step = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
-
-        def update_weights():
-            adamw.step()
-            adamw.zero_grad()
-
-        @torch.no_grad()
-        def update_ema():
-            for name, p in raw_model.named_parameters():
-                averages[name].mul_(0.9999).add_(p, alpha=1 - 0.9999)
-
-    else:
-        optim, ema = make_optimizer(raw_model, spec["optimizer"]), EMA(raw_model, "0.9999")
-        bytes_per_step = optim.bytes_per_step
-
-        def update_weights():
-            grad_norm = float(optim.sync_grads()) * scaler.inv_scale
-            optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
-            optim.zero_grad()
-
-        def update_ema():
-            ema.update(1)
-
     parts = {"forward": forward, "backward": backward, "data": next_batch, "optim": update_weights, "ema": update_ema}
 
     def step():
         for part in parts.values():
             part()
 
-    facts = dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
-    return step, parts, facts
+    return step, parts, {
+        "num_params": sum(p.numel() for p in raw_model.parameters()),
+        "flops_per_image": raw_model.estimate_flops(),
+        "bytes_per_step": bytes_per_step,
+    }  # fmt: skip
 
 
 def sample(spec: dict, device):
-    """(step, {}, facts): a batch of samples."""
+    """(step, {}, {}): a batch of samples."""
     codec, batches = open_data(spec, device)
     raw_model, model, process, autocast = open_model(spec, codec.facts, device)
     raw_model.eval()
     labels = next(batches)[1].cpu()
     cond = {"y": labels} if codec.facts["num_classes"] else {}
-    name = choose_sampler(process, spec["sampler"], spec["sample_steps"])
-    settings = SampleSettings(spec["sample_steps"], name, spec["cfg_scale"] if cond else 1.0)
+    settings = SampleSettings(spec["sample_steps"], process.default_sampler, 2.0 if cond else 1.0)
 
     def step():
         with autocast:
             sample_images(model, process, range(len(labels)), cond, codec.shape, settings, len(labels))
 
-    return step, {}, {"sampler": name}
+    return step, {}, {}
 
 
 def timed(functions, device) -> list[float]:
@@ -296,7 +290,7 @@ def prepare(table: str, spec: dict) -> None:
 
 
 def take_turn(num_steps: int) -> tuple[dict[str, list[float]], dict]:
-    """({"step" or part: seconds}, facts) of this many steps, and half as many that are split into parts."""
+    """({"step" or part: seconds}, facts) of this many whole steps, and half as many in parts."""
     if dist.is_initialized():
         dist.barrier()
     times = {name: [] for name in ("step", *mine.parts)}
@@ -309,7 +303,7 @@ def take_turn(num_steps: int) -> tuple[dict[str, list[float]], dict]:
 
 
 def take_profile(path: str) -> str:
-    """Write a chrome trace of 3 steps; return a table of the 15 operations with the most time of their own."""
+    """Write a chrome trace of 3 steps; returns a table of the 15 costliest operations."""
     on_gpu = mine.device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profiler:
@@ -338,7 +332,7 @@ def new_process(world: int):
 
 
 def measure(table: str, specs: list[dict], world: int):
-    """[({"step" or part: [seconds]}, facts)] of the candidates, and the profile of the first if one is wanted."""
+    """[({"step" or part: [seconds]}, facts)] of the candidates; the profile of the first, if one is wanted."""
     processes, text = [], ""
     times, facts = [{} for _ in specs], [{} for _ in specs]
     try:
@@ -368,66 +362,50 @@ def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, devic
     row |= {f"{name}_ms": median for name, median in ms.items()}
     row |= {"min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
     row["images_per_sec"] = 1000 * spec["batch_size"] * world / ms["step"]
-    if table == "sampling":
-        row["what"] += f", {facts['sampler']}, {sample_steps} steps, guidance {cfg_scale:g}"
-        return row
-    peak = devices.peak_flops(device)
-    flops_per_sec = facts["flops_per_image"] * row["images_per_sec"] / world
-    row["mfu"] = 100 * flops_per_sec / peak if peak else 0.0
-    return row | {"optim_share": ms["optim"] / ms["step"], "sent_mb": facts["bytes_per_step"] / 1e6}
+    if table == "training":
+        peak = devices.peak_flops(device)
+        flops_per_sec = facts["flops_per_image"] * row["images_per_sec"] / world
+        row["mfu"] = 100 * flops_per_sec / peak if peak else 0.0
+        row["sent_mb"] = facts["bytes_per_step"] / 1e6
+    return row
 
 
 def time_loading(batch_size: int, world: int, device) -> dict:
-    """Passes over the set: warm from the page cache, and cold after its files were dropped from that.
+    """Passes of at most 64 MiB: warm from the page cache, and cold after the files were dropped from it."""
+    name, total = data or "shapes", batch_size * world
 
-    The disk or its host may still cache them: read_mib is what came from the disk.
-    """
-
-    def open_loader():
-        dataset, rank = open_dataset(data or "shapes", "train"), get_dist()[0]
-        return DataLoader(dataset, batch_size, batch_size * world, rank, world, seed=0, device=device)
-
-    loader = open_loader()
-    dataset = loader.dataset
-    image_bytes, files = dataset.images(np.array([0])).nbytes, [f for f in dataset.path.iterdir() if f.is_file()]
-    num_batches = max(1, min(len(dataset), load_mib * 2**20 // image_bytes) // (batch_size * world))
-    loader.close()
-    del loader, dataset  # and their memory maps: mapped pages stay in the cache
-
-    def read():
-        loader = open_loader()
+    def read() -> tuple[Path, int]:
+        dataset = open_dataset(name, "train")
+        loader = DataLoader(dataset, batch_size, total, get_dist()[0], world, seed=0, device=device)
+        num_images = min(len(dataset), 2**26 // dataset.images(np.array([0])).nbytes)
+        num_batches = max(1, num_images // total)
         for _ in range(num_batches):
             next(loader)
         loader.close()
+        return dataset.path, num_batches * total  # without its memory map: mapped pages stay in the cache
 
-    times, read_mib = {"warm": [], "cold": []}, []
-    timed([read], device)
+    times = {"warm": [], "cold": []}
+    folder, images = read()
     for _ in range(rounds):
         times["warm"] += timed([read], device)
-        for file in files:
-            with open(file, "rb") as f:
-                os.fsync(f.fileno())  # only what is on the disk can be dropped
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock  # blocks of 512 bytes
+        for path in folder.iterdir():
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())  # only what is on the disk can be dropped
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         times["cold"] += timed([read], device)
-        read_mib.append((resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) / 2048)
-    images = num_batches * batch_size * world
-    row = {"table": "loading", "what": f"{data or 'shapes'}, batch {batch_size}", "images_in_pass": images}
-    row |= {f"{kind}_images_per_sec": images / statistics.median(seconds) for kind, seconds in times.items()}
-    return row | {"mib": images * image_bytes / 2**20, "read_mib": statistics.median(read_mib)}
+    row = {"table": "loading", "what": f"{name}, batch {batch_size}", "images_in_pass": images}
+    return row | {f"{kind}_images_per_sec": images / statistics.median(seconds) for kind, seconds in times.items()}
 
 
-SPEED = ("images_per_sec", "ratio", "step_ms", "min_ms", "max_ms")
-PARTS = ("forward_ms", "backward_ms", "optim_ms", "ema_ms", "data_ms", "optim_share")
-COLUMNS = {
-    "training": (*SPEED, *PARTS, "memory_gb", "first_step_s", "sent_mb", "mfu"),
-    "sampling": (*SPEED, "memory_gb", "first_step_s"),
-    "loading": ("warm_images_per_sec", "cold_images_per_sec", "warm_ratio", "cold_ratio", "mib", "read_mib"),
-}
+COLUMNS = (
+    "images_per_sec ratio step_ms min_ms max_ms forward_ms backward_ms optim_ms ema_ms data_ms memory_gb first_step_s "
+    "sent_mb mfu warm_images_per_sec cold_images_per_sec warm_ratio cold_ratio"
+).split()  # fmt: skip
 
 
 def show(table: str, rows: list[dict]) -> None:
-    columns = [name for name in COLUMNS[table] if name in rows[0]]
+    columns = [name for name in COLUMNS if name in rows[0]]
     lines = [[*columns, "what"]]
     for row in rows:
         lines.append([f"{row[name]:,.2f}" for name in columns] + [row["what"]])
@@ -440,16 +418,18 @@ def show(table: str, rows: list[dict]) -> None:
 def main():
     plural = [re.sub(rf"^--({'|'.join(LISTS)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
     config = configure(globals(), plural)
-    tables, every_row = candidates(config), []
+    tables = {table: candidates(config, table) for table in ("training", "sampling") if config[table]}
     if profile and (not training or not Path(profile).absolute().parent.is_dir()):
         raise UserError(f"profile={profile!r}; accepted: a file in a folder that exists, with training=True")
     if loading and not hasattr(os, "posix_fadvise"):
         raise UserError("loading=True needs Linux, where files can be dropped from the page cache")
     device, world = devices.init_device(device_type), get_dist()[2]
-    obstacle = devices.can_compile(device) if any(spec["compile"] for spec in itertools.chain(*tables.values())) else ""
-    if not json:
-        machine = f"{world} x {devices.device_name(device)}, torch {torch.__version__}"
-        print0(machine + (f"; not compiled: {obstacle}" if obstacle else ""))
+    obstacle = devices.can_compile(device) if "True" in compiles else ""
+    show_text = (lambda *args: None) if json else print0
+    show_text(f"{world} x {devices.device_name(device)}, torch {torch.__version__}")
+    if obstacle:
+        show_text(f"not compiled: {obstacle}")
+    shown = {}
     for table, specs in tables.items():
         specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in specs]
         measured, text = measure(table, specs, world)
@@ -458,22 +438,21 @@ def main():
             row = make_row(table, spec, times, facts, world, device)
             reference = row if spec["reference"] else reference
             rows.append(row | {"ratio": row["images_per_sec"] / reference["images_per_sec"]})
-        every_row += rows
-        if text and not json:
-            print0(f"\n3 steps of {rows[1]['what']}, in {profile}:\n{text}")
-        if not json:
-            show(table, rows)
+        shown[table] = rows
+        if text:
+            show_text(f"\n3 steps of {rows[1]['what']}, in {profile}:\n{text}")
     if loading:
         row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)
-        trained = [other["images_per_sec"] for other in every_row if other["table"] == "training"]
-        for kind in ("warm", "cold") if trained else ():
-            row[f"{kind}_ratio"] = row[f"{kind}_images_per_sec"] / max(trained)
-        every_row.append(row)
-        if not json:
-            show("loading", [row])
+        shown["loading"] = [row]
+        for kind in ("warm", "cold") if training else ():  # against the fastest training
+            fastest = max(other["images_per_sec"] for other in shown["training"])
+            row[f"{kind}_ratio"] = row[f"{kind}_images_per_sec"] / fastest
     if json:
         head = {"device": devices.device_name(device), "torch": torch.__version__, "config": config}
-        print0(json_format.dumps(head | {"rows": every_row}))
+        print0(json_format.dumps(head | {"rows": list(itertools.chain(*shown.values()))}))
+    else:
+        for table, rows in shown.items():
+            show(table, rows)
     leave_together()
 
 

@@ -18,7 +18,7 @@ from nanodiff.data.dataloader import DataLoader
 from scripts import bench
 
 SMALL = (
-    "--patch_size=8 --image_size=16 --num_res_blocks=1 --batch_sizes=2 --rounds=2 --steps=2 --depths=1 "
+    "--patch_size=8 --image_size=16 --batch_sizes=2 --rounds=2 --steps=2 --depths=1 "
     "--compiles=False --dtypes=float32 --device_type=cpu --json"
 ).split()  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_every_combination_beside_its_reference(run_bench):
     assert sorted(references) == [("dit_classic", depth, n) for depth in (1, 2) for n in (1, 2)]
     for row in rows:
         assert min(row[f"{part}_ms"] for part in ("forward", "backward", "optim", "ema")) > 0
-        assert row["bytes_per_step"] == 0 and row["optim_share"] == pytest.approx(row["optim_ms"] / row["step_ms"])
+        assert row["bytes_per_step"] == 0
 
 
 def test_a_backbone_has_its_own_reference(run_bench):
@@ -72,7 +72,7 @@ def test_a_backbone_has_its_own_reference(run_bench):
 def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
     trace = tmp_path / "trace.json"
     make_data()
-    args = "--archs=dit --sampling --loading --data=tiny --load_mib=1 --sample_steps=2 --json=False".split()
+    args = "--archs=dit --sampling --loading --data=tiny --sample_steps=2 --json=False".split()
     text = run_bench(*args, f"--profile={trace}")
     heads = [line.split() for line in text.splitlines() if line.endswith("  what")]
     for column in "images_per_sec ratio step_ms forward_ms optim_ms ema_ms data_ms memory_gb sent_mb mfu".split():
@@ -87,16 +87,15 @@ def test_a_pass_reads_as_many_images_as_it_says(run_bench, monkeypatch):
     make_data(train=700)
     read, images = [], DataLoader.__next__
     monkeypatch.setattr(DataLoader, "__next__", lambda self: read.append(1) or images(self))
-    (row,) = run_bench("--data=tiny", "--loading", "--training=False", "--load_mib=1", "--rounds=1")["rows"]
-    image_bytes = 3 * 16**2
-    assert row["images_in_pass"] == 700 and row["mib"] == pytest.approx(700 * image_bytes / 2**20)
+    (row,) = run_bench("--data=tiny", "--loading", "--training=False", "--rounds=1")["rows"]
+    assert row["images_in_pass"] == 700
     assert len(read) == 3 * 350  # batches of 2: one pass to warm up, one warm, one cold
-    assert row["warm_images_per_sec"] > 0 and row["cold_images_per_sec"] > 0 and row["read_mib"] >= 0
+    assert row["warm_images_per_sec"] > 0 and row["cold_images_per_sec"] > 0
 
 
 def test_real_data_and_latents(run_bench, base):
     make_data()
-    rows = run_bench("--archs=dit", "--data=tiny", "--loading", "--load_mib=1", "--depths=1")["rows"]
+    rows = run_bench("--archs=dit", "--data=tiny", "--loading")["rows"]
     assert [row["table"] for row in rows] == ["training", "training", "loading"]
     check(rows[:2])
     fastest = max(row["images_per_sec"] for row in rows[:2])

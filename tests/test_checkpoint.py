@@ -69,12 +69,6 @@ def test_round_trip(tmp_path):
         find_checkpoint(tmp_path, 7)
 
 
-def test_steps_are_in_the_order_of_numbers(tmp_path):
-    for step in (999_999, 1_000_000, 2):
-        save(tmp_path, step)
-    assert steps(tmp_path) == [2, 999_999, 1_000_000] and find_checkpoint(tmp_path).name == "step_1000000"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A save that does not come to its end
 
@@ -148,12 +142,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         lock_run(tmp_path / "file")
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    (save(tmp_path, 1) / "model.pt").write_bytes(b"")
-    assert torch.equal(load_tensors(save(tmp_path, 1) / "model.pt")["w"], torch.ones(100, 7))
-    assert find_checkpoint(tmp_path)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Damage
 
@@ -188,30 +176,15 @@ def test_a_corrupt_checkpoint_is_reported_and_skipped(tmp_path, capsys, name, da
         find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        "[]",
-        "null",
-        "{}",
-        '{"model.pt": 3}',
-        '{"model.pt": {"size": 1}}',
-        "[" * 100_000,
-        b"\xff",
-    ],
-)
-def test_a_manifest_of_another_kind(tmp_path, manifest):
+def test_json_of_another_kind(tmp_path):
     path = save(tmp_path, 1)
-    (path / "manifest.json").write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
-    assert why_corrupt(path).startswith("manifest.json")
-
-
-@pytest.mark.parametrize("meta", ["", "[]", "null", '{"step": "1"}', json.dumps({**META, "loop": None}), "[" * 100_000])
-def test_meta_of_another_kind(tmp_path, meta):
-    path = save(tmp_path, 1)
-    (path / "meta.json").write_text(meta)
-    with pytest.raises(UserError, match=r"meta\.json"):
-        load_meta(path)
+    for meta in ("", "[]", '{"step": "1"}', json.dumps({**META, "loop": None}), "[" * 100_000):
+        (path / "meta.json").write_text(meta)
+        with pytest.raises(UserError, match=r"meta\.json"):
+            load_meta(path)
+    for manifest in (b"[]", b"{}", b'{"model.pt": 3}', b'{"model.pt": {"size": 1}}', b"[" * 100_000, b"\xff"):
+        (path / "manifest.json").write_bytes(manifest)
+        assert why_corrupt(path).startswith("manifest.json")
 
 
 class Evil:
@@ -242,14 +215,6 @@ def test_files_that_torch_did_not_write(tmp_path, content):
 # Retention, the lock, and the log
 
 
-def test_retention(tmp_path):
-    for step in range(5):
-        save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [3, 4]
-    save(tmp_path, 5, keep=-1)
-    assert steps(tmp_path) == [3, 4, 5]
-
-
 def test_retention_counts_whole_checkpoints_only(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
@@ -259,14 +224,8 @@ def test_retention_counts_whole_checkpoints_only(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4]  # 1 is the second newest that can be used
     save(tmp_path, 5, keep=2)
     assert steps(tmp_path) == [4, 5]
-
-
-def test_retention_spares_what_was_saved_now(tmp_path):
-    """Also when a run went on from an earlier step, and later ones are there from before."""
-    for step in (1, 5, 6):
-        save(tmp_path, step)
-    assert save(tmp_path, 2, keep=1).exists()
-    assert steps(tmp_path) == [2, 5, 6]
+    save(tmp_path, 3, keep=1)  # a run went on from an earlier step: later ones are there from before
+    assert steps(tmp_path) == [3, 4, 5]
 
 
 def test_one_trainer_at_a_time(tmp_path):
@@ -285,8 +244,7 @@ def test_one_trainer_at_a_time(tmp_path):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    lock_run(tmp_path / "run").close()  # given back by a process that could not do so
-    lock_run(tmp_path / "run").close()  # and by one that did
+    lock_run(tmp_path / "run").close()  # the system gave it back
 
 
 def test_trim_metrics(tmp_path):

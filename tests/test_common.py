@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from nanodiff import common
-from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, brief, collective, make_generator, print0
+from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, brief, collective, make_generator
 from nanodiff.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Seeds
 
 
 def draw(*key):
@@ -36,16 +33,6 @@ def test_a_generator_is_a_function_of_its_key():
     assert len(drawn) == len(keys)  # every part counts, however large
 
 
-def test_neighbouring_keys_are_not_alike():
-    """Of (seed, step) and (seed, step + 1), and of seeds that differ by one: normal, uncorrelated numbers."""
-    x = torch.stack([torch.randn(1000, generator=make_generator(0, step)) for step in range(100)])
-    y = torch.stack([torch.randn(1000, generator=make_generator(seed, 0)) for seed in range(1, 100)])
-    z = torch.cat([x, y]).double()
-    off_diagonal = (z @ z.T / 1000).fill_diagonal_(0)
-    assert off_diagonal.abs().max() < 6 / 1000**0.5  # 6 sigma over 20,000 pairs
-    assert abs(z.mean()) < 5 / z.numel() ** 0.5
-
-
 def test_images_do_not_depend_on_their_batch():
     seeds = [7, 3, 2**32 + 7, 11]
     together = StackedGenerator(seeds)
@@ -55,10 +42,6 @@ def test_images_do_not_depend_on_their_batch():
         alone = StackedGenerator([seed])
         assert torch.equal(alone.randn((1, 3, 2, 2))[0], first[i])
         assert torch.equal(alone.randn_like(torch.empty(1, 5, dtype=torch.bfloat16))[0], second[i])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
 
 
 def test_a_mistake_is_one_line_with_exit_code_2():
@@ -79,10 +62,6 @@ def test_other_exceptions_keep_their_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files, lines, signals
-
-
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     path = tmp_path / "a.json"
@@ -99,13 +78,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     write_atomic(path, b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o644  # not the 0o600 of a temporary file
-
-
-def test_rank_0_alone_prints(monkeypatch, capsys):
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        print0("from rank", rank)
-    assert capsys.readouterr().out == "from rank 0\n"
 
 
 class Terminal(io.StringIO):
@@ -125,7 +97,7 @@ def test_progress_is_for_terminals(monkeypatch):
             assert stream.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     monkeypatch.setenv("RANK", "1")
-    with Progress(0, "images") as bar:
+    with Progress(1, "images") as bar:
         bar.update()
     assert stream.getvalue() == ""
 
@@ -147,10 +119,6 @@ def test_the_first_signal_asks_and_the_second_ends(number):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is shown
-
-
 def test_long_lists_are_told_by_their_number():
     protocol = {
         "steps": 10,
@@ -161,21 +129,12 @@ def test_long_lists_are_told_by_their_number():
     assert brief(["a"] * 50) == ["a"] * 50 and len(protocol["class_names"]) == 1000
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that are gone
-
-
-@pytest.mark.parametrize(
-    "words", ["[/gloo/transport/tcp/pair.cc:1] Connection closed by peer", "Application timeout caused pair closure"]
-)
-def test_what_gloo_says_names_the_exchange(words):
-    with (
-        pytest.raises(LostRank, match=r"rank 0 of 1: the vote failed after .*: (Conn|Application)"),
-        collective("the vote"),
+def test_errors_within_a_collective():
+    lost = "rank 0 of 1: the vote failed after .*: (Conn|Application)"
+    for words, kind, said in (
+        ("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer", LostRank, lost),
+        ("Application timeout caused pair closure", LostRank, lost),
+        ("out of memory", RuntimeError, "^out of memory$"),
     ):
-        raise RuntimeError(words)
-
-
-def test_other_errors_within_an_exchange_are_what_they_are():
-    with pytest.raises(RuntimeError, match="^out of memory$"), collective("the vote"):
-        raise RuntimeError("out of memory")
+        with pytest.raises(kind, match=said), collective("the vote"):
+            raise RuntimeError(words)

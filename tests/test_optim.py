@@ -214,16 +214,6 @@ def test_momentum_warms_up_linearly_from_085():
     np.testing.assert_allclose(mus, np.minimum(0.95, 0.85 + 0.01 * np.arange(12)), atol=1e-4)
 
 
-def test_bf16_products_stay_close_to_fp32(monkeypatch):
-    models = Toy(), Toy()
-    for model, dtype in zip(models, (torch.float32, torch.bfloat16)):
-        monkeypatch.setattr(optim_module, "choose_dtype", lambda *_, dtype=dtype: dtype)
-        train(model, make_optimizer(model), range(3))
-    moved = params(models[0])["blocks.0.fc1.weight"] - params(Toy())["blocks.0.fc1.weight"]
-    error = params(models[0])["blocks.0.fc1.weight"] - params(models[1])["blocks.0.fc1.weight"]
-    assert error.norm() < 0.3 * moved.norm()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Groups
 
@@ -257,11 +247,6 @@ def test_every_trainable_parameter_is_in_exactly_one_group(build, optimizer):
         assert (name in muon) == (optimizer == "muon" and block_matrix), name
 
 
-def test_compiled_model_has_the_same_groups():
-    names = [[g["names"] for g in make_optimizer(m).param_groups] for m in (Toy(), torch.compile(Toy()))]
-    assert names[0] == names[1]
-
-
 def test_missing_gradients_are_zero():
     model, reference = Toy(), Toy()
     opts = make_optimizer(model), make_optimizer(reference)
@@ -277,19 +262,10 @@ def test_missing_gradients_are_zero():
             opt.step()
     assert largest_difference(params(model), params(reference)) == 0
     assert torch.equal(model.blocks[1].qkv.weight, Toy().blocks[1].qkv.weight)
-
-
-def test_no_gradient_at_all_and_zero_grad():
-    model = Toy()
-    opt = make_optimizer(model)
-    assert opt.sync_grads() == 0
-    randomize_grads(model)
-    opt.zero_grad()
-    assert all(p.grad is None for p in model.parameters() if p.requires_grad)
-
-
-def test_one_rank_sends_nothing():
-    assert make_optimizer(Toy()).bytes_per_step == 0
+    opts[0].zero_grad()
+    assert opts[0].sync_grads() == 0 and opts[0].bytes_per_step == 0
+    names = [[group["names"] for group in make_optimizer(m).param_groups] for m in (Toy(), torch.compile(Toy()))]
+    assert names[0] == names[1]
 
 
 def test_a_model_that_left_the_buffer_is_noticed():
@@ -342,11 +318,9 @@ def test_state_of_another_model_is_refused_by_name():
     state = opt.state_dict()
     lacking = {k: v for k, v in state.items() if k != "momentum/blocks.2.fc1.weight"}
     more = {**state, "exp_avg/other": torch.zeros(3)}
-    misshapen = {**state, "exp_avg_sq/table.weight": torch.zeros(6, 16)}
     for bad, message in (
         (lacking, r"blocks\.2\.fc1\.weight.*missing"),
         (more, "other.*unknown"),
-        (misshapen, r"table\.weight.*\(6, 16\), not \(5, 16\)"),
         ({k: v for k, v in state.items() if k != "step"}, "'step'.*missing"),
         (make_optimizer(Toy(), "adamw").state_dict(), "exp_avg/blocks"),
     ):
@@ -387,7 +361,6 @@ def two_ranks(rank, folder):
 
     model = Toy()
     opt = make_optimizer(model, **OPTIONS)
-    found["bytes"] = opt.bytes_per_step
     for kind in ("none", "inf", "nan"):
         randomize_grads(model)
         if rank == 1:
@@ -441,14 +414,8 @@ def test_state_of_two_ranks_continues_on_one_and_on_two(ranks, case):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_is_seen_by_all(ranks):
-    for found in ranks:
-        assert torch.isfinite(found["none"])
-        assert not torch.isfinite(found["inf"]) and not torch.isfinite(found["nan"])
-
-
-@pytest.mark.slow
-def test_a_gradient_missing_on_one_rank_is_zero_there(ranks):
+def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
+    """A missing one is zero there; any that is not finite shows in the norm of all ranks."""
     model = Toy()
     opt = make_optimizer(model, **OPTIONS)
     randomize_grads(model)
@@ -459,43 +426,30 @@ def test_a_gradient_missing_on_one_rank_is_zero_there(ranks):
     for found in ranks:
         torch.testing.assert_close(found["none"], norm)
         assert largest_difference(found["after none"], params(model)) < 1e-5
-
-
-@pytest.mark.slow
-def test_bytes_are_those_of_a_ring(ranks):
-    """(world - 1) / world of the fp32 parameters, out and back; shares are padded to the largest."""
-    numel = sum(p.numel() for p in Toy().parameters() if p.requires_grad)
-    assert [found["bytes"] for found in ranks] == [ranks[0]["bytes"]] * 2
-    assert 4 * numel <= ranks[0]["bytes"] < 1.2 * 4 * numel
+        assert not torch.isfinite(found["inf"]) and not torch.isfinite(found["nan"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss scale of fp16
 
 
-def test_walk_is_the_published_one():
-    """log2 of the scale: 20 at first, +0.001 per good step, -1 per overflow (IDDPM's fp16 trainer)."""
-    scaler = LossScaler(enabled=True)
-    assert scaler.lg_loss_scale == 20.0
+def test_the_walk_is_the_published_one():
+    """log2 of the scale: 20 at first, +0.001 per good step, -1 per overflow (IDDPM's fp16 trainer); the end is at 0."""
+    scaler, off = LossScaler(enabled=True), LossScaler(enabled=False)
     for _ in range(1000):
         scaler.update(overflow=False)
     assert scaler.lg_loss_scale == pytest.approx(21.0)
     for overflow in (True, True, False, True):
         scaler.update(overflow)
+        off.update(overflow)
     assert scaler.lg_loss_scale == pytest.approx(21.0 - 3 + 0.001)
-    assert scaler.skipped_in_a_row == 1
+    assert scaler.skipped_in_a_row == 1 and off.inv_scale == 1.0
+    with pytest.raises(FloatingPointError, match="20 steps skipped in a row"):
+        for _ in range(100):
+            scaler.update(overflow=True)
 
 
-def test_gradients_times_inv_scale_are_those_of_the_plain_loss():
-    w = torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    loss = lambda: (w**3).sum()
-    (plain,) = torch.autograd.grad(loss(), w)
-    scaler = LossScaler(enabled=True)  # a power of two: exact in floating point
-    (scaled,) = torch.autograd.grad(scaler.scale(loss()), w)
-    assert torch.equal(scaled * scaler.inv_scale, plain) and not torch.equal(scaled, plain)
-
-
-def test_scale_saves_gradients_from_underflow():
+def test_the_scale_saves_gradients_from_underflow():
     """A gradient of 1e-9 is zero in fp16 (whose least number is 6e-8) but comes through the scaled loss."""
     grads = []
     for enabled in (False, True):
@@ -524,36 +478,10 @@ def test_training_survives_an_overflow_and_finds_a_scale():
     assert w.abs().max() < 2.0  # it trained
 
 
-def test_a_nan_that_stays_ends_the_run_with_the_count():
-    scaler = LossScaler(enabled=True)
-    for _ in range(7):
-        scaler.update(overflow=False)
-    skips = 0
-    with pytest.raises(FloatingPointError, match="21 steps skipped in a row"):
-        for _ in range(100):
-            skips += 1
-            scaler.update(overflow=True)
-    assert skips == 21
-
-
-def test_disabled_scaler_is_the_identity():
-    scaler, loss = LossScaler(enabled=False), torch.tensor(3.0)
-    assert scaler.scale(loss) is loss and scaler.inv_scale == 1.0
-    for _ in range(100):
-        scaler.update(overflow=True)
-    assert scaler.inv_scale == 1.0
-
-
 def test_state_survives_json_and_a_change_of_dtype():
-    a, b, off = LossScaler(enabled=True), LossScaler(enabled=True), LossScaler(enabled=False)
-    for i in range(50):
-        a.update(overflow=i % 20 == 19)
-    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
-    for scaler in (a, b):
-        scaler.update(overflow=True)
-    assert a.state_dict() == b.state_dict()
-    off.load_state_dict(a.state_dict())  # an fp16 run that goes on in bf16
-    assert off.inv_scale == 1.0
-    b = LossScaler(enabled=True)
-    b.load_state_dict(LossScaler(enabled=False).state_dict())  # a bf16 run that goes on in fp16
-    assert b.lg_loss_scale == 20.0
+    a, b, off = LossScaler(enabled=True, lg_scale=15.0), LossScaler(enabled=True), LossScaler(enabled=False)
+    a.update(overflow=True)
+    for scaler in (b, off):
+        scaler.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert b.lg_loss_scale == 14.0 and b.skipped_in_a_row == 1
+    assert off.inv_scale == 1.0 and off.state_dict() == a.state_dict()

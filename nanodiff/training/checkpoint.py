@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill at any moment: written aside, hashed, fsynced, renamed; verified before use.
+"""Checkpoints that survive a kill at any moment: written aside, hashed, renamed; verified before use.
 
 runs/<tag>/checkpoints/step_000500/
-    model.pt  ema_0.999.pt  optim.pt  train.pt     tensors, each torch.load(weights_only=True)-able
-    meta.json                                      step, settings, model and process configs, loop state
+    model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
+    meta.json                                      step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
 """
 
@@ -23,7 +23,7 @@ STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
 class HashingFile:
-    """A binary file for torch.save that hashes what passes through, so that no file is read back to be hashed."""
+    """A binary file for torch.save that hashes what passes through; close() syncs it and returns size and hash."""
 
     def __init__(self, path):
         self.file, self.sha256, self.size = open(path, "wb"), hashlib.sha256(), 0
@@ -44,13 +44,13 @@ class HashingFile:
 
 
 def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: dict, keep: int = -1) -> Path:
-    """Write checkpoints/step_<step>: `tensors` maps a name to anything weights_only-loadable, saved as <name>.pt.
+    """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
 
-    Call it on rank 0. The folder appears under its name only when all of it is on the disk; then the oldest
-    checkpoints beyond `keep` (-1 keeps all) are deleted. When the disk is full, earlier checkpoints stay.
+    The folder gets its name when all of it is on the disk. Then the oldest checkpoints beyond `keep` (-1 keeps all) are
+    deleted.
     """
     parent = run_dir / "checkpoints"
-    for leftover in parent.glob(".*tmp-*"):  # from a run killed while it saved; the run lock says none is alive
+    for leftover in parent.glob(".*tmp-*"):  # of a run killed while it saved: the run's lock is ours
         shutil.rmtree(leftover, ignore_errors=True)
     temporary, final = parent / f".tmp-step_{step:06d}", parent / f"step_{step:06d}"
     try:
@@ -74,7 +74,7 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
             raise
         raise UserError(f"cannot write checkpoint {final}: {cause.strerror}; earlier checkpoints are intact") from error
     if keep > 0:
-        # Later steps belong to another course, if an earlier one was resumed: they do not crowd out this one
+        # Later steps, of a run that was resumed from an earlier one, do not count
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
         for old_step, old in found:
@@ -84,24 +84,22 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint folder, oldest first; not verified."""
+    """(step, folder) of every checkpoint, oldest first, not verified."""
     found = [(STEP_DIR.fullmatch(p.name), p) for p in (run_dir / "checkpoints").glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
-    """What is wrong with a checkpoint, in a few words, or "" when every file has the size and hash of the manifest."""
+    """What is wrong with a checkpoint, or "" when every file has the manifest's size and hash."""
     name = "manifest.json"
     try:
         manifest = json.loads((checkpoint / name).read_bytes())
         if not {"meta.json", "model.pt"} <= manifest.keys():
             return "manifest.json does not list the model"
         for name, entry in manifest.items():
-            path, size = checkpoint / name, entry["size"]
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes, the manifest says {size}"
+            path = checkpoint / name
+            if path.stat().st_size != entry["size"]:
+                return f"{name} has {path.stat().st_size:,} bytes, the manifest says {entry['size']}"
             if hashes and sha256_of(path) != entry["sha256"]:
                 return f"{name} does not have its SHA-256"
     except OSError as error:
@@ -112,9 +110,9 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
-    """The newest checkpoint that verifies, or the one of `step`; None where the run has none.
+    """The newest checkpoint that verifies, or the one of `step`; None if the run has none.
 
-    A corrupt one is reported and skipped; it is an error when all are corrupt or the wanted step is not there.
+    Corrupt ones are reported and skipped; it is an error if all are corrupt.
     """
     found = list_checkpoints(run_dir)
     if step is not None:
@@ -128,33 +126,31 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
     if found:
-        parent = run_dir / "checkpoints"
-        raise UserError(f"every checkpoint in {parent} is corrupt; move that folder away to start anew")
+        raise UserError(
+            f"every checkpoint in {run_dir / 'checkpoints'} is corrupt; move that folder away to start anew"
+        )
     return None
 
 
 def load_meta(checkpoint: Path) -> dict:
-    """meta.json of a checkpoint."""
     path = checkpoint / "meta.json"
     try:
         meta = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    fields = dict(step=int, config=dict, arch=str, model_config=dict, data=dict, ema_rates=list, loop=dict)
-    check_fields(meta, path, **fields)
+    check_fields(meta, path, step=int, config=dict, arch=str, model_config=dict, data=dict, ema_rates=list, loop=dict)
     return meta
 
 
 def lock_run(run_dir: Path):
-    """Lock the run folder until the returned file is closed or the process dies."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR")
 
 
 def trim_metrics(path: Path, step: int) -> None:
-    """Before a run resumes from `step`: drop from metrics.jsonl what it will log again, and a half-written last line.
+    """Drop from metrics.jsonl what a run that resumes from `step` logs again, and a half-written last line.
 
-    A training line of step s was written before the checkpoint of step s, its evaluation line after it.
+    A training line of step s precedes the checkpoint of step s, its evaluation line follows it.
     """
     if not path.exists():
         return

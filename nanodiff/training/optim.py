@@ -1,9 +1,8 @@
 """Muon for the matrices of a model's blocks, AdamW for the rest; gradients averaged and state sharded over ranks.
 
-The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. Each step, for each buffer: copy
-the gradients into the same layout, reduce-scatter them, update the share that this rank owns (only it holds the moments
-of that share), all-gather the parameters. This is ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054). With one
-rank the share is everything and nothing is sent.
+The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. Each step, for each buffer:
+reduce-scatter the gradients in the same layout, update this rank's share, all-gather the parameters. This is ZeRO stage
+1 (Rajbhandari et al. 2020, arXiv:1910.02054). With one rank nothing is sent.
 """
 
 import torch
@@ -16,7 +15,7 @@ from nanodiff.device import choose_dtype
 # ---------------------------------------------------------------------------------------------------------------------
 # The two updates
 
-# Polar Express, degree 5, the first 5 of 8 rows (Amsel et al. 2025, arXiv:2505.16932, listing 1). Each odd polynomial
+# Polar Express, the first 5 of 8 rows (Amsel et al. 2025, arXiv:2505.16932, listing 1): each odd polynomial
 # a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1].
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -31,14 +30,13 @@ SAFETY = 1.01  # the listing's own: room for singular values that rounding pushe
 def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """G (K, m, n) -> (K, m, n) in `dtype`: nearly U V^T of each matrix G = U S V^T; a zero matrix stays zero.
 
-    Singular values above 1e-3 of the Frobenius norm end within [0.84, 1.13], smaller ones grow by at most 966. Oblong
-    matrices take two steps at a time on their small Gram matrix A, a quarter less work
-    (github.com/Dao-AILab/gram-newton-schulz).
+    Singular values above 1e-3 of the Frobenius norm end within [0.84, 1.13]. Oblong matrices take two steps at a time
+    on their small Gram matrix A, a quarter less work (github.com/Dao-AILab/gram-newton-schulz).
     """
     tall = G.size(-2) > G.size(-1)
     X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
     X = X.mT if tall else X  # (K, m, n), m <= n
-    # A is recomputed at a restart: rounding in bf16 gives it negative eigenvalues, which three steps on would blow up
+    # A restart recomputes A: rounding in bf16 gives it negative eigenvalues, which three steps would blow up
     restarts = (0, 1, 3, 5) if X.size(-1) > 1.5 * X.size(-2) else range(6)
     for i, (a, b, c) in enumerate(POLAR_EXPRESS):
         if i in restarts:
@@ -56,8 +54,7 @@ def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float, warmup: int) -> None:
     """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    The rate is scaled by sqrt(max(1, rows / columns)) as in Jordan's code; momentum warms up from 0.85, as in
-    modded-nanogpt.
+    The rate is times sqrt(max(1, rows / columns)), momentum warms up from 0.85 (modded-nanogpt).
     """
     p, g, m, lr = bucket.own, bucket.grad, bucket.state["momentum"], bucket.group["lr"]
     mu = momentum if step > warmup else min(momentum, 0.85 + (momentum - 0.85) * (step - 1) / warmup)
@@ -92,10 +89,9 @@ def align(n: int) -> int:
 
 
 def plan_buffer(params, world: int):
-    """(offset of each parameter, length of a share, runs of each share). The largest parameters go first, each to the
-    emptiest share, uncut.
+    """(offset of each parameter, length of a share, runs of each share). Largest first, each to the emptiest share.
 
-    Within a share, matrices of one shape lie side by side: a run [start, count, rows, cols] is one batch for Muon.
+    In a share, matrices of one shape lie side by side: a run [start, count, rows, cols] is one batch for Muon.
     """
     shapes = [(p.shape[0], p.numel() // p.shape[0]) if p.ndim else (1, 1) for p in params]
     load, owner = [0] * world, {}
@@ -122,7 +118,7 @@ class Bucket:
         self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
         self.offsets, share, runs = plan_buffer(self.params, world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
-        # A convolution in channels_last keeps its memory order: Muon sees its columns permuted, which is the same.
+        # A convolution in channels_last keeps its memory order: Muon may see its columns permuted
         self.strides = [
             p.stride() if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last)
             else torch.empty(p.shape, device="meta").stride() for p in self.params
@@ -135,15 +131,12 @@ class Bucket:
             p.data = view
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a buffer laid out as `flat` is, with the parameters' shapes."""
+        """The parameters' parts of a buffer laid out as `flat` is."""
         layout = zip(self.params, self.strides, self.offsets)
         return [flat.as_strided(p.shape, strides, offset) for p, strides, offset in layout]
 
     def reduce_grads(self):
-        """Put this rank's share of the sum of all ranks' gradients (None counts as zero) into `grad`.
-
-        Returns the collective in flight, or None.
-        """
+        """Put this rank's share of the summed gradients into `grad`; returns the collective in flight or None."""
         start, full = self.flat.data_ptr(), torch.zeros_like(self.flat)
         targets, grads = [], []
         for name, p, offset, view in zip(self.names, self.params, self.offsets, self.views(full)):
@@ -152,7 +145,7 @@ class Bucket:
             if p.grad is not None:
                 targets.append(view)
                 grads.append(p.grad)
-        if grads:
+        if grads:  # a missing gradient counts as zero
             torch._foreach_copy_(targets, grads)
         if self.world == 1:
             self.grad = full
@@ -162,7 +155,7 @@ class Bucket:
         return reduce_scatter(self.grad, full, async_op=True)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
-        """Gather every rank's share into `flat`; with one rank they are the same. Returns the collective or None."""
+        """Gather every rank's share into `flat`; returns the collective in flight or None."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
@@ -175,11 +168,8 @@ def wait_all(works) -> None:
             work.wait()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class Optimizer:
-    """`norm = sync_grads(); step(grad_scale); zero_grad()`. Built by `make_optimizer`.
+    """`norm = sync_grads(); step(grad_scale); zero_grad()`, built by `make_optimizer`.
 
     `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
     """
@@ -203,8 +193,7 @@ class Optimizer:
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def sync_grads(self) -> torch.Tensor:
-        """Average the gradients over ranks, once per step; a collective. `p.grad` itself stays as it is until
-        zero_grad: the averages live in the buckets until step().
+        """Average the gradients over ranks, into the buckets; a collective, once per step.
 
         Returns their global L2 norm, 0-dim, the same on every rank: not finite if any gradient on any rank is not.
         """
@@ -221,7 +210,6 @@ class Optimizer:
         self.steps += 1
         works, scale = [], grad_scale / self.world
         for bucket in self.buckets:
-            assert bucket.grad is not None, "step() without sync_grads()"
             if torch.is_tensor(scale) or scale != 1:
                 bucket.grad.mul_(scale)
             if bucket.group["kind"] == "muon":
@@ -240,15 +228,14 @@ class Optimizer:
     @collective("the gathering of what is not finite")
     @torch.no_grad()
     def not_finite(self) -> str:
-        """For an error message: the worst parameter on each rank whose gradients are not finite; a collective."""
+        """For an error message: each rank's parameter with the largest share of bad gradients; a collective."""
         worst = (0.0, "")
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.params):
                 if p.grad is not None:
                     worst = max(worst, (1 - float(p.grad.isfinite().float().mean()), name))
-        every = [worst]
+        every = [worst] * self.world
         if self.world > 1:
-            every = [None] * self.world
             dist.all_gather_object(every, worst)
         found = [f"rank {rank}: {share:.0%} of {name}" for rank, (share, name) in enumerate(every) if share > 0]
         return ", ".join(found) or "finite on each rank, not their sum"
@@ -258,7 +245,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
 
-        Complete on rank 0, and the same for any number of ranks; empty on the others.
+        The same for any number of ranks; empty on all but rank 0.
         """
         state = {"step": self.steps}
         for bucket in self.buckets:
@@ -272,16 +259,10 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take this rank's share of a state_dict written by any number of ranks; every rank is given all of it.
-
-        A missing, unknown or misshapen tensor is refused before anything is changed.
-        """
-        mine = {f"{key}/{name}": p for b in self.buckets for key in b.state for name, p in zip(b.names, b.params)}
+        """Take this rank's share of a whole state_dict, written by any number of ranks."""
+        mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
-        for name, p in mine.items():
-            if state[name].shape != p.shape:
-                raise UserError(f"optimizer state: {name!r} has shape {tuple(state[name].shape)}, not {tuple(p.shape)}")
         self.steps = int(state["step"])
         for bucket in self.buckets:
             for key, share in bucket.state.items():
@@ -302,11 +283,11 @@ def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, momentum: float = 0.95, momentum_warmup: int = 300,
 ) -> Optimizer:  # fmt: skip
-    """The optimizer of a model that is already on its device, in fp32; a collective where torch.distributed is up.
+    """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the repeated blocks' matrices and convolutions, the latter as (out, rest), at `muon_lr`, and AdamW at `lr`
-    for all else; "adamw": AdamW for everything. Weight decay is decoupled and applies to tensors of 2 or more
-    dimensions. `momentum_warmup` is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
+    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, and AdamW at `lr` for all else;
+    "adamw": AdamW for everything. Weight decay is decoupled and for tensors of 2 or more dimensions. `momentum_warmup`
+    is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
     """
     model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     rows = (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay))
@@ -318,12 +299,11 @@ def make_optimizer(
         if not p.requires_grad:
             continue
         assert p.dtype == torch.float32, f"{name} is {p.dtype}: the weights are kept in fp32, autocast does the rest"
-        is_matrix = p.ndim >= 2
         in_block = name.startswith(BLOCKS) and not name.startswith(FIRST)
-        if optimizer == "muon" and is_matrix and in_block:
+        if optimizer == "muon" and p.ndim >= 2 and in_block:
             group = groups[2]
         else:
-            group = groups[0 if is_matrix else 1]
+            group = groups[0 if p.ndim >= 2 else 1]
         group["names"].append(name)
         group["params"].append(p)
     native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
@@ -336,10 +316,10 @@ def make_optimizer(
 
 
 class LossScaler:
-    """Keeps small gradients above fp16's underflow by scaling the loss by 2^lg_loss_scale (IDDPM's fp16 trainer).
+    """Scales the loss by 2^lg_loss_scale, so that small gradients do not underflow in fp16 (IDDPM's fp16 trainer).
 
-    The exponent grows by 0.001 each good step and falls by 1 on overflow, whose step is skipped. With enabled=False
-    (bf16, fp32) the scale is 1 and nothing moves.
+    The exponent grows by 0.001 each good step and falls by 1 on overflow, whose step is skipped. Disabled (bf16, fp32)
+    the scale is 1.
     """
 
     def __init__(self, enabled: bool, lg_scale: float = 20.0):
@@ -353,7 +333,7 @@ class LossScaler:
         return 2.0**-self.lg_loss_scale if self.enabled else 1.0
 
     def update(self, overflow: bool) -> None:
-        """Raises FloatingPointError once the scale is below 1: no smaller one cures 20 overflows in a row."""
+        """Raises FloatingPointError once the scale is below 1: a smaller one cures nothing."""
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
@@ -366,5 +346,4 @@ class LossScaler:
         return {"lg_loss_scale": self.lg_loss_scale, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict) -> None:
-        """Also into a disabled scaler and from one: a run may resume in another dtype."""
         self.lg_loss_scale, self.skipped_in_a_row = state["lg_loss_scale"], state["skipped_in_a_row"]
