@@ -236,11 +236,9 @@ def train(spec: dict, device):
         for part in parts.values():
             part()
 
-    return step, parts, {
-        "num_params": sum(p.numel() for p in raw_model.parameters()),
-        "flops_per_image": raw_model.estimate_flops(),
-        "bytes_per_step": bytes_per_step,
-    }  # fmt: skip
+    num_params = sum(p.numel() for p in raw_model.parameters())
+    facts = dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
+    return step, parts, facts
 
 
 def sample(spec: dict, device):
@@ -274,7 +272,7 @@ def timed(functions, device) -> list[float]:
 # ---------------------------------------------------------------------------------------------------------------------
 # In a candidate's process
 
-mine = threading.local()  # its device, step, parts and facts: the tests run candidates as threads
+mine = threading.local()  # its device, step, parts and facts; in tests it is a thread
 
 
 def prepare(table: str, spec: dict) -> None:
@@ -302,8 +300,8 @@ def take_turn(num_steps: int) -> tuple[dict[str, list[float]], dict]:
     return times, mine.facts | {"memory_gb": devices.peak_memory_gb(mine.device)}
 
 
-def take_profile(path: str) -> str:
-    """Write a chrome trace of 3 steps; returns a table of the 15 costliest operations."""
+def take_profile(path: str) -> None:
+    """Write a chrome trace of 3 steps; print the 15 costliest operations."""
     on_gpu = mine.device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profiler:
@@ -313,7 +311,7 @@ def take_profile(path: str) -> str:
     if get_dist()[0] == 0:
         profiler.export_chrome_trace(path)
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    return profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)
+    print0(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50), file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,9 +330,8 @@ def new_process(world: int):
 
 
 def measure(table: str, specs: list[dict], world: int):
-    """[({"step" or part: [seconds]}, facts)] of the candidates; the profile of the first, if one is wanted."""
-    processes, text = [], ""
-    times, facts = [{} for _ in specs], [{} for _ in specs]
+    """(times, facts) of each candidate, as in take_turn."""
+    processes, times, facts = [], [{} for _ in specs], [{} for _ in specs]
     try:
         for spec in specs:  # one after another, as compiling takes all cores
             processes.append(new_process(world))
@@ -346,12 +343,12 @@ def measure(table: str, specs: list[dict], world: int):
                     times[i][name] = times[i].get(name, []) + seconds
         if profile and table == "training":
             first = [spec["reference"] for spec in specs].index(False)
-            text = processes[first].submit(take_profile, profile).result()
+            processes[first].submit(take_profile, profile).result()
         for process in processes:
             process.submit(leave_together).result()
     except BrokenProcessPool:
         raise UserError("a candidate's process died; its own words are above") from None
-    return list(zip(times, facts)), text
+    return zip(times, facts)
 
 
 def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, device) -> dict:
@@ -405,6 +402,10 @@ COLUMNS = (
 
 
 def show(table: str, rows: list[dict]) -> None:
+    """Print the rows of a table, unless JSON is wanted."""
+    if json:
+        return
+    rows = [row for row in rows if row["table"] == table]
     columns = [name for name in COLUMNS if name in rows[0]]
     lines = [[*columns, "what"]]
     for row in rows:
@@ -418,41 +419,35 @@ def show(table: str, rows: list[dict]) -> None:
 def main():
     plural = [re.sub(rf"^--({'|'.join(LISTS)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
     config = configure(globals(), plural)
-    tables = {table: candidates(config, table) for table in ("training", "sampling") if config[table]}
+    tables = [table for table in ("training", "sampling") if config[table]]
     if profile and (not training or not Path(profile).absolute().parent.is_dir()):
         raise UserError(f"profile={profile!r}; accepted: a file in a folder that exists, with training=True")
     if loading and not hasattr(os, "posix_fadvise"):
         raise UserError("loading=True needs Linux, where files can be dropped from the page cache")
     device, world = devices.init_device(device_type), get_dist()[2]
     obstacle = devices.can_compile(device) if "True" in compiles else ""
-    show_text = (lambda *args: None) if json else print0
-    show_text(f"{world} x {devices.device_name(device)}, torch {torch.__version__}")
+    print0(f"{world} x {devices.device_name(device)}, torch {torch.__version__}", file=sys.stderr)
     if obstacle:
-        show_text(f"not compiled: {obstacle}")
-    shown = {}
-    for table, specs in tables.items():
-        specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in specs]
-        measured, text = measure(table, specs, world)
-        rows, reference = [], None
-        for spec, (times, facts) in zip(specs, measured):
+        print0(f"not compiled: {obstacle}", file=sys.stderr)
+    rows = []
+    for table in tables:
+        specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in candidates(config, table)]
+        for spec, (times, facts) in zip(specs, measure(table, specs, world)):
             row = make_row(table, spec, times, facts, world, device)
-            reference = row if spec["reference"] else reference
-            rows.append(row | {"ratio": row["images_per_sec"] / reference["images_per_sec"]})
-        shown[table] = rows
-        if text:
-            show_text(f"\n3 steps of {rows[1]['what']}, in {profile}:\n{text}")
+            if spec["reference"]:
+                reference = row["images_per_sec"]
+            rows.append(row | {"ratio": row["images_per_sec"] / reference})
+        show(table, rows)
     if loading:
         row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)
-        shown["loading"] = [row]
         for kind in ("warm", "cold") if training else ():  # against the fastest training
-            fastest = max(other["images_per_sec"] for other in shown["training"])
+            fastest = max(other["images_per_sec"] for other in rows if other["table"] == "training")
             row[f"{kind}_ratio"] = row[f"{kind}_images_per_sec"] / fastest
+        rows.append(row)
+        show("loading", rows)
     if json:
         head = {"device": devices.device_name(device), "torch": torch.__version__, "config": config}
-        print0(json_format.dumps(head | {"rows": list(itertools.chain(*shown.values()))}))
-    else:
-        for table, rows in shown.items():
-            show(table, rows)
+        print0(json_format.dumps(head | {"rows": rows}))
     leave_together()
 
 

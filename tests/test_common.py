@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanodiff import common
-from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, brief, collective, make_generator
+from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, collective, make_generator
 from nanodiff.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,16 +117,6 @@ def test_the_first_signal_asks_and_the_second_ends(number):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
-
-
-def test_long_lists_are_told_by_their_number():
-    protocol = {
-        "steps": 10,
-        "class_names": [str(i) for i in range(1000)],
-        "guide": {"of": dict.fromkeys(range(51), 0.5)},
-    }
-    assert brief(protocol) == {"steps": 10, "class_names": "1,000 entries", "guide": {"of": "51 entries"}}
-    assert brief(["a"] * 50) == ["a"] * 50 and len(protocol["class_names"]) == 1000
 
 
 def test_errors_within_a_collective():

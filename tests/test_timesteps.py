@@ -67,18 +67,6 @@ def test_second_moment_equals_the_published():
         torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
 
-def test_second_moment_keeps_the_latest():
-    """However the losses are cut into batches, those kept are each t's last ones, as a plain loop keeps them."""
-    g = torch.Generator().manual_seed(0)
-    t, losses = torch.randint(5, (400,), generator=g), torch.rand(400, generator=g)
-    sampler = LossSecondMoment(gaussian(5), history=4)
-    for rows in torch.arange(400).split([3, 60, 1, 200, 100, 36]):
-        sampler.update(t[rows], losses[rows])
-    for i in range(5):
-        expected = losses[t == i][-4:].double()
-        torch.testing.assert_close(sampler.history[i].sort().values, expected.sort().values)
-
-
 def test_second_moment_is_uniform_until_full():
     sampler = make_timesteps("loss-second-moment", gaussian(4))
     assert sampler.history.shape == (4, 10) and sampler.uniform_prob == 0.001  # as published

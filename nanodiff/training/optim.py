@@ -12,9 +12,6 @@ from torch.optim.adamw import adamw
 from nanodiff.common import UserError, collective
 from nanodiff.device import choose_dtype
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two updates
-
 # Polar Express, the first 5 of 8 rows (Amsel et al. 2025, arXiv:2505.16932, listing 1): each odd polynomial
 # a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1].
 POLAR_EXPRESS = (
@@ -79,9 +76,6 @@ def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float], eps: f
 
 
 STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # tensors kept for each parameter
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Buckets: a group's parameters in one buffer, cut into shares
 
 
 def align(n: int) -> int:
@@ -163,9 +157,8 @@ class Bucket:
 
 
 def wait_all(works) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+    for work in filter(None, works):
+        work.wait()
 
 
 class Optimizer:
@@ -272,9 +265,6 @@ class Optimizer:
                 share.copy_(full[bucket.mine])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which parameter goes where
-
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
 FIRST = "input_blocks.0."  # the UNet's first convolution
 
@@ -290,11 +280,9 @@ def make_optimizer(
     is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
     """
     model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
-    rows = (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay))
-    groups = [
-        {"kind": kind, "lr": rate, "initial_lr": rate, "weight_decay": decay, "names": [], "params": []}
-        for kind, rate, decay in rows  # AdamW first: its all-gathers run while Muon computes
-    ]
+    groups = []  # AdamW first: its all-gathers run while Muon computes
+    for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
+        groups.append(dict(kind=kind, lr=rate, initial_lr=rate, weight_decay=decay, names=[], params=[]))
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -309,10 +297,6 @@ def make_optimizer(
     native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
     muon_options = dict(dtype=torch.bfloat16 if native else torch.float32, momentum=momentum, warmup=momentum_warmup)
     return Optimizer([group for group in groups if group["names"]], muon_options, dict(betas=betas, eps=eps))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss scale of fp16
 
 
 class LossScaler:
