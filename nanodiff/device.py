@@ -24,7 +24,7 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S) -> tor
     A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run aborts.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    present = [kind for kind, there in available.items() if there]
+    present = [kind for kind in available if available[kind]]
     device_type = device_type or present[0]
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
@@ -121,13 +121,6 @@ def environment(device: torch.device) -> dict:
     commit = ""
     with contextlib.suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "command": sys.argv,
-        "commit": commit,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "device": device_name(device),
-        "world_size": get_dist()[2],
-    }
+    versions = {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    machine = {"platform": platform.platform(), "device": device_name(device), "world_size": get_dist()[2]}
+    return {"command": sys.argv, "commit": commit} | versions | machine

@@ -148,5 +148,4 @@ def load_tensors(path: Path, device="cpu"):
     except Exception as error:  # pickle, zip and torch each raise their own kinds
         # The first sentence says what was refused, the next ones how to load it all the same
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
-        reason = f"{type(error).__name__}: {first}".rstrip(": ")
-        raise UserError(f"{path} cannot be loaded safely as tensors: {reason}") from error
+        raise UserError(f"{path} cannot be loaded safely as tensors: {type(error).__name__}: {first}") from error

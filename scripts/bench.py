@@ -1,7 +1,6 @@
 """
 Time training against the published recipe, side by side in one run; on request also sampling and reading the data.
 
-    python -m scripts.bench                                        # d4, 32x32x3, batch 32
     python -m scripts.bench --depths=4,6 --dtypes=float32,bfloat16 --compiles=True,False
     python -m scripts.bench --archs=dit --optimizers=muon --data=cifar10 --sampling --loading
     python -m scripts.bench --autoencoder=taef2_encoder.pth        # encoding on the fly against cached latents
@@ -15,6 +14,7 @@ Whole steps are timed, and others in parts: forward, backward (with DDP's exchan
 ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
 """
 
+import collections
 import itertools
 import json as json_format
 import multiprocessing
@@ -115,19 +115,15 @@ def candidates(config: dict, table: str) -> list[dict]:
 
 
 def describe(spec: dict, table: str, device) -> str:
-    words = [f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}"]
-    words += [str(devices.choose_dtype(spec["dtype"], device))[6:], "compiled" if spec["compile"] else "eager"]
-    if table == "training":
-        words.append(spec["optimizer"])
+    dtype = str(devices.choose_dtype(spec["dtype"], device)).removeprefix("torch.")
+    words = [f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}", dtype]
+    words.append("compiled" if spec["compile"] else "eager")
+    words.append(spec["optimizer"] if table == "training" else f"{spec['sample_steps']} steps")
     if spec["checkpointing"]:
         words.append("checkpointing")
     if spec["autoencoder"] and table == "training":
         words.append("encoding on the fly" if spec["online"] else "cached latents")
-    if table == "sampling":
-        words.append(f"{spec['sample_steps']} steps")
-    if spec["reference"]:
-        words.append("reference")
-    return ", ".join(words)
+    return ", ".join([*words, "reference"] if spec["reference"] else words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,133 +167,114 @@ def open_model(spec: dict, facts: dict, device):
     return model, torch.compile(model, dynamic=False) if spec["compile"] else model, process, autocast
 
 
-def published_update(model, world: int):
-    """(update_weights, update_ema, bytes sent per step) as published."""
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update_weights():
-        adamw.step()
-        adamw.zero_grad()
-
-    @torch.no_grad()
-    def update_ema():
-        for name, p in model.named_parameters():
-            averages[name].mul_(0.9999).add_(p, alpha=1 - 0.9999)
-
-    num_bytes = 4 * sum(p.numel() for p in model.parameters())
-    return update_weights, update_ema, 2 * (world - 1) * num_bytes // world  # an all-reduce on a ring
-
-
-def our_update(model, optimizer: str, scaler: LossScaler):
-    """(update_weights, update_ema, bytes sent per step) as in base_train."""
-    optim, ema = make_optimizer(model, optimizer), EMA(model, "0.9999")
-
-    def update_weights():
-        grad_norm = float(optim.sync_grads()) * scaler.inv_scale
-        optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
-        optim.zero_grad()
-
-    return update_weights, lambda: ema.update(1), optim.bytes_per_step
-
-
 def train(spec: dict, device):
-    """(step, its parts, facts): base_train's step or, for the reference, the published one."""
+    """Yields facts, then without end the name of each part of a training step when it is done: base_train's or, for the
+    reference, the published one."""
     codec, batches = open_data(spec, device)
     raw_model, model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
     noise = torch.randn(n, *codec.shape, generator=g).to(device)
     t, _ = make_timesteps("uniform", process).sample(torch.rand(n, generator=g).to(device))
     scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
-    now = {"batch": next(batches)}
+    params = list(raw_model.parameters())
+    num_params = sum(p.numel() for p in params)
     if spec["reference"]:
-        update_weights, update_ema, bytes_per_step = published_update(raw_model, world)
-        if world > 1:
-            model = torch.nn.parallel.DistributedDataParallel(model)
+        optim = torch.optim.AdamW(params, lr=1e-4, weight_decay=0)
+        averages = [p.detach().clone() for p in params]
+        model = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+        bytes_per_step = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
     else:
-        update_weights, update_ema, bytes_per_step = our_update(raw_model, spec["optimizer"], scaler)
+        optim, ema = make_optimizer(raw_model, spec["optimizer"]), EMA(raw_model, "0.9999")
+        bytes_per_step = optim.bytes_per_step
+    yield dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
 
-    def forward():
-        images, labels = now["batch"]
+    images, labels = next(batches)
+    while True:
         cond = {"y": labels} if codec.facts["num_classes"] else {}
         x0 = codec.to_x0(images, eps=noise)
         with autocast:
-            now["loss"] = process.losses(model, x0, t, noise, **cond)["loss"].mean()
-
-    def backward():
-        scaler.scale(now.pop("loss")).backward()
-
-    def next_batch():
-        now["batch"] = next(batches)
-
-    parts = {"forward": forward, "backward": backward, "data": next_batch, "optim": update_weights, "ema": update_ema}
-
-    def step():
-        for part in parts.values():
-            part()
-
-    num_params = sum(p.numel() for p in raw_model.parameters())
-    facts = dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
-    return step, parts, facts
+            loss = process.losses(model, x0, t, noise, **cond)["loss"].mean()
+        yield "forward"
+        scaler.scale(loss).backward()
+        yield "backward"
+        images, labels = next(batches)
+        yield "data"
+        if spec["reference"]:
+            optim.step()
+        else:
+            grad_norm = float(optim.sync_grads()) * scaler.inv_scale
+            optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
+        optim.zero_grad()
+        yield "optim"
+        if spec["reference"]:
+            with torch.no_grad():
+                for average, p in zip(averages, params):
+                    average.mul_(0.9999).add_(p, alpha=1 - 0.9999)
+        else:
+            ema.update(1)
+        yield "ema"
 
 
 def sample(spec: dict, device):
-    """(step, {}, {}): a batch of samples."""
+    """Yields facts, then without end "sample" after each batch."""
     codec, batches = open_data(spec, device)
     raw_model, model, process, autocast = open_model(spec, codec.facts, device)
     raw_model.eval()
     labels = next(batches)[1].cpu()
     cond = {"y": labels} if codec.facts["num_classes"] else {}
     settings = SampleSettings(spec["sample_steps"], process.default_sampler, 2.0 if cond else 1.0)
-
-    def step():
+    yield {}
+    while True:
         with autocast:
             sample_images(model, process, range(len(labels)), cond, codec.shape, settings, len(labels))
-
-    return step, {}, {}
-
-
-def timed(functions, device) -> list[float]:
-    """Seconds of each function, from an idle device to an idle device."""
-    seconds = []
-    devices.synchronize(device)
-    for function in functions:
-        start = time.perf_counter()
-        function()
-        devices.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        yield "sample"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a candidate's process
 
-mine = threading.local()  # its device, step, parts and facts; in tests it is a thread
+mine = threading.local()  # its device, table, steps, facts and times; in tests it is a thread
+
+
+def run_step(split: bool = False) -> None:
+    """Time a step, or each of its parts, from an idle device to an idle device."""
+    devices.synchronize(mine.device)
+    start = time.perf_counter()
+    for part in mine.steps:
+        is_last = part in ("ema", "sample")
+        if split or is_last:
+            devices.synchronize(mine.device)
+            end = time.perf_counter()
+            mine.times[part if split else "step"].append(end - start)
+            start = end
+        if is_last:
+            return
 
 
 def prepare(table: str, spec: dict) -> None:
     """Open and warm up the candidate."""
-    mine.device = devices.init_device(spec["device_type"])
+    mine.device, mine.table = devices.init_device(spec["device_type"]), table
     start = time.perf_counter()
-    mine.step, mine.parts, mine.facts = (train if table == "training" else sample)(spec, mine.device)
-    timed([mine.step], mine.device)
+    mine.times = collections.defaultdict(list)
+    mine.steps = train(spec, mine.device) if table == "training" else sample(spec, mine.device)
+    mine.facts = next(mine.steps)
+    run_step()
     mine.facts["first_step_s"] = time.perf_counter() - start
-    for _ in range(2):
-        timed([mine.step, *mine.parts.values()], mine.device)
+    run_step()
+    run_step(split=True)
+    mine.times.clear()
     devices.reset_peak_memory(mine.device)  # compiling's
 
 
-def take_turn(num_steps: int) -> tuple[dict[str, list[float]], dict]:
-    """({"step" or part: seconds}, facts) of this many whole steps, and half as many in parts."""
+def take_turn(num_steps: int) -> None:
+    """This many whole steps and, of training, half as many in parts."""
     if dist.is_initialized():
         dist.barrier()
-    times = {name: [] for name in ("step", *mine.parts)}
     for i in range(num_steps):
-        times["step"] += timed([mine.step], mine.device)
-        if i % 2 == 0:
-            for name, seconds in zip(mine.parts, timed(mine.parts.values(), mine.device)):
-                times[name].append(seconds)
-    return times, mine.facts | {"memory_gb": devices.peak_memory_gb(mine.device)}
+        run_step()
+        if mine.table == "training" and i % 2 == 0:
+            run_step(split=True)
+    mine.facts["memory_gb"] = devices.peak_memory_gb(mine.device)
 
 
 def take_profile(path: str) -> None:
@@ -305,13 +282,19 @@ def take_profile(path: str) -> None:
     on_gpu = mine.device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profiler:
-        for _ in range(3):
-            mine.step()
+        for _ in itertools.islice(mine.steps, 3 * 5):  # a step has 5 parts
+            pass
         devices.synchronize(mine.device)
     if get_dist()[0] == 0:
         profiler.export_chrome_trace(path)
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     print0(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50), file=sys.stderr)
+
+
+def finish() -> tuple[dict[str, list[float]], dict]:
+    """({"step" or part: seconds}, facts)."""
+    leave_together()
+    return dict(mine.times), mine.facts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,26 +312,22 @@ def new_process(world: int):
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def measure(table: str, specs: list[dict], world: int):
-    """(times, facts) of each candidate, as in take_turn."""
-    processes, times, facts = [], [{} for _ in specs], [{} for _ in specs]
+def measure(table: str, specs: list[dict], world: int) -> list[tuple[dict, dict]]:
+    """Each candidate's (times, facts)."""
+    processes = []
     try:
         for spec in specs:  # one after another, as compiling takes all cores
             processes.append(new_process(world))
             processes[-1].submit(prepare, table, spec).result()
         for _ in range(rounds):
-            for i, process in enumerate(processes):
-                turn, facts[i] = process.submit(take_turn, steps).result()
-                for name, seconds in turn.items():
-                    times[i][name] = times[i].get(name, []) + seconds
+            for process in processes:
+                process.submit(take_turn, steps).result()
         if profile and table == "training":
             first = [spec["reference"] for spec in specs].index(False)
             processes[first].submit(take_profile, profile).result()
-        for process in processes:
-            process.submit(leave_together).result()
+        return [process.submit(finish).result() for process in processes]
     except BrokenProcessPool:
         raise UserError("a candidate's process died; its own words are above") from None
-    return zip(times, facts)
 
 
 def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, device) -> dict:
@@ -370,27 +349,30 @@ def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, devic
 def time_loading(batch_size: int, world: int, device) -> dict:
     """Passes of at most 64 MiB: warm from the page cache, and cold after the files were dropped from it."""
     name, total = data or "shapes", batch_size * world
+    dataset = open_dataset(name, "train")
+    num_images = min(len(dataset), 2**26 // dataset.images(np.array([0])).nbytes)
+    num_batches, folder = max(1, num_images // total), dataset.path
+    del dataset  # and its memory map: mapped pages stay in the cache
 
-    def read() -> tuple[Path, int]:
-        dataset = open_dataset(name, "train")
-        loader = DataLoader(dataset, batch_size, total, get_dist()[0], world, seed=0, device=device)
-        num_images = min(len(dataset), 2**26 // dataset.images(np.array([0])).nbytes)
-        num_batches = max(1, num_images // total)
+    def read() -> float:
+        start = time.perf_counter()
+        loader = DataLoader(open_dataset(name, "train"), batch_size, total, get_dist()[0], world, seed=0, device=device)
         for _ in range(num_batches):
             next(loader)
         loader.close()
-        return dataset.path, num_batches * total  # without its memory map: mapped pages stay in the cache
+        devices.synchronize(device)
+        return time.perf_counter() - start
 
-    times = {"warm": [], "cold": []}
-    folder, images = read()
+    times, images = {"warm": [], "cold": []}, num_batches * total
+    read()
     for _ in range(rounds):
-        times["warm"] += timed([read], device)
+        times["warm"].append(read())
         for path in folder.iterdir():
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # only what is on the disk can be dropped
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        times["cold"] += timed([read], device)
+        times["cold"].append(read())
     row = {"table": "loading", "what": f"{name}, batch {batch_size}", "images_in_pass": images}
     return row | {f"{kind}_images_per_sec": images / statistics.median(seconds) for kind, seconds in times.items()}
 
