@@ -133,7 +133,7 @@ else:
     # The images to measure: those of a file, or samples of the model, drawn one batch at a time
     if samples:
         measured = SampleFile(Path(samples).expanduser())
-        num_images = min(num_images or len(measured), len(measured))
+        num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
     else:
         sampler = choose_sampler(loaded.process, sampler, steps)

@@ -165,11 +165,11 @@ def test_features_of_other_data_or_networks_and_corrupt_ones_are_computed_again(
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
-    def refuse(path, data):
+    def refuse(path):
         raise OSError(30, "Read-only file system")
 
     make_data()
-    monkeypatch.setattr(cache, "write_atomic", refuse)
+    monkeypatch.setattr(cache, "writing", refuse)
     assert reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
     assert "cannot be written" in capsys.readouterr().out
 
@@ -193,7 +193,7 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
     images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, channels), np.uint8)
     save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps({"steps": 7}))
     file = SampleFile(tmp_path / "s.npz")
-    assert len(file) == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
+    assert file.num_images == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
     assert file.protocol == {"samples": str(tmp_path / "s.npz"), "samples_protocol": {"steps": 7}}
     for ids in (range(4), range(4, 20), range(17, 20), range(2, 3)):
         assert (file.images(np.array(ids)) == images[ids].transpose(0, 3, 1, 2)).all()

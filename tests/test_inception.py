@@ -118,7 +118,7 @@ def test_weights_are_downloaded_once_and_checked(weights_file, monkeypatch):
         assert all(torch.equal(m.state_dict()[name], value) for name, value in published.items())
 
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
-    with pytest.raises(UserError, match="the published Inception weights have"):
+    with pytest.raises(UserError, match="not the published file"):
         load_inception(weights_file)
 
 
@@ -132,5 +132,5 @@ def test_unreachable_weights_say_where_to_put_them(tmp_path, monkeypatch):
         load_inception()
     assert inception.URL in str(error.value) and str(tmp_path / inception.FILE_NAME) in str(error.value)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="no such file"):
         load_inception(tmp_path / "absent.pth")

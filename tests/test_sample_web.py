@@ -41,7 +41,7 @@ def drawn(run_dir, **settings):
     """The events of a drawing."""
     job, events = Job(request(run_dir, **settings)), []
     draw(job, CPU, torch.float32)
-    job.finish()
+    job.events.put(None)
     while (event := job.events.get()) is not None:
         events.append(json.loads(json.dumps(event)))
     return events

@@ -141,7 +141,7 @@ def test_events_arrive_in_order_and_then_the_end(server):
         job = server.next_job()
         for i in range(100):
             job.send(i=i)
-        job.finish()
+        job.events.put(None)
         head, _, stream = read_all(client).decode().partition("\r\n\r\n")
     assert "text/event-stream" in head and stream.endswith("\n\n")
     events = [json.loads(part.removeprefix("data: ")) for part in stream.split("\n\n")[:-1]]
@@ -156,8 +156,8 @@ def test_as_many_wait_as_may(server):
             status, headers, _ = post(server, path="/work")
             assert status == 503 and "retry-after: 5" in headers
             assert ask(server)[0] == 200  # the rest goes on
-            job.finish()
-            server.next_job().finish()
+            job.events.put(None)
+            server.next_job().events.put(None)
             assert b'data: {"ahead": 1}' in read_all(second)
 
 
