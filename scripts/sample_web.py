@@ -72,22 +72,25 @@ def describe_run(path: Path) -> dict:
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
     meta = load_meta(checkpoints[-1][1])
-    num_classes = meta["model_config"]["num_classes"]
-    if meta["model_config"]["low_res"]:
-        raise UserError(f"{path} is a super-resolution model: its training run shows samples")
-    offered = {
-        "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
-        "emas": [*map(str, meta["ema_rates"]), "raw"],
-        "classes": meta["data"]["class_names"] if num_classes else [],
-        "samplers": ["auto", *SAMPLERS],
-        "max_steps": max_steps,
-        "guided": num_classes > 0,
-    }
-    if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
-        process = make_process(meta["config"], meta["data"])
-        offered["samplers"] = ["auto", *process.samplers]
-        offered["max_steps"] = min(max_steps, process.num_timesteps or max_steps)
-        offered["guided"] = num_classes > 0 and meta["config"]["label_drop"] > 0
+    try:
+        num_classes = meta["model_config"]["num_classes"]
+        if meta["model_config"]["low_res"]:
+            raise UserError(f"{path} is a super-resolution model: its training run shows samples")
+        offered = {
+            "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
+            "emas": [*map(str, meta["ema_rates"]), "raw"],
+            "classes": meta["data"]["class_names"] if num_classes else [],
+            "samplers": ["auto", *SAMPLERS],
+            "max_steps": max_steps,
+            "guided": num_classes > 0,
+        }
+        if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
+            process = make_process(meta["config"], meta["data"])
+            offered["samplers"] = ["auto", *process.samplers]
+            offered["max_steps"] = min(max_steps, process.num_timesteps or max_steps)
+            offered["guided"] = num_classes > 0 and meta["config"]["label_drop"] > 0
+    except KeyError as e:
+        raise UserError(f"{path}: this version needs {e} in its settings") from None
     return offered
 
 
@@ -102,7 +105,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
     """{tag: what the page offers} of the runs that it can sample."""
     offered = {}
     for tag, path in runs.items():
-        with suppress(UserError, KeyError):  # KeyError: settings of another version
+        with suppress(UserError):
             offered[tag] = describe_run(path)
     return offered
 

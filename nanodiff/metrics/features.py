@@ -183,8 +183,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 def compare(metric: str, samples: Features, reference: Features) -> dict:
     """The Frechet distance; with the reference's features also kernel distance, precision and recall; for "fid" also
     the Inception score."""
-    if len(samples.some) < 10:
-        raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)}")
+    if reference.some is not None and min(len(samples.some), len(reference.some)) < 10:
+        raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     if reference.some is not None:
         n = min(len(samples.some), len(reference.some))
