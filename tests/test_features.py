@@ -1,6 +1,5 @@
 """Features do not depend on batches or ranks, order distances as they should, and are computed once for a set."""
 
-import io
 import json
 import os
 import subprocess
@@ -72,11 +71,9 @@ def test_the_features_kept_are_a_random_choice(monkeypatch):
     network, images = make_network(), draw_shapes(60, seed=0)[0]
     one, other = (collect_features(images.__getitem__, 60, network, batch_size=n) for n in (60, 7))
     close(one, other)
-    x = network.features(images)[0]
-    where = torch.cdist(one.some, x).argmin(1)
-    torch.testing.assert_close(one.some, x[where], rtol=1e-4, atol=1e-5)
-    assert len(set(where.tolist())) == 20 and where.max() > 40
-    assert where.tolist() != sorted(where.tolist())  # so that the first few are a random choice, too
+    where = torch.cdist(one.some, network.features(images)[0]).argmin(1).tolist()
+    assert len(set(where)) == 20 and max(where) > 40
+    assert where != sorted(where)  # so that the first few are a random choice, too
 
 
 RANK = """
@@ -200,32 +197,20 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
         assert file.labels(np.array(ids)).tolist() == [i % 3 for i in ids]
 
 
-def test_a_file_of_images_alone(tmp_path):
-    np.savez(tmp_path / "s.npz", np.zeros((2, 4, 4, 3), np.uint8))
-    file = SampleFile(tmp_path / "s.npz")
-    assert file.num_classes == 0 and file.protocol.keys() == {"samples"}
-
-
-def npz(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
-    "data, message",
+    "images, message",
     [
         (None, "no such file"),
         (b"text", "s.npz"),
-        (npz(arr_0=np.zeros((9, 4, 4, 3), np.uint8))[:-50], "s.npz"),
-        (npz(images=np.zeros((9, 4, 4, 3), np.uint8)), "arr_0"),
-        (npz(arr_0=np.zeros((9, 4, 4, 3))), "uint8"),
-        (npz(arr_0=np.array([{}])), "s.npz"),  # a pickle
+        (np.zeros((9, 4, 4, 3)), "uint8"),
+        (np.array([{}]), "s.npz"),  # a pickle
     ],
 )
-def test_wrong_files_are_refused(tmp_path, data, message):
+def test_wrong_files_are_refused(tmp_path, images, message):
     path = tmp_path / "s.npz"
-    if data is not None:
-        path.write_bytes(data)
+    if isinstance(images, bytes):
+        path.write_bytes(images)
+    elif images is not None:
+        np.savez(path, arr_0=images)
     with pytest.raises(UserError, match=message):
         SampleFile(path)

@@ -75,21 +75,15 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:{}", "localhost:{}", "LocalHost:{}", "[::1]:{}"])
-def test_our_names_are_known(server, host):
-    status, _, content = ask(server, host=[host.format(server.server_port)])
-    assert status == 200 and json.loads(content) == {"hello": "there"}
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [["evil.example:{}"], ["127.0.0.1"], ["127.0.0.1:1"], ["localhost:{}.evil.example"], [], [""],
-     ["127.0.0.1:{0}", "evil.example:{0}"]],
-)  # fmt: skip
-def test_a_foreign_name_that_leads_here_is_refused(server, hosts):
-    for method in ("GET", "POST"):
-        status, _, content = ask(server, method, host=[h.format(server.server_port) for h in hosts])
-        assert status == 403 and "Host" in json.loads(content)["error"]
+def test_only_our_names_are_known(server):
+    """A foreign name that leads here is DNS rebinding."""
+    for host in ("127.0.0.1:{}", "localhost:{}", "LocalHost:{}", "[::1]:{}"):
+        assert ask(server, host=[host.format(server.server_port)])[0] == 200
+    one = ["evil.example:{}", "127.0.0.1", "127.0.0.1:1", "localhost:{}.evil.example", ""]
+    for hosts in [[host] for host in one] + [[], ["127.0.0.1:{}", "evil.example:{}"]]:
+        for method in ("GET", "POST"):
+            status, _, content = ask(server, method, host=[host.format(server.server_port) for host in hosts])
+            assert status == 403 and "Host" in json.loads(content)["error"]
 
 
 def test_other_pages_are_refused(server):
