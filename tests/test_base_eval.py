@@ -75,10 +75,6 @@ def test_class_accuracy_end_to_end(run_dir, run_script, quick_classifier):
     assert 0 <= result["class_accuracy"] <= 1 and 0 < result["classifier_accuracy_on_real_images"] <= 1
     given = dict(num_images=10, steps=2, sampler="heun", cfg_scale=3, seed=0, metric="class_accuracy")
     assert given.items() <= result.items()
-    again = evaluate(run_script, run_dir, "class_accuracy", "--num_images=10", "--steps=2", "--batch_size=3")
-    assert (
-        again["classifier_accuracy_on_real_images"] == result["classifier_accuracy_on_real_images"]
-    )  # kept, not trained anew
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,12 +173,9 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
         ("--metric=fid --save_reference=r.npz --samples=s.npz", "cannot be combined with samples or reference"),
         ("--metric=fid --save_reference=r.npz", "give data="),
         ("--metric=fid --save_reference=absent/r.npz --data=tiny", "cannot write"),
-        ("--metric=fid --samples=s.npz", "give data="),
-        ("--metric=fid --samples=absent.npz --data=tiny", "no such file"),
         ("--metric=fid --samples=s.npz --data=large", r"\(3, 32, 32\), s.npz \(3, 16, 16\)"),
         ("--metric=fid --num_images=9", "needs 10 images or more, got 9"),
         ("--metric=fid --samples=s.npz --data=tiny --inception=absent.pth", "no such file: absent.pth"),
-        ("--metric=fd_classifier --data=plain", "0 classes"),
         ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
         ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),
     ],
