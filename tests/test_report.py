@@ -194,9 +194,9 @@ def test_grids_that_are_too_large_are_made_smaller():
     noise = png(size=400)
     for budget in range(3000, 2 * len(noise), 30_000):
         assert 0 < len(data_url(noise, budget)) <= budget
-    assert data_url(noise, 2 * len(noise)).startswith("data:image/png") and data_url(noise, 10) == ""
-    with pytest.raises(ValueError, match="not a PNG"):
-        data_url(b"torn", 10**6)
+    for data in (noise, b"torn"):
+        with pytest.raises(ValueError):
+            data_url(data, 10)
 
 
 BROKEN = [

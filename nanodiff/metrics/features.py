@@ -64,7 +64,7 @@ class SampleFile:
         return torch.from_numpy(self._labels[ids])
 
     def images(self, ids) -> np.ndarray:
-        """(n,) consecutive ids -> (n, C, H, W) uint8."""
+        """Consecutive ids (n,) -> (n, C, H, W) uint8."""
         c, h, w = self.shape
         with reading(self.path):
             self._file.seek(self._start + int(ids[0]) * c * h * w)  # in a compressed file it reads up to there
@@ -84,19 +84,16 @@ class ModelSamples:
         self.settings = settings if self.num_classes else replace(settings, cfg_scale=1.0)
         self.seed = seed
         self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
-        codec.keep_loaded()
-
-    @property
-    def protocol(self) -> dict:
-        return {
+        self.protocol = {
             "sampler": self.settings.sampler,
             "steps": self.settings.steps,
-            "network_evaluations": network_evaluations(self.model, self.process, self.settings),
+            "network_evaluations": network_evaluations(model, process, self.settings),
             "cfg_scale": self.settings.cfg_scale,
             "classes": "all, balanced",
-            "seed": self.seed,
+            "seed": seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
         }
+        codec.keep_loaded()
 
     def labels(self, ids) -> torch.Tensor:
         """Classes (n,) int64; zeros for an unconditional model."""

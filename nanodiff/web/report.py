@@ -9,7 +9,8 @@ import json
 import re
 import shlex
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nanodiff.png import decode_png, encode_png
 from nanodiff.training.checkpoint import list_checkpoints
 
 MAX_BYTES = 5_000_000
-FEWEST_GRIDS = 12  # shrink grids of samples rather than show fewer
+FEWEST_GRIDS = 12  # grids of samples are shrunk rather than fewer shown
 BINS = 300  # long curves are thinned to the minimum and the maximum of so many parts
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow, folded away
     "loss": ("Loss", ""),
@@ -40,8 +41,8 @@ COUNTERS = ("images_seen", "total_training_flops", "total_training_time_s")  # s
 class Run:
     folder: Path
     facts: dict  # config.json
-    step: int  # the last one logged
-    logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
+    step: int = 0  # the last one logged
+    logged: dict[str, dict[int, float]] = field(default_factory=dict)  # key of metrics.jsonl -> {step: finite value}
     per_step: int = 1  # what the x axis counts: 1 for steps, the batch size for images
 
 
@@ -61,13 +62,13 @@ def read_run(folder: Path) -> Run:
     metrics = folder / "metrics.jsonl"
     lines = [read_json(text) for text in metrics.read_bytes().splitlines()] if metrics.exists() else []
     lines = [line for line in lines if type(line.get("step")) is int and line["step"] >= 0]
-    lines.sort(key=lambda line: line["step"])
-    logged = {}
-    for line in lines:
+    run = Run(folder.resolve(), facts)
+    for line in sorted(lines, key=lambda line: line["step"]):
+        run.step = line.pop("step")
         for key, value in line.items():
-            if key != "step" and type(value) in (int, float) and abs(value) < 1e99:  # NaN is not
-                logged.setdefault(key, {})[line["step"]] = float(value)
-    return Run(folder.resolve(), facts, lines[-1]["step"] if lines else 0, logged)
+            if type(value) in (int, float) and abs(value) < 1e99:  # NaN is not
+                run.logged.setdefault(key, {})[run.step] = float(value)
+    return run
 
 
 def chart_of(key: str) -> str:
@@ -177,8 +178,7 @@ def figures(run: Run) -> dict:
     return found | {"minutes in training": round(last.get("total_training_time_s", 0) / 60, 1)}
 
 
-def flat(facts: dict) -> dict:
-    """config.json without its nesting."""
+def flat(facts: dict) -> dict:  # config.json without its nesting
     pairs = {}
     for key, value in facts.items():
         if key not in ("changed_from", "command"):
@@ -238,38 +238,27 @@ def samplers(rows: list[dict]) -> str:
 
 
 def data_url(png: bytes, max_bytes: int) -> str:
-    """A PNG as a data URL, averaged down until it fits; "" where it never does. Raises ValueError for a torn file."""
-    for factor in (1, 2, 4, 8, 16, 32):
-        url = f"data:image/png;base64,{base64.b64encode(shrunk(png, factor)).decode()}"
-        if len(url) <= max_bytes:
-            return url
-    return ""
-
-
-def shrunk(png: bytes, factor: int) -> bytes:
-    if factor == 1 and png.startswith(b"\x89PNG"):
-        return png
-    pixels = decode_png(png)
-    h, w = pixels.shape[0] // factor, pixels.shape[1] // factor
-    blocks = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, -1)
-    return encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
+    """A PNG as a data URL, halved until it fits. Raises ValueError where it cannot be."""
+    while len(url := f"data:image/png;base64,{base64.b64encode(png).decode()}") > max_bytes:
+        pixels = decode_png(png)
+        h, w = pixels.shape[0] // 2, pixels.shape[1] // 2
+        blocks = pixels[: 2 * h, : 2 * w].reshape(h, 2, w, 2, -1)
+        png = encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
+    return url
 
 
 def strip(run: Run, budget: int) -> str:
-    """A run's grids in `budget` bytes, evenly thinned out, and shrunk where that leaves fewer than FEWEST_GRIDS. A
-    slider shows one, at first the last; it moves the crosshair of the charts too."""
+    """A run's grids in `budget` bytes, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
     paths = [path for path in sorted(run.folder.glob("samples/step_*.png")) if path.stem[5:].isdigit()]
     largest = max((path.stat().st_size for path in paths), default=0)
     count = min(len(paths), max(FEWEST_GRIDS, budget // (100 + 4 * largest // 3)))  # base64: 4 bytes for 3
     images = []
     for i in np.linspace(0, len(paths) - 1, count).round().astype(int):
         step = int(paths[i].stem[5:])
-        try:
+        with suppress(ValueError):
             url = data_url(paths[i].read_bytes(), budget // count)
-        except ValueError:
-            continue
-        where = f'data-step="{step}" data-x="{step * run.per_step}"'
-        images.append(f'<img alt="samples at step {step}" {where} src="{url}" hidden>')
+            where = f'data-step="{step}" data-x="{step * run.per_step}"'
+            images.append(f'<img alt="samples at step {step}" {where} src="{url}" hidden>')
     if not images:
         return ""
     return f"""<figure class="strip"><figcaption>{escape(run.folder.name)}<output></output></figcaption>

@@ -101,7 +101,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def reply(self, status: int, content: bytes, content_type: str = "application/json", **headers) -> None:
-        """A whole answer, or the start of a stream. `headers` as Retry_After=5."""
+        """A whole answer, or the start of a stream; `headers` as Retry_After=5."""
         self.send_response(status)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in (SECURITY | {"Content-Type": content_type} | named).items():
@@ -116,8 +116,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.refuse(int(code), message or self.responses[code][0])
 
     def stream(self, job: Job) -> None:
-        """Queue a job and send its events on as server-sent events; 503 if the queue is full. A client that has left is
-        noticed within a fifth of a second, or when an event cannot be sent."""
+        """Queue a job and send its events on as server-sent events, unless the queue is full or the client leaves."""
         job.send(ahead=self.server.jobs.qsize() + self.server.at_work)
         try:
             self.server.jobs.put_nowait(job)
