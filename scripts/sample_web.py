@@ -111,7 +111,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 def read_request(body: bytes, runs: dict[str, Path]) -> dict:
-    """The settings of a request, complete and checked, and `path`, the run's folder."""
+    """The settings of a request, complete and checked, and the run's folder as `path`."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -165,11 +165,11 @@ def encode_images(images, texts) -> list[str]:
 
 
 class ClientLeft(Exception):
-    """Nobody is waiting for these images any more."""
+    pass
 
 
 def draw(job: Job, device, compute_dtype) -> None:
-    """Draw the images of a job. Its events are those in the calls of job.send."""
+    """Draw the images of a job."""
     start = time.perf_counter()
     s = job.request
     n = s["num_images"]

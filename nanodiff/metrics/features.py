@@ -84,16 +84,19 @@ class ModelSamples:
         self.settings = settings if self.num_classes else replace(settings, cfg_scale=1.0)
         self.seed = seed
         self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
-        self.protocol = {
+        codec.keep_loaded()
+
+    @property
+    def protocol(self) -> dict:
+        return {
             "sampler": self.settings.sampler,
             "steps": self.settings.steps,
-            "network_evaluations": network_evaluations(model, process, self.settings),
+            "network_evaluations": network_evaluations(self.model, self.process, self.settings),
             "cfg_scale": self.settings.cfg_scale,
             "classes": "all, balanced",
-            "seed": seed,
+            "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
         }
-        codec.keep_loaded()
 
     def labels(self, ids) -> torch.Tensor:
         """Classes (n,) int64; zeros for an unconditional model."""
