@@ -28,17 +28,8 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (t
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
 from nanodiff.files import write_atomic
 from nanodiff.formats.load import load_run
+from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
-from nanodiff.metrics.features import (
-    Features,
-    ModelSamples,
-    SampleFile,
-    collect_features,
-    compare,
-    image_set,
-    load_network,
-    reference_features,
-)
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
@@ -66,7 +57,7 @@ inception = ""  # path of Inception's weights; "" = download them once
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Setup: what is evaluated, and on which data
+# What is evaluated, and on which data
 
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
@@ -83,7 +74,7 @@ dataset = None
 if not reference:
     if not name:
         raise UserError(f"{source or 'save_reference'} does not say which data set it belongs to: give data=...")
-    dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else image_set(name, reference_split)
+    dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else features.image_set(name, reference_split)
     result["data"] = dataset.name
 if metric in ("loss", "bpd"):
     if loaded.num_classes and not dataset.num_classes:
@@ -123,17 +114,17 @@ elif save_reference:
     path = Path(save_reference).expanduser()
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"save_reference={save_reference!r}: cannot write there")
-    network = load_network(metric, name, device, inception)
-    known = reference_features(dataset, network)
+    network = features.load_network(metric, name, device, inception)
+    known = features.reference_features(dataset, network)
     if rank == 0:
         save_stats(path, known.mu, known.sigma)
     result |= {"split": reference_split, "num_images": len(dataset), "network": network.title, "saved": str(path)}
 
 else:
-    # The images to measure: those of a file, or samples of the model, drawn one batch at a time
+    # The images to measure: a file's, or samples of the model, drawn one batch at a time
     if samples:
-        measured = SampleFile(Path(samples).expanduser())
-        num_images = min(num_images or len(measured), len(measured))
+        measured = features.SampleFile(Path(samples).expanduser())
+        num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
     else:
         sampler = choose_sampler(loaded.process, sampler, steps)
@@ -141,7 +132,7 @@ else:
         if loaded.model.config.low_res or codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable or f'{source} is a super-resolution model'}")
         settings = SampleSettings(steps, sampler, cfg_scale if loaded.has_null_class else 1.0)
-        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed)
+        measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed)
         num_images = num_images or 400
         names = loaded.data["class_names"]
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
@@ -151,41 +142,37 @@ else:
         raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
     if metric == "class_accuracy" and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
+    if metric != "class_accuracy" and num_images < 10:
+        raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     asked = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if metric != "fid" and measured.num_classes and names:  # in the data set's numbering
         asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
-    if metric != "class_accuracy" and (num_images < 10 or (dataset and len(dataset) < 10)):
-        given = f"{num_images}" + (f", and {len(dataset)} in {name!r}" if dataset else "")
-        raise UserError(f"metric={metric} needs 10 images or more, got {given}")
 
     # The images to compare with
-    network = load_network(metric, name, device, inception)
+    network = features.load_network(metric, name, device, inception)
     result["network"] = network.title
     if reference:
-        known = Features(*load_stats(Path(reference).expanduser(), network.num_features))
+        known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))
         result["reference"] = reference
     elif metric != "class_accuracy":
-        known = reference_features(dataset, network)
+        known = features.reference_features(dataset, network)
         result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
     if metric != "class_accuracy" and num_images < network.num_features:
-        few = f"{num_images:,} images for {network.num_features:,} features"
-        print0(f"note: {few}: the distance is biased upwards, compare only with others of {num_images:,} images")
+        print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
 
     with autocast:
-        found = collect_features(measured.images, num_images, network, batch_size, "samples")
+        found = features.collect_features(measured.images, num_images, network, batch_size, "samples")
     if rank == 0 and metric != "class_accuracy":
-        result |= compare(metric, found, known)
+        result |= features.compare(metric, found, known)
     if rank == 0 and metric != "fid" and measured.num_classes:
         right = (found.logits.argmax(1) == asked).double()  # (N,)
         result["class_accuracy"] = float(right.mean())
-        result["class_accuracy_of"] = {}
-        for k, class_name in enumerate(dataset.class_names):
-            if (asked == k).any():
-                result["class_accuracy_of"][class_name] = round(float(right[asked == k].mean()), 4)
+        by_class = {name: right[asked == k] for k, name in enumerate(dataset.class_names)}
+        result["class_accuracy_of"] = {name: round(float(x.mean()), 4) for name, x in by_class.items() if len(x)}
         result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The end: every figure with its protocol, beside the run or the file
+# Every figure with its protocol, beside the run or the file
 
 for key, value in result.items():
     print0(f"{key:>30}  {brief(value)}")
@@ -200,6 +187,6 @@ if rank == 0 and path:
         print0(f"written to {path}")
     except OSError as e:
         print0(f"warning: cannot write {path}: {e.strerror}")
-    if not samples:
+    if loaded:
         LiveReport(loaded.run_dir).refresh(last=True)
 leave_together()

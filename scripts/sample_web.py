@@ -4,8 +4,8 @@ A page on this machine to sample from trained models: choose, watch the denoisin
     python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
     python -m scripts.sample_web --run=shapes_dit_d4 --port=0   # any free port
 
-Image i is the one that scripts/sample.py draws with the same settings. The page is nanodiff/web/ui.html. Programs can
-ask like the page does, with any of the settings in DEFAULTS; the answer is a stream of server-sent events:
+Image i is the one that scripts/sample.py draws with the same settings. Programs can ask as the page does, with any of
+the settings in DEFAULTS; the answer is a stream of server-sent events:
 
     curl -N -H "Content-Type: application/json" -d '{"classes": "0,3", "num_images": 4}' http://127.0.0.1:8000/api/sample
 """
@@ -67,7 +67,7 @@ for kind in ("script", "style"):
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run. Raises UserError for a run that it cannot sample."""
+    """What the page offers for a run. Refuses a run that it cannot sample."""
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
@@ -76,22 +76,22 @@ def describe_run(path: Path) -> dict:
         num_classes = meta["model_config"]["num_classes"]
         if meta["model_config"]["low_res"]:
             raise UserError(f"{path} is a super-resolution model: its training run shows samples")
-        if "lora" in meta:  # the process is that of another run or file, known once it is loaded
-            samplers, most_steps, guided = SAMPLERS, max_steps, True
-        else:
-            process = make_process(meta["config"], meta["data"])
-            samplers, most_steps = process.samplers, min(max_steps, process.num_timesteps or max_steps)
-            guided = meta["config"]["label_drop"] > 0
-        return {
+        offered = {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
             "emas": [*map(str, meta["ema_rates"]), "raw"],
             "classes": meta["data"]["class_names"] if num_classes else [],
-            "samplers": ["auto", *samplers],
-            "max_steps": most_steps,
-            "guided": guided and num_classes > 0,
+            "samplers": ["auto", *SAMPLERS],
+            "max_steps": max_steps,
+            "guided": num_classes > 0,
         }
-    except (KeyError, TypeError) as e:
-        raise UserError(f"{path}: settings that this version does not know: {e}") from e
+        if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
+            process = make_process(meta["config"], meta["data"])
+            offered["samplers"] = ["auto", *process.samplers]
+            offered["max_steps"] = min(max_steps, process.num_timesteps or max_steps)
+            offered["guided"] = num_classes > 0 and meta["config"]["label_drop"] > 0
+    except KeyError as e:
+        raise UserError(f"{path}: this version needs {e} in its settings") from None
+    return offered
 
 
 def list_runs(first: Path) -> dict[str, Path]:
@@ -111,17 +111,14 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 def read_request(body: bytes, runs: dict[str, Path]) -> dict:
-    """The settings of a request, complete and checked, and `path`, the run's folder."""
+    """The settings of a request, complete and checked, and the run's folder as `path`."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as e:
         raise UserError(f"the request is not JSON: {e}") from None
-    accepted = f"accepted: an object with any of {', '.join(DEFAULTS)}"
-    if not isinstance(given, dict):
-        raise UserError(f"the request is {str(given)[:40]!r}; {accepted}")
+    if not isinstance(given, dict) or not given.keys() <= DEFAULTS.keys():
+        raise UserError(f"the request is {str(given)[:40]!r}; accepted: an object with any of {', '.join(DEFAULTS)}")
     for name, value in given.items():
-        if name not in DEFAULTS:
-            raise UserError(f"the request has {name[:40]!r}; {accepted}")
         kind = type(DEFAULTS[name])
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise UserError(f"{name}={str(value)[:40]!r} is not accepted; accepted: {kind.__name__}")
@@ -137,7 +134,7 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
     for name in ("checkpoint_step", "ema", "sampler"):
         if s[name] not in offered[f"{name}s"]:
             choice = ", ".join(map(str, offered[f"{name}s"]))
-            raise UserError(f"{name}={str(s[name])[:40]!r} is unknown in this run; accepted: {choice}")
+            raise UserError(f"{name}={str(s[name])[:40]!r}; accepted: {choice}")
     limits = {"steps": (1, offered["max_steps"]), "num_images": (1, max_images), "cfg_scale": (0, 100)}
     limits["seed"] = (0, 2**53 - 1)  # JavaScript counts no further
     for name, (low, high) in limits.items():
@@ -162,17 +159,17 @@ def load(path: Path, step: int, ema: str, mtime_ns: int, device):
 
 
 def encode_images(images, texts) -> list[str]:
-    """(N, C, H, W) uint8 -> PNG files in base 64, each with its text chunks."""
+    """(N, C, H, W) uint8 -> PNG files in base 64, each with a text."""
     pngs = [encode_png(image.permute(1, 2, 0).numpy(), text) for image, text in zip(images, texts)]
     return [base64.b64encode(png).decode() for png in pngs]
 
 
 class ClientLeft(Exception):
-    """Nobody is waiting for these images any more."""
+    pass
 
 
 def draw(job: Job, device, compute_dtype) -> None:
-    """Draw the images of a job. Its events are those in the calls of job.send."""
+    """Draw the images of a job."""
     start = time.perf_counter()
     s = job.request
     n = s["num_images"]
@@ -219,8 +216,6 @@ def draw(job: Job, device, compute_dtype) -> None:
 
 
 class Handler(LocalHandler):
-    """The page, what it offers, and its requests."""
-
     def do_GET(self):
         if self.path == "/":
             self.reply(200, PAGE, "text/html; charset=utf-8", Content_Security_Policy=POLICY)
@@ -233,16 +228,13 @@ class Handler(LocalHandler):
     def do_POST(self):
         if self.path != "/api/sample":
             self.refuse(404, "unknown address; accepted: /api/sample")
-            return
-        body = self.read_body()
-        if body is None:
-            return
-        try:
-            job = Job(read_request(body, list_runs(self.server.first_run)))
-        except UserError as e:
-            self.refuse(400, str(e))
-        else:
-            self.stream(job)
+        elif (body := self.read_body()) is not None:
+            try:
+                request = read_request(body, list_runs(self.server.first_run))
+            except UserError as e:
+                self.refuse(400, str(e))
+            else:
+                self.stream(Job(request))
 
 
 def main():
@@ -266,15 +258,13 @@ def main():
                 draw(job, device, compute_dtype)
             except ClientLeft:
                 print0("a client left: its images are not drawn")
-            except UserError as e:
+            except (UserError, torch.OutOfMemoryError) as e:
                 job.send(error=str(e))
-            except torch.OutOfMemoryError:
-                job.send(error=f"out of memory with {job.request['num_images']} images; accepted: fewer")
             except Exception:
                 traceback.print_exc()
                 job.send(error="internal error: see the terminal that runs the server")
             finally:
-                job.finish()
+                job.events.put(None)
     except KeyboardInterrupt:
         print0("\nstopped")
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanodiff.common import UserError
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import Classifier, get_classifier, load_images, shift, shrink, train_classifier
@@ -75,10 +74,6 @@ def test_shapes_are_learned_and_noise_is_not():
     assert classifier.accuracy > 0.9
     unrelated = Images(val.images(np.arange(500)), draw_shapes(500, 2)[1], 8)
     assert right(classifier, unrelated).mean() < 0.25  # by chance 1/8
-    # Images of the same distribution lie nearer in its features than images of one class
-    same, one_class = (classifier.features(draw_shapes(300, 3, classes=c)[0])[0].mean(0) for c in (None, 0))
-    real = classifier.features(val.images(np.arange(500)))[0].mean(0)
-    assert (same - real).norm() < 0.5 * (one_class - real).norm()
 
 
 @pytest.mark.parametrize("shape", [(1, 28), (3, 16), (3, 33), (4, 8), (3, 64)])
@@ -110,7 +105,7 @@ def test_a_classifier_is_trained_once(easy, trainings):
     assert sorted(os.listdir(easy[0].path)) == ["classifier.npz", "meta.json"]
 
 
-def test_a_classifier_of_other_data_and_a_corrupt_one_are_trained_again(easy, trainings, tmp_path):
+def test_a_classifier_of_other_data_and_a_corrupt_one_are_trained_again(easy, trainings):
     folder = easy[0].path
     get_classifier(*easy, "cpu")
     (folder / "meta.json").write_text(json.dumps({"name": "changed"}))
@@ -120,14 +115,6 @@ def test_a_classifier_of_other_data_and_a_corrupt_one_are_trained_again(easy, tr
     (folder / "classifier.npz").write_bytes(whole[: len(whole) // 2])
     get_classifier(*easy, "cpu")
     assert len(trainings) == 3 and (folder / "classifier.npz").read_bytes() == whole
-
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "exploded"),)
-
-    np.savez(folder / "classifier.npz", key=np.array(Bomb(), dtype=object))
-    get_classifier(*easy, "cpu")
-    assert len(trainings) == 4 and not (tmp_path / "exploded").exists()
 
 
 RANK = """
@@ -160,12 +147,6 @@ def test_the_first_rank_trains_for_all(easy):
     assert "training a classifier" in printed[0] and printed[1] == ""
     (accuracy, first), (same, second) = (torch.load(folder / f"out{rank}", weights_only=True) for rank in range(2))
     assert accuracy == same == 1.0 and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_sets_without_labels_are_refused(easy):
-    easy[0].num_classes = 0
-    with pytest.raises(UserError, match="needs labels of 2 or more classes, this data set has 0"):
-        get_classifier(*easy, "cpu")
 
 
 def test_large_sets_are_drawn_from(easy, monkeypatch):

@@ -1,6 +1,5 @@
 """Features do not depend on batches or ranks, order distances as they should, and are computed once for a set."""
 
-import io
 import json
 import os
 import subprocess
@@ -72,11 +71,9 @@ def test_the_features_kept_are_a_random_choice(monkeypatch):
     network, images = make_network(), draw_shapes(60, seed=0)[0]
     one, other = (collect_features(images.__getitem__, 60, network, batch_size=n) for n in (60, 7))
     close(one, other)
-    x = network.features(images)[0]
-    where = torch.cdist(one.some, x).argmin(1)
-    torch.testing.assert_close(one.some, x[where], rtol=1e-4, atol=1e-5)
-    assert len(set(where.tolist())) == 20 and where.max() > 40
-    assert where.tolist() != sorted(where.tolist())  # so that the first few are a random choice, too
+    where = torch.cdist(one.some, network.features(images)[0]).argmin(1).tolist()
+    assert len(set(where)) == 20 and max(where) > 40
+    assert where != sorted(where)  # so that the first few are a random choice, too
 
 
 RANK = """
@@ -149,27 +146,24 @@ def test_features_of_a_set_are_computed_once(base, computations):
 
 def test_features_of_other_data_or_networks_and_corrupt_ones_are_computed_again(base, computations, capsys):
     make_data()
-    dataset, network = open_dataset("tiny"), make_network()
+    dataset, network = open_dataset("tiny"), make_network(seed=1)
+    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
+    reference_features(dataset, make_network())
     reference_features(dataset, network)
-    reference_features(dataset, make_network(seed=1))
-    assert len(computations) == 2
-    meta = json.loads((dataset.path / "meta.json").read_text())
-    (dataset.path / "meta.json").write_text(json.dumps(meta))  # without its line breaks
-    reference_features(dataset, make_network(seed=1))
-    assert len(computations) == 3
-    path = dataset.path / "stats_classifier_train.npz"
+    meta.write_text(json.dumps(json.loads(meta.read_text())))  # without its line breaks
+    reference_features(dataset, network)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    reference_features(dataset, make_network(seed=1))
+    reference_features(dataset, network)
     assert len(computations) == 4 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
-    def refuse(path, data):
+    def refuse(path):
         raise OSError(30, "Read-only file system")
 
     make_data()
-    monkeypatch.setattr(cache, "write_atomic", refuse)
+    monkeypatch.setattr(cache, "writing", refuse)
     assert reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
     assert "cannot be written" in capsys.readouterr().out
 
@@ -193,39 +187,27 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
     images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, channels), np.uint8)
     save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps({"steps": 7}))
     file = SampleFile(tmp_path / "s.npz")
-    assert len(file) == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
+    assert file.num_images == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
     assert file.protocol == {"samples": str(tmp_path / "s.npz"), "samples_protocol": {"steps": 7}}
     for ids in (range(4), range(4, 20), range(17, 20), range(2, 3)):
         assert (file.images(np.array(ids)) == images[ids].transpose(0, 3, 1, 2)).all()
         assert file.labels(np.array(ids)).tolist() == [i % 3 for i in ids]
 
 
-def test_a_file_of_images_alone(tmp_path):
-    np.savez(tmp_path / "s.npz", np.zeros((2, 4, 4, 3), np.uint8))
-    file = SampleFile(tmp_path / "s.npz")
-    assert file.num_classes == 0 and file.protocol.keys() == {"samples"}
-
-
-def npz(**arrays):
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
-    "data, message",
+    "images, message",
     [
         (None, "no such file"),
         (b"text", "s.npz"),
-        (npz(arr_0=np.zeros((9, 4, 4, 3), np.uint8))[:-50], "s.npz"),
-        (npz(images=np.zeros((9, 4, 4, 3), np.uint8)), "arr_0"),
-        (npz(arr_0=np.zeros((9, 4, 4, 3))), "uint8"),
-        (npz(arr_0=np.array([{}])), "s.npz"),  # a pickle
+        (np.zeros((9, 4, 4, 3)), "uint8"),
+        (np.array([{}]), "s.npz"),  # a pickle
     ],
 )
-def test_wrong_files_are_refused(tmp_path, data, message):
+def test_wrong_files_are_refused(tmp_path, images, message):
     path = tmp_path / "s.npz"
-    if data is not None:
-        path.write_bytes(data)
+    if isinstance(images, bytes):
+        path.write_bytes(images)
+    elif images is not None:
+        np.savez(path, arr_0=images)
     with pytest.raises(UserError, match=message):
         SampleFile(path)

@@ -22,7 +22,7 @@ from nanodiff.common import UserError
 from nanodiff.png import decode_png
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import Job
-from scripts.sample_web import FRAMES, ClientLeft, describe_run, describe_runs, draw, list_runs, read_request
+from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def drawn(run_dir, **settings):
     """The events of a drawing."""
     job, events = Job(request(run_dir, **settings)), []
     draw(job, CPU, torch.float32)
-    job.finish()
+    job.events.put(None)
     while (event := job.events.get()) is not None:
         events.append(json.loads(json.dumps(event)))
     return events
@@ -62,14 +62,14 @@ def text_of(png):
 # What is drawn
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(num_images=5, sampler="heun", seed=3),
-        dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
-        dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
-    ],
-)
+OTHERS = [
+    dict(num_images=5, sampler="heun", seed=3),
+    dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
+    dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
+]
+
+
+@pytest.mark.parametrize("settings", OTHERS)
 def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settings):
     *_, last = drawn(flow, steps=3, **settings)
     args = [f"--{name}={value}" for name, value in settings.items()]
@@ -78,10 +78,8 @@ def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settin
         assert (pixels(last["images"]) == file["arr_0"]).all()
         names = load_meta(flow / "checkpoints" / "step_000001")["data"]["class_names"]
         assert last["classes"] == [names[label] for label in file["labels"]]
-    # the link and the command are made of `settings`, and so is what the files say of themselves
-    assert settings.items() <= last["settings"].items()
-    again = drawn(flow, **last["settings"])[-1]
-    assert again["images"] == last["images"] and again["settings"] == last["settings"]
+    assert settings.items() <= last["settings"].items()  # the link, the command and the files say these
+    assert drawn(flow, **last["settings"])[-1]["images"] == last["images"]
     for i, png in enumerate(last["images"]):
         facts = {"image": i, "class": last["classes"][i], "dtype": "float32"}
         assert text_of(png) == last["settings"] | facts
@@ -125,14 +123,6 @@ def test_latents_are_watched_as_they_are_and_decoded_at_the_end(base, run_script
     assert "--autoencoder" in last["warning"] and pixels(last["images"]).shape == (1, 4, 4, 3)
 
 
-def test_nobody_waits_any_more(flow):
-    job = Job(request(flow, steps=1000))
-    job.gone.set()
-    with pytest.raises(ClientLeft):
-        draw(job, CPU, torch.float32)
-    assert job.events.qsize() <= 1  # not a step was taken for nothing
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is offered, and what is refused
 
@@ -156,9 +146,8 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     runs = list_runs(eps)
     assert next(iter(runs)) == "eps" and {*describe_runs(runs)} == {"eps", "flow", "always"}
     assert "not a run" not in runs
-    # images of unconditional models and of those without a null class are drawn without guidance
-    assert drawn(eps, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
-    assert drawn(eps, run="always", steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
+    for tag in ("eps", "always"):  # unconditional, and without a null class: no guidance
+        assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
 
 
 def test_a_run_of_adapters_is_offered_too(flow, run_script):
@@ -198,23 +187,13 @@ def test_mistakes_in_a_request_get_one_line(flow):
             read_request(body.encode(), runs)
         line = str(error.value)
         assert named in line and "\n" not in line and len(line) < 300, body
-    with pytest.raises(UserError, match="JSON"):
-        read_request(b'"\xff"', runs)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is imported here, and run as a script
-def test_what_cannot_be_served_is_told_at_the_start(base, run_script):
-    with pytest.raises(UserError, match="no run in"):
-        run_script("sample_web")
-    make_data()
-    run_dir = make_run(run_script, "upsampler", "--low_res_size=8")
-    with pytest.raises(UserError, match="super-resolution"):
-        run_script("sample_web", "--device_type=cpu")
-    with pytest.raises(UserError, match="known tags: upsampler"):
-        run_script("sample_web", "--run=no")
-    with pytest.raises(UserError, match="is a file"):
-        run_script("sample_web", f"--run={run_dir / 'config.json'}")
-    make_run(run_script, "flow")
+def test_what_cannot_be_served_is_told_at_the_start(flow, run_script):
+    for name, message in (("no", "known tags: flow"), (flow / "config.json", "is a file")):
+        with pytest.raises(UserError, match=message):
+            run_script("sample_web", f"--run={name}")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="port.*0 for any"):
         run_script("sample_web", "--device_type=cpu", f"--port={taken.getsockname()[1]}")
 
@@ -275,9 +254,8 @@ def test_a_server_and_its_clients(flow, server):
     with urllib.request.urlopen(url) as answer:
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and policy.count("sha256-") == 2 and "unsafe" not in policy
-    assert not re.search(
-        r"""(src|href)\s*=\s*["'](?!data:,"|#)|@import|url\(|//(?! )\S+\.\w""", page
-    )  # nothing foreign
+    foreign = r"""(src|href)\s*=\s*["'](?!data:,"|#)|@import|url\(|//(?! )\S+\.\w"""
+    assert not re.search(foreign, page)
     with urllib.request.urlopen(url + "api/runs") as answer:
         told = answer.read().decode()
     assert json.loads(told)["runs"].keys() == {"flow"} and str(flow.parent) not in told
@@ -338,12 +316,9 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         browser.run("tiles[4].button.focus()")
         browser.press("\ue007", "\ue014")  # Enter opens it, the right arrow goes to the next
         assert browser.run("return [$('dialog').open, $('title').textContent]") == [True, "circle, image 5"]
-        assert browser.run("return $('download').href === $('large').src") and images[5] == browser.run(
-            "return $('large').src"
-        )
+        assert browser.run("return [$('download').href, $('large').src]") == [images[5]] * 2
         assert "--classes=3,0 --cfg_scale=2 --sampler=heun --steps=40" in browser.run("return $('command').textContent")
         link = browser.run("return $('link').href")
-        assert link == browser.run("return location.href")
         browser.press("\ue00c")  # Escape
         assert not browser.run("return $('dialog').open")
 
@@ -352,8 +327,6 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert browser.run("return tiles.map(tile => tile.frames.at(-1).src)") == images
         assert browser.run("return shown") == 5
 
-        browser.open(link.replace("run=flow", "run=gone"))
-        assert "run=gone" in browser.wait("info && $('error').textContent")
         browser.open(link.replace("classes=3%2C0", "classes=99"))
         assert "8 classes" in browser.wait("$('error').textContent")
         browser.run("field.num_images.value = 64; field.steps.value = 1000; chooseClasses([])")

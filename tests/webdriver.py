@@ -1,6 +1,5 @@
 """Headless Chromium for tests, by the W3C WebDriver protocol: JSON over HTTP, so that no package is needed."""
 
-import base64
 import contextlib
 import json
 import re
@@ -73,9 +72,6 @@ class Browser:
     def logs(self):
         """Messages of the console since the last time: errors of scripts, and what the page's policy blocked."""
         return [entry["message"] for entry in self.call("POST", "/se/log", dict(type="browser"))]
-
-    def screenshot(self, path):
-        path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
     def close(self):
         with contextlib.suppress(OSError):

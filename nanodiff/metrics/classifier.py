@@ -1,5 +1,5 @@
-"""A small classifier trained on a labelled image set. Do samples show the classes they were asked for? And, through its
-features: how far is their distribution from the real images? It needs no download and trains in seconds to minutes."""
+"""A small classifier trained on a labelled image set: do samples show the classes they were asked for, and how far are
+its features of them from those of real images? It needs no download and trains in seconds to minutes."""
 
 import hashlib
 import time
@@ -12,16 +12,13 @@ from nanodiff.common import Progress, UserError, get_dist, make_generator, print
 from nanodiff.device import choose_dtype
 from nanodiff.metrics.cache import cached, from_first_rank
 
-VERSION = 1  # of the network and its training: raise it when either changes, so that kept classifiers are trained again
-MAX_RESOLUTION = 32  # larger images are first averaged down to this, so that every set costs the same
+VERSION = 1  # raise it when the network or its training changes, so that kept classifiers are trained again
+MAX_RESOLUTION = 32  # larger images are averaged down to this, so that every set costs the same
 MAX_IMAGES = 50_000  # training images in memory: a random choice of a larger set
 
 
 class Classifier(nn.Module):
-    """Residual convolutional network: (N, C, H, W) uint8 images of any size -> features (N, F) and logits (N, K).
-
-    `accuracy`, a 0-dim tensor, was measured on held-out real images: samples cannot be expected to score higher.
-    """
+    """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K)."""
 
     name = "classifier"  # in file names
 
@@ -41,14 +38,13 @@ class Classifier(nn.Module):
         )
         self.num_features = 8 * w
         self.head = nn.Linear(self.num_features, num_classes)
-        self.register_buffer("accuracy", torch.zeros(()))
+        self.register_buffer("accuracy", torch.zeros(()))  # on held-out real images: samples can hardly do better
 
     @property
     def title(self) -> str:
         return f"classifier trained on the set, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, C, H, W) uint8 on the network's device -> features (N, F), logits (N, K)."""
         x = shrink(images, self.resolution).float() / 127.5 - 1
         h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
         features = torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)  # how much of a pattern, and whether it is there
@@ -56,7 +52,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, C, H, W) uint8 images, tensor or array -> features (N, F), logits (N, K), float32 on the CPU."""
+        """The same for a tensor or array anywhere, float32 on the CPU."""
         device = self.head.weight.device
         with torch.autocast(device.type, enabled=False):  # the caller may be sampling under autocast
             batches = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
@@ -79,15 +75,14 @@ def conv_bn_relu(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
 
 
 def shrink(images: torch.Tensor, resolution: int) -> torch.Tensor:
-    """Average uint8 images down to resolution x resolution pixels, still uint8; smaller ones stay as they are."""
+    """Average uint8 images down to resolution x resolution pixels; smaller ones stay as they are."""
     if max(images.shape[-2:]) <= resolution:
         return images
     return F.adaptive_avg_pool2d(images.float(), resolution).round().to(torch.uint8)
 
 
 def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Move each image by up to 1/8 of its size, repeating the edges: the one augmentation that keeps the label of any
-    set (a mirrored digit is no digit)."""
+    """Move each image by up to 1/8 of its size, repeating the edges: any label stays true."""
     n, _, h, w = images.shape
     moves = torch.randint(-(h // 8), h // 8 + 1, (2, n, 1), generator=generator)
     rows = (torch.arange(h) + moves[0]).clamp(0, h - 1).to(images.device)  # (N, H)
@@ -97,11 +92,7 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def train_classifier(train, val, device, total_images: int = 0, batch_size: int = 250, seed: int = 0) -> Classifier:
-    """Train on the labelled set `train`, measure on `val`. Sees `total_images`; 0 = 3 epochs, 60,000 at least.
-
-    AdamW, one-cycle learning rate, labels smoothed by 0.1, bf16 autocast where it is native. A function of the data and
-    the seed, up to the order of floating-point sums.
-    """
+    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000; measure on `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
@@ -153,10 +144,8 @@ def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
 
 
 def get_classifier(train, val, device) -> Classifier:
-    """The classifier of a data set, trained once and kept as classifier.npz beside it.
-
-    `train`, `val`: its two splits. Called by all ranks; the first one trains.
-    """
+    """The classifier of a data set with these splits, trained once and kept as classifier.npz beside it. Called by all
+    ranks; the first one trains."""
 
     def compute():
         if get_dist()[0] > 0:

@@ -1,9 +1,5 @@
-"""Distances between two sets of features, and between their statistics.
+"""Distances between two sets of features, on the CPU and mostly in float64: the same on every machine."""
 
-Everything runs on the CPU, the statistics in float64: fast enough, and the same on every machine.
-"""
-
-import io
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, make_generator, sum_over_ranks
-from nanodiff.files import write_atomic
+from nanodiff.files import writing
 
 
 class FeatureStats:
@@ -23,8 +19,7 @@ class FeatureStats:
         self.outer = torch.zeros(num_features, num_features, dtype=torch.float64)  # sum of x x^T
 
     def update(self, features: torch.Tensor) -> None:
-        """Add features (N, F)."""
-        x = features.double()
+        x = features.double()  # (N, F)
         self.count += len(x)
         self.sum += x.sum(0)
         self.outer += x.T @ x
@@ -37,23 +32,21 @@ class FeatureStats:
         self.outer = sum_over_ranks(self.outer, device)
 
     @property
-    def mu(self) -> torch.Tensor:
-        """(F,) mean."""
+    def mu(self) -> torch.Tensor:  # (F,)
         return self.sum / self.count
 
     @property
-    def sigma(self) -> torch.Tensor:
-        """(F, F) unbiased covariance."""
+    def sigma(self) -> torch.Tensor:  # (F, F), unbiased
         return (self.outer - self.count * self.mu.outer(self.mu)) / (self.count - 1)
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
-    """Squared Frechet (2-Wasserstein) distance of two Gaussians with mean (F,), covariance (F, F) in float64: the FID
-    if the features are Inception's.
+    """Squared Frechet distance of two Gaussians with mean (F,), covariance (F, F) in float64: the FID of Inception's
+    features (Heusel et al. 2017, eq. 6).
 
-    |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)    (Heusel et al. 2017, eq. 6)
-    The last trace is the sum of the singular values of A1^T A2, where A1 A1^T = S1 and A2 A2^T = S2. This takes no
-    root of a product's rounding noise, so S1 and S2 may be singular, as they are for fewer images than features.
+    |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
+    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si. It takes no root of a product's
+    rounding noise, so S1 and S2 may be singular, as they are for fewer images than features.
     """
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
@@ -69,9 +62,8 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 
 def save_stats(path: Path, mu: torch.Tensor, sigma: torch.Tensor) -> None:
     """Write reference statistics as ADM and EDM do: an .npz with `mu` (F,) and `sigma` (F, F)."""
-    file = io.BytesIO()
-    np.savez(file, mu=mu.numpy(), sigma=sigma.numpy())
-    write_atomic(path, file.getvalue())
+    with writing(path) as file:
+        np.savez(file, mu=mu.numpy(), sigma=sigma.numpy())
 
 
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +85,8 @@ def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tenso
 def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000, seed: int = 0):
     """KID of features (N, F), (M, F): (mean, standard deviation) over random subsets of an unbiased squared MMD.
 
-    Kernel (x . y / F + 1)^3 (Binkowski et al. 2018). Unbiased: for sets of one distribution it is about 0, and as often
-    below 0 as above. Subsets are no larger than the sets.
+    Kernel (x . y / F + 1)^3 (Binkowski et al. 2018). Being unbiased, it is about 0 for sets of one distribution, and as
+    often below as above.
     """
     m = min(subset_size, len(x), len(y))
 
@@ -114,10 +106,8 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
 
 
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
-    """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016): mean, deviation over `splits` parts.
-
-    From 1 (the classifier sees no difference) to K. Shuffles first: samples often come sorted by class.
-    """
+    """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), from 1 to K: mean, deviation over
+    `splits` parts. Shuffles first: samples often come sorted by class."""
     order = torch.randperm(len(logits), generator=make_generator(seed))
     log_p = logits.double()[order].log_softmax(1)
     scores = []
@@ -129,11 +119,8 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
 
 
 def precision_recall(real: torch.Tensor, fake: torch.Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
-    """Fraction of fake features (M, F) inside the manifold of the real ones (N, F), and the reverse (coverage).
-
-    The manifold is the union of balls around a set's points, each reaching to its k-th nearest other point
-    (Kynkaanniemi et al. 2019, eq. 2 and 3).
-    """
+    """Fraction of fake features (M, F) inside the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
+    al. 2019, eq. 2 and 3). The manifold is the union of balls around points that reach to their k-th neighbour."""
     # cdist computes x^2 + y^2 - 2xy, for which float32 is precise enough only around the centre
     centre = real.double().mean(0)
     real = (real.double() - centre).float()

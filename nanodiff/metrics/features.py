@@ -1,7 +1,6 @@
-"""Features of many images, those of a data set, a file or a model, and the figures that compare them.
+"""Features of the images of a data set, a file or a model, and the figures that compare them.
 
-A network is Inception (for the FID) or a Classifier of the data set (for fd_classifier): it has name, title,
-num_features, and features(images) -> (N, F), logits (N, K).
+A network is Inception (for fid) or a Classifier (for fd_classifier): features(images) -> (N, F), logits (N, K).
 """
 
 import hashlib
@@ -33,21 +32,15 @@ from nanodiff.metrics.inception import load_inception
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # raise it when the features of an image change, so that those kept beside data sets are computed again
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Images to measure: of a data set, of a file, of a model. Each has images(ids) and labels(ids)
-
 
 def image_set(name: str, split: str) -> Dataset:
-    """The image set of that name; for a set of latents, the images they were made from."""
+    """An image set by name; for a set of latents, the images they were made from."""
     dataset = open_dataset(name, split)
     return dataset if dataset.meta["kind"] == "images" else open_dataset(dataset.meta["latents"]["source"], split)
 
 
 class SampleFile:
-    """An .npz of images as scripts/sample.py, ADM and EDM write it, read piece by piece.
-
-    shape (C, H, W); num_classes, 0 without labels; protocol: the file, and what it says of how its images were drawn.
-    """
+    """An .npz of images as scripts/sample.py, ADM and EDM write it, read piece by piece."""
 
     def __init__(self, path: Path):
         if not path.is_file():
@@ -57,28 +50,21 @@ class SampleFile:
         self._start = self._file.tell()
         self._labels = np.zeros(self.num_images, np.int64) if labels is None else labels
         self.shape = (c, h, w)
-        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0
-        self.protocol = {"samples": str(path)}
+        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
+        self.protocol = {"samples": str(path)}  # the file, and how it says that its images were drawn
         try:
             with np.load(path, allow_pickle=False) as file:
                 self.protocol["samples_protocol"] = json.loads(str(file["protocol"]))
         except (KeyError, ValueError, OSError):
             pass  # a file from elsewhere has none
-
-    @property
-    def class_names(self) -> list | None:
         drawn = self.protocol.get("samples_protocol")
-        return drawn.get("class_names") if isinstance(drawn, dict) else None
-
-    def __len__(self) -> int:
-        return self.num_images
+        self.class_names = drawn.get("class_names") if isinstance(drawn, dict) else None
 
     def labels(self, ids) -> torch.Tensor:
-        """(n,) int64."""
         return torch.from_numpy(self._labels[ids])
 
     def images(self, ids) -> np.ndarray:
-        """(n,) consecutive ids -> (n, C, H, W) uint8."""
+        """Consecutive ids (n,) -> (n, C, H, W) uint8."""
         c, h, w = self.shape
         with reading(self.path):
             self._file.seek(self._start + int(ids[0]) * c * h * w)  # in a compressed file it reads up to there
@@ -87,10 +73,8 @@ class SampleFile:
 
 
 class ModelSamples:
-    """Samples of a model by their ids, drawn when asked for, under the caller's autocast.
-
-    Sample i is the one that scripts/sample.py draws: a function of (seed, i) and its class, i modulo num_classes.
-    """
+    """Samples of a model, drawn when asked for, under the caller's autocast. Sample i is the one that scripts/sample.py
+    draws: a function of (seed, i) and its class, i modulo num_classes."""
 
     def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0):
         self.model = model
@@ -115,7 +99,7 @@ class ModelSamples:
         }
 
     def labels(self, ids) -> torch.Tensor:
-        """(n,) int64; zeros for an unconditional model."""
+        """Classes (n,) int64; zeros for an unconditional model."""
         return torch.as_tensor(ids) % max(self.num_classes, 1)
 
     def images(self, ids) -> torch.Tensor:
@@ -124,10 +108,6 @@ class ModelSamples:
         seeds = [(self.seed << 32) + int(i) for i in ids]
         x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, self.settings, len(ids))
         return self.codec.to_pixels(x0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Features of N images
 
 
 @dataclass
@@ -141,8 +121,8 @@ class Features:
 
 
 def load_network(metric: str, data: str, device, inception: str = ""):
-    """The network whose features `metric` compares: Inception for "fid" (`inception`: path of its weights), else the
-    classifier of the labelled set `data`. Called by all ranks."""
+    """Inception for metric "fid" (`inception`: path of its weights), else the classifier of the set `data`. Called by
+    all ranks."""
     if metric == "fid":
         return load_inception(inception, device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
@@ -152,8 +132,8 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 def collect_features(images_of, num_images: int, network, batch_size: int = 64, label: str = "") -> Features | None:
     """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Batches are dealt out in turn, so neither their
-    contents nor the result depend on the number of ranks, up to the order of float64 sums. `label` names the progress.
+    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Batches are dealt out in turn, so the result
+    depends on the number of ranks only by the order of float64 sums. `label` names the progress.
     """
     rank, _, world = get_dist()
     generator = make_generator(0)
@@ -184,11 +164,8 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
-    """Features of all images of a split, computed once by all ranks and kept as stats_NETWORK_SPLIT.npz beside the
-    set; on the first rank, None on the others.
-
-    The file holds what ADM and EDM call reference statistics (mu, sigma), and `some`.
-    """
+    """Features of all images of a split, computed once by all ranks; on the first rank, None on the others. They are
+    kept beside the set as stats_NETWORK_SPLIT.npz: ADM's and EDM's reference statistics mu and sigma, and `some`."""
     key = hashlib.sha256(f"{VERSION} {KEPT}".encode() + (dataset.path / "meta.json").read_bytes())
     for weight in network.state_dict().values():
         key.update(weight.cpu().contiguous().numpy())
@@ -203,15 +180,11 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     return arrays and Features(**{name: torch.from_numpy(x) for name, x in arrays.items()})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
-
-
 def compare(metric: str, samples: Features, reference: Features) -> dict:
-    """The figures of "fid" or "fd_classifier": the Frechet distance; where the reference's features are at hand also
-    kernel distance, precision and recall; for Inception also its score."""
-    if len(samples.some) < 10:
-        raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)}")
+    """The Frechet distance; with the reference's features also kernel distance, precision and recall; for "fid" also
+    the Inception score."""
+    if reference.some is not None and min(len(samples.some), len(reference.some)) < 10:
+        raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     if reference.some is not None:
         n = min(len(samples.some), len(reference.some))
@@ -224,8 +197,8 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
 
 
 class FrechetDistance:
-    """The distance of a model in training to the training images of the set `data`: `metric` is "fid" or
-    "fd_classifier", as in base_eval. Called by all ranks, which load or compute what they compare with."""
+    """Measures how far a model in training is from the training images of `data`, as base_eval does; `metric` is "fid"
+    or "fd_classifier". Called by all ranks."""
 
     def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
         if model_config.low_res or codec.undecodable:
@@ -235,7 +208,7 @@ class FrechetDistance:
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> float:
-        """The distance of samples of seed 0, drawn by all ranks; on the first rank, NaN on the others."""
+        """The distance of samples of seed 0; NaN on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
         found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
         if found is None:

@@ -1,7 +1,7 @@
-"""The network of the FID: Inception-v3 with the weights of 2015 (as ported by pytorch-fid), in plain torch.
+"""The network of the FID: Inception-v3 with the weights of 2015, as ported by pytorch-fid.
 
 It differs from torchvision's: 1008 outputs, average pools that leave out the padding, a max pool in the last block, and
-TensorFlow 1's way to resize. With other weights or another resize, figures cannot be compared with published ones.
+TensorFlow 1's resize. With other weights or another resize, figures are not comparable with published ones.
 """
 
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ class Inception(nn.Module):
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, 1 or 3, H, W) uint8 images, tensor or array -> pool3 (N, 2048), logits (N, 1008), float32 on the CPU."""
+        """(N, 1 or 3, H, W) uint8, tensor or array -> pool3 (N, 2048), logits (N, 1008), float32 on the CPU."""
         device = self.fc.weight.device
         with full_float32(device):
             batches = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
@@ -71,8 +71,8 @@ class Inception(nn.Module):
 
 
 def resize(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(N, C, H, W) -> (N, C, size, size) as TensorFlow 1's resize_bilinear with align_corners=False: output pixel i is
-    read at i * H / size (torch would align the centres of pixels), without smoothing before shrinking."""
+    """(N, C, H, W) -> (N, C, size, size) as TensorFlow 1's resize_bilinear: output pixel i is read at i * H / size
+    (torch aligns the centres of pixels), without smoothing before shrinking."""
 
     def along_rows(x):  # (..., n) -> (..., size)
         n = x.shape[-1]
@@ -97,9 +97,7 @@ def full_float32(device: torch.device):
         cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
-class Conv(nn.Module):
-    """Convolution, batch normalisation, ReLU; by default padded so that the size stays."""
-
+class Conv(nn.Module):  # with batch normalisation and ReLU
     def __init__(self, n_in, n_out, kernel, stride=1, padding="same"):
         super().__init__()
         self.conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
@@ -117,8 +115,8 @@ HALVING_POOL = nn.MaxPool2d(3, stride=2)
 class Mixed(nn.Module):
     """Branches side by side, concatenated along channels, the pooled input last.
 
-    `branches`: name -> chain of (n_out, kernel), or (n_out, kernel, 2) to halve the size; kernel "fork" is a 1x3 and a
-    3x1 convolution side by side. `pool_width`: channels of a 1x1 convolution after the pool, 0 = none.
+    `branches`: name -> chain of (n_out, kernel[, stride]); kernel "fork" is a 1x3 and a 3x1 convolution side by side.
+    `pool_width`: channels of a 1x1 convolution after the pool, 0 = none.
     """
 
     def __init__(self, n_in, branches, pool, pool_width=0):
@@ -177,22 +175,16 @@ def block_e(n_in, pool):  # 8 x 8
 
 
 def load_inception(path: str = "", device="cpu") -> Inception:
-    """The network with the published weights from `path`, by default from $NANODIFF_BASE_DIR, downloaded there once.
-
-    Called by all ranks; the first one downloads.
-    """
+    """The network with the published weights in `path`, by default a file in $NANODIFF_BASE_DIR that the first rank
+    downloads once. Called by all ranks."""
     default = base_dir() / FILE_NAME
     if not path and get_dist()[0] == 0 and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")
     from_first_rank(None, "the end of the download")
     path = Path(path or default)
-    try:
-        digest = sha256_of(path)
-    except OSError as error:
-        raise UserError(f"Inception weights {path} cannot be read: {error.strerror}; they are at {URL}") from None
-    if digest != SHA256:
-        raise UserError(f"{path} has SHA-256 {digest}, the published Inception weights have {SHA256}")
     weights = load_tensors(path)
+    if sha256_of(path) != SHA256:
+        raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
     with torch.device("meta"):  # skip the initialisation
         model = Inception()
     # Counters of batch normalisation are unused in evaluation, and absent in files older than torch 0.4.1

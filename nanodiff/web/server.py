@@ -1,8 +1,8 @@
-"""A web server for the person at this machine, on 127.0.0.1 alone: it answers at once, and works off jobs in a queue.
+"""A web server on 127.0.0.1 alone: it answers requests at once, and works off jobs in a queue.
 
 Any page on the web can make this person's browser send requests here. So a request must name us in its Host header
 (against DNS rebinding), come from our own page if it has an Origin, and be of a content type that a foreign page may
-not send unasked (against CSRF). Answers carry no CORS headers.
+not send unasked (against CSRF).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SECURITY = {
 
 
 class Job:
-    """Work that a client waits for: a worker sends events, which are of JSON's types, and should stop if `gone`."""
+    """Work that a client waits for: the worker sends events of JSON's types, at last None, and stops if `gone`."""
 
     def __init__(self, request):
         self.request = request
@@ -37,13 +37,9 @@ class Job:
     def send(self, **event) -> None:
         self.events.put(event)
 
-    def finish(self) -> None:
-        self.events.put(None)
-
 
 class LocalServer(ThreadingHTTPServer):
-    """Threads answer requests; the thread that calls next_job does the work, one job at a time. At most `max_queue`
-    jobs wait. Port 0 is any free one."""
+    """Threads answer requests; the thread that calls next_job does the work, one job at a time."""
 
     request_queue_size = 128  # connections that the kernel keeps for us until we look
 
@@ -80,8 +76,6 @@ class LocalHandler(BaseHTTPRequestHandler):
     """One request; subclasses add do_GET and do_POST. Errors are JSON: {"error": "one line"}."""
 
     timeout = 10  # seconds for a read or a write
-    server_version = "nanodiff"
-    sys_version = ""
     disable_nagle_algorithm = True  # send an event at once
 
     def parse_request(self) -> bool:
@@ -90,24 +84,24 @@ class LocalHandler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host", [])
         origins = self.headers.get_all("Origin", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-            return self.refuse(403, f"Host is {', '.join(hosts)[:80]!r}; accepted: {self.server.hosts}")
+            return self.refuse(403, f"a foreign Host; accepted: {self.server.hosts}")
         if any(origin.lower() not in self.server.origins for origin in origins):
-            return self.refuse(403, f"Origin is {', '.join(origins)[:80]!r}; accepted: {self.server.origins}")
+            return self.refuse(403, f"a foreign Origin; accepted: {self.server.origins}")
         return True
 
     def read_body(self) -> bytes | None:
-        """The body of a request of type application/json; None if it was refused."""
-        if self.headers.get_content_type() != "application/json":
-            return self.refuse(415, f"Content-Type is {self.headers.get_content_type()}; accepted: application/json")
+        """The JSON of a request; None if it was refused."""
         length = self.headers.get("Content-Length", "")
+        if self.headers.get_content_type() != "application/json":
+            return self.refuse(415, "accepted: Content-Type: application/json")
         if not (length.isascii() and length.isdigit()):
             return self.refuse(411, "a request needs a Content-Length in bytes")
         if len(length) > 9 or int(length) > MAX_BODY:
-            return self.refuse(413, f"the request has {length[:9]} bytes or more; accepted: up to {MAX_BODY}")
+            return self.refuse(413, f"accepted: requests of up to {MAX_BODY} bytes")
         return self.rfile.read(int(length))
 
     def reply(self, status: int, content: bytes, content_type: str = "application/json", **headers) -> None:
-        """A whole answer, or the start of a stream. `headers` as Retry_After=5."""
+        """A whole answer, or the start of a stream; `headers` as Retry_After=5."""
         self.send_response(status)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in (SECURITY | {"Content-Type": content_type} | named).items():
@@ -122,8 +116,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.refuse(int(code), message or self.responses[code][0])
 
     def stream(self, job: Job) -> None:
-        """Queue a job and send its events on as server-sent events; 503 if the queue is full. A client that has left is
-        noticed within a fifth of a second, or when an event cannot be sent."""
+        """Queue a job and send its events on as server-sent events, unless the queue is full or the client leaves."""
         job.send(ahead=self.server.jobs.qsize() + self.server.at_work)
         try:
             self.server.jobs.put_nowait(job)
