@@ -118,15 +118,11 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
-    """Open a split of a set: one in $NANODIFF_BASE_DIR/data, a folder, or an embedded one, drawn on first use.
-
-    Checks that files have the sizes and shapes that meta.json says; only `verify` reads them whole.
-    """
+    """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use."""
     name = str(name_or_path)
-    folder = os.path.expanduser(name)
-    if name and is_set(folder):
-        return Dataset(Path(folder).absolute(), split)
-    path = data_dir() / name
+    path = Path(name).expanduser().absolute()
+    if not name or not is_set(path):
+        path = data_dir() / name
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
@@ -205,7 +201,6 @@ def check_latents(info, source, *stats: str) -> None:
 
 
 def open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
-    """mmap a file of a set; UserError unless it is what meta.json says."""
     array = np.asarray(np.lib.format.open_memmap(folder / entry["file"], mode="r"))
     if array.dtype != dtype or array.shape != shape:
         found = f"{array.dtype} of shape {array.shape}"
@@ -232,7 +227,7 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
     """Lock the set at `path`, there or to be made, until the returned file is closed; remove killed writers' leftovers.
 
-    UserError if it is locked (unless `wait`), or if something is at `path`, except a set that may be overwritten.
+    Refuses what is at `path`, unless it is a set that may be overwritten, or that was waited for.
     """
     busy = f"data set {path.name!r} is being prepared by another process"
     lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")

@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections import deque
@@ -121,11 +120,9 @@ def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
     if workers == 1:
         yield from map(function, tasks)
         return
-    # Forked workers start at once, but the system libraries of macOS do not survive a fork.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pending = deque()
     try:
-        with ProcessPoolExecutor(workers, context, initializer=_init_worker) as pool:
+        with ProcessPoolExecutor(workers, initializer=_init_worker) as pool:
             for task in tasks:
                 pending.append(pool.submit(function, task))
                 if len(pending) > 2 * workers:

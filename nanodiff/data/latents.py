@@ -146,9 +146,8 @@ def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
     theirs = old.get("latents", {})
     ours = facts.get("latents", {})
     if theirs.get("sha256") != ours.get("sha256"):
-        was = theirs.get("autoencoder", "no autoencoder")
-        now = ours.get("autoencoder", "no autoencoder")
-        raise UserError(f"{model_tag} was trained on latents of {was}, not of this {now}; use another model_tag")
+        names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
+        raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
     changed = [key for key in facts if key not in ("name", "latents") and facts[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
     if changed:

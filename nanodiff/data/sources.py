@@ -13,7 +13,7 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
-from nanodiff.data.decode import decode_all, import_pillow
+from nanodiff.data.decode import decode_all
 from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
 from nanodiff.files import download, sha256_of
 
@@ -82,13 +82,12 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
 
 
 def resize_blocks(blocks: Iterator, options: Options, skipped: list) -> Iterator:
-    """Crop and scale to the resolution (0: as it is), like image files."""
+    """Crop and scale to the resolution, like image files."""
     for images, labels, is_val in blocks:
         height, width = images.shape[2:]
         if height == width and options.resolution in (0, height):
             yield images, labels, is_val
         else:
-            import_pillow()
             items = ((i, f"image {i}", image.transpose(1, 2, 0)) for i, image in enumerate(images))
             yield from decode_all(items, labels, is_val, options.resolution, options.workers, skipped)
 
@@ -117,10 +116,10 @@ def read_cifar10(path: Path) -> Source:
             if name not in left:
                 continue
             left.remove(name)
-            records = np.frombuffer(data or b"?", np.uint8)
-            if len(records) % 3073 or records[::3073].max() > 9:
-                raise UserError(f"{path}: {name} does not hold records of 3,073 bytes; is it the binary version?")
-            records = records.reshape(-1, 3073)
+            with reading(path):
+                records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
+                if records[:, 0].max() > 9:
+                    raise ValueError(f"{name} has labels above 9")
             is_val = np.full(len(records), name == "test_batch.bin")
             yield records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64), is_val
         if left:
@@ -151,10 +150,8 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
 
 def check_shape(path: Path, shape: tuple) -> None:
     """UserError, before any memory is taken, for an array that a file of that size cannot hold."""
-    if min(shape) < 1 or (len(shape) == 4 and shape[3] not in (1, 3)):
-        raise UserError(f"{path} has shape {shape}; accepted: (N, H, W, 1), (N, H, W, 3) or (N, H, W)")
     size = path.stat().st_size
-    if math.prod(shape) > MAX_RATIO * size:
+    if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
 
 
@@ -184,23 +181,22 @@ def open_idx(path: Path, dims: int):
 
 
 def read_idx(path: Path, options: Options) -> Source:
-    """A file of images, or a folder with train-images and t10k-images; labels from the files beside them, if any."""
+    """A file of images, or a folder with train-images and t10k-images; with the files of labels beside them, if any."""
     files = idx_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
-    sources, sizes = [], set()
+    sources, kinds = [], set()
     for split, file in files.items():
         opened, shape = open_idx(file, 3)
+        labels = read_idx_labels(file, shape[0])
         is_val = np.full(shape[0], split == "val") if len(files) == 2 else val_mask(shape[0], options)
-        sources.append(array_source(opened, shape, read_idx_labels(file, shape[0]), is_val, file))
-        sizes.add(shape[1:])
-    if len(sizes) > 1:
-        raise UserError(f"{path}: train and test images differ in size: {sizes}")
-    class_names = [source.class_names for source in sources]
-    if bool(class_names[0]) != bool(class_names[-1]):
-        raise UserError(f"{path}: only one of {' and '.join(p.name for p in files.values())} has a file of labels")
+        sources.append(array_source(opened, shape, labels, is_val, file))
+        kinds.add((shape[1:], labels is None))
+    if len(kinds) > 1:
+        raise UserError(f"{path}: train and test images differ in size, or only one has a file of labels")
+    class_names = max((source.class_names for source in sources), key=len)
     blocks = itertools.chain(*(source.blocks for source in sources))
-    return Source(sum(source.num_images for source in sources), max(class_names, key=len), blocks)
+    return Source(sum(source.num_images for source in sources), class_names, blocks)
 
 
 def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
@@ -229,16 +225,15 @@ def open_npz(path: Path):
         file = archive.open("arr_0.npy")
         np.lib.format.read_magic(file)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        if dtype != np.uint8 or len(shape) != 4 or fortran:
-            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, C)")
+        if dtype != np.uint8 or len(shape) != 4 or fortran or shape[3] not in (1, 3):
+            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, 1 or 3)")
         check_shape(path, shape)
         for name in ("labels.npy", "arr_1.npy"):
             if name in members:
                 labels = np.lib.format.read_array(archive.open(name), allow_pickle=False)
-                if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
-                    raise UserError(f"{path}: {name} is {labels.dtype} of shape {labels.shape} for {shape[0]:,} images")
-                if labels.min() < 0 or labels.max() >= 2**20:
-                    raise UserError(f"{path}: {name} has labels {labels.min()}..{labels.max()}; accepted: 0..N-1")
+                integers = labels.dtype.kind in "iu" and labels.shape == shape[:1]
+                if not integers or labels.min() < 0 or labels.max() >= 2**20:
+                    raise UserError(f"{path}: {name} does not hold {shape[0]:,} class numbers 0, 1, ...")
                 return file, shape, labels.astype(np.int64)
     return file, shape, None
 
