@@ -110,7 +110,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "unknown kind of file": (lambda t: file(t, "a.bin", b"abcdefgh"), "cannot tell"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
     "not square": (lambda t: sized(t, [(8, 9)]), "9x8, not square"),
-    "class folders and loose files": (lambda t: file(sized(t, [(8, 8)]), "loose.png", b"").parent, "in no class folder"),
+    "images in no class folder": (lambda t: file(sized(t, [(8, 8)]), "loose.png", b"").parent, "in no class folder"),
     "CIFAR-10 truncated": (lambda t: cifar(t) | {"path": cut(t / "c.tar.gz")}, "truncated"),
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
