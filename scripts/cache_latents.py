@@ -4,9 +4,8 @@ Stage one of two-stage training: encode the images of a set once with an autoenc
     python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth       # makes photos_taef2
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae/ --flip
 
-Stores in fp16 the mean and standard deviation of each latent, from which training samples, and with --flip those of the
-mirrored image. Shards are written one by one into a hidden folder, which is renamed at the end: the same command
-resumes where a killed one stopped, with any number of ranks.
+Stores in fp16 the mean and standard deviation of each latent, with --flip also of the mirrored image. Shards go one by
+one into a hidden folder, renamed at the end: the same command resumes a killed one, with any number of ranks.
 """
 
 import json
@@ -56,13 +55,14 @@ channels = copies * encoder.parts * encoder.latent_channels
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * channels * latent_size**2  # fp16
 per_shard = min(8192, max(64, len(source) // 64), max(1, MAX_SHARD_BYTES // latent_bytes))
+parts_dir = path.with_name(f".{path.name}.parts")
+notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 shards = []
 for split, dataset in splits.items():
     for k, first in enumerate(range(0, len(dataset), per_shard)):
-        shards.append((split, k, range(first, min(first + per_shard, len(dataset)))))
+        rows = range(first, min(first + per_shard, len(dataset)))
+        shards.append((split, rows, parts_dir / f"{split}_images_{k:03d}.npy", notes_dir / f"{split}_{k:03d}.json"))
 
-parts_dir = path.with_name(f".{path.name}.parts")
-notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 if rank == 0:
     plan = dict(source=sha256_of(source.path / "meta.json"), autoencoder=encoder.sha256, flip=flip, per_shard=per_shard)
     plan = json.dumps(plan).encode()
@@ -72,23 +72,20 @@ if rank == 0:
         shutil.rmtree(parts_dir)
     notes_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(plan_file, plan)
-    todo = [rows for split, k, rows in shards if not (notes_dir / f"{split}_{k:03d}.json").is_file()]
+    todo = [rows for _, rows, _, note_file in shards if not note_file.is_file()]
     num_images = sum(len(dataset) for dataset in splits.values())
     work = f"{sum(len(rows) for rows in todo):,} to encode, in {len(todo)} shards of up to {per_shard:,} images"
     print0(f"{num_images:,} images of {data!r}, {work}")
 if world > 1:
-    with collective("the wait for the plan of the first rank"):
+    with collective("the wait for the plan"):
         dist.barrier()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Encode: each rank its shards. A shard is done once its note is on the disk.
 
-mine = []
-for split, k, rows in shards[rank::world]:
-    if not (notes_dir / f"{split}_{k:03d}.json").is_file():
-        mine.append((split, k, rows))
-with Progress(sum(len(rows) for _, _, rows in mine), "images", "encoding") as bar:
-    for split, k, rows in mine:
+mine = [shard for shard in shards[rank::world] if not shard[-1].is_file()]
+with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as bar:
+    for split, rows, file, note_file in mine:
         latents = np.empty((len(rows), channels, latent_size, latent_size), np.float16)
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # of z and z^2, by channel
         for first in range(0, len(rows), batch_size):
@@ -103,19 +100,19 @@ with Progress(sum(len(rows) for _, _, rows in mine), "images", "encoding") as ba
             bar.update(len(x))
         if not np.isfinite(latents).all():
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
-        note = {"entry": write_npy(parts_dir / f"{split}_images_{k:03d}.npy", [latents])}
+        note = {"entry": write_npy(file, [latents])}
         fsync_dir(parts_dir)  # the shard must be there if its note is
         note |= {"sums": sums.tolist(), "count": len(rows) * copies * latent_size**2}
-        write_atomic(notes_dir / f"{split}_{k:03d}.json", json.dumps(note).encode())
+        write_atomic(note_file, json.dumps(note).encode())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The end: labels, statistics, the name
+# Labels, statistics, the name
 
 if world > 1:
     with collective("the wait for the other ranks' shards"):
         dist.barrier()
 if rank == 0:
-    for leftover in parts_dir.glob(".*"):  # half-written by killed runs
+    for leftover in parts_dir.glob(".*"):  # of killed runs
         leftover.unlink()
     meta = {"kind": "latents", "channels": channels, "resolution": latent_size}
     meta |= {"source": source.name, "seed": source.meta["seed"], "class_names": source.class_names, "splits": {}}
@@ -124,8 +121,8 @@ if rank == 0:
         part = meta["splits"][split] = {"num_images": len(dataset), "labels": None, "shards": []}
         if source.class_names:
             part["labels"] = write_npy(parts_dir / f"{split}_labels.npy", [dataset.labels(np.arange(len(dataset)))])
-    for split, k, _ in shards:
-        note = json.loads((notes_dir / f"{split}_{k:03d}.json").read_bytes())
+    for split, _, _, note_file in shards:
+        note = json.loads(note_file.read_bytes())
         meta["splits"][split]["shards"].append(note["entry"])
         if split == "train":
             sums += torch.tensor(note["sums"], dtype=torch.float64)

@@ -54,7 +54,10 @@ def main():
         if classes:
             choose_classes(images_in)
         writer.class_names = images_in.class_names
-        check_room(images_in.num_images)
+        need = 3 * images_in.num_images * resolution**2  # 0 if the resolution is the images' own
+        free = shutil.disk_usage(writer.folder).free
+        if need > free:
+            raise UserError(f"the images need {need / 1e9:,.1f} GB, {writer.path.parent} has {free / 1e9:,.1f} GB free")
         with Progress(images_in.num_images, "images", "preparing") as bar:
             for images, ids, is_val in images_in.blocks:
                 writer.append("train", images[~is_val], ids[~is_val])
@@ -79,7 +82,6 @@ def main():
 
 
 def default_name() -> str:
-    """The source's name, or that of the file or folder without its suffixes."""
     if not path:
         return f"shapes{resolution}" if source == "shapes" and resolution not in (0, 16) else source
     stem = os.path.basename(os.path.abspath(path))
@@ -89,8 +91,9 @@ def default_name() -> str:
 def choose_classes(images_in) -> None:
     """Keep only the images of `classes`, numbered 0, 1, ... in the source's order."""
     names, wanted = images_in.class_names, classes.split(",")
-    for unknown in [name for name in wanted if name not in names]:
-        raise UserError(f"classes={classes!r}: no class {unknown!r}; the source has: {', '.join(names) or 'none'}")
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {', '.join(names) or 'none'}")
     kept = np.array([i for i, name in enumerate(names) if name in wanted])
     images_in.class_names = [names[i] for i in kept]
 
@@ -100,14 +103,6 @@ def choose_classes(images_in) -> None:
             yield images[rows], np.searchsorted(kept, ids[rows]), is_val[rows]
 
     images_in.blocks = chosen(images_in.blocks)
-
-
-def check_room(num_images: int) -> None:
-    """Refuse early what cannot fit on the disk; only possible if `resolution` is given."""
-    need, free = num_images * 3 * resolution**2, shutil.disk_usage(dataset.data_dir()).free
-    if need > free:
-        where = dataset.data_dir()
-        raise UserError(f"{num_images:,} images need {need / 1e9:,.1f} GB, {where} has {free / 1e9:,.1f} GB free")
 
 
 if __name__ == "__main__":  # worker processes may import this file again

@@ -80,26 +80,23 @@ def idx(array):
     return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
 
 
-def write_mnist(folder, num=(20, 6), size=8, pack=gzip.compress, suffix=".gz"):
+def write_mnist(folder, pack=gzip.compress, suffix=".gz"):
     folder.mkdir(exist_ok=True)
     out = {}
-    for split, stem, n in (("train", "train", num[0]), ("val", "t10k", num[1])):
-        out[split] = RNG.integers(0, 256, (n, size, size), np.uint8), RNG.integers(0, 10, n).astype(np.uint8)
+    for split, stem, n in (("train", "train", 20), ("val", "t10k", 6)):
+        out[split] = RNG.integers(0, 256, (n, 8, 8), np.uint8), RNG.integers(0, 10, n).astype(np.uint8)
         (folder / f"{stem}-images-idx3-ubyte{suffix}").write_bytes(pack(idx(out[split][0])))
         (folder / f"{stem}-labels-idx1-ubyte{suffix}").write_bytes(pack(idx(out[split][1])))
     return out
 
 
-def write_cifar(path, num=7, leave_out=(), damage=None):
-    """A small archive of the binary version -> the records of all batches by name."""
-    batches = {name: RNG.integers(0, 256, (num, 3073), np.uint8) for name in CIFAR10_BATCHES}
+def write_cifar(path, leave_out=()):
+    batches = {name: RNG.integers(0, 256, (7, 3073), np.uint8) for name in CIFAR10_BATCHES}
     with tarfile.open(path, "w:gz") as tar:
-        for name, records in {"readme.html": b"<html>", **batches}.items():
+        for name, records in batches.items():
+            records[:, 0] %= 10
             if name not in leave_out:
-                if isinstance(records, np.ndarray):
-                    records[:, 0] %= 10
-                data = bytes(records)[: damage.get(name) if damage else None]
                 info = tarfile.TarInfo("cifar-10-batches-bin/" + name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+                info.size = records.size
+                tar.addfile(info, io.BytesIO(records.tobytes()))
     return batches

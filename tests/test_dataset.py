@@ -71,28 +71,20 @@ def test_facts_and_both_ways_to_name_a_set(base):
     assert open_dataset(open_dataset(base / "elsewhere").name, "val").num_images == 10
 
 
-def test_unlabelled_set_gives_zeros():
-    write(class_names=[])
-    data = open_dataset("toy")
-    assert data.num_classes == 0 and data.labels([3, 2]).tolist() == [0, 0]
-
-
-def test_an_error_while_writing_leaves_nothing(base):
+def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
     with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab") as writer:
         writer.append("train", IMAGES[:2], [0, 1])
         1 / 0  # noqa: B018
     assert not (base / "data" / "toy").exists() and not leftovers(base)
-
-
-def test_an_existing_set_is_replaced_only_when_asked(base):
     write()
     with pytest.raises(UserError, match="exists already"):
         write()
     write(class_names=[], overwrite=True)
     assert open_dataset("toy").num_classes == 0 and not leftovers(base)
+    assert open_dataset("toy").labels([3, 2]).tolist() == [0, 0]
     with pytest.raises(ZeroDivisionError), DatasetWriter("toy", "ab", overwrite=True):
         1 / 0  # noqa: B018
-    assert open_dataset("toy").num_images == 40  # a failed replacement leaves the old one
+    assert open_dataset("toy").num_images == 40
     (base / "data" / "mine").mkdir()
     (base / "data" / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="no data set"):
@@ -107,10 +99,10 @@ def test_leftovers_of_a_killed_writer_are_removed(base):
     assert leftovers(base) == [".toy2.tmp-other"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"])
-def test_names_that_cannot_be(name):
-    with pytest.raises(UserError, match="name="):
-        DatasetWriter(name)
+def test_names_that_cannot_be():
+    for name in ("", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"):
+        with pytest.raises(UserError, match="name="):
+            DatasetWriter(name)
 
 
 LIMITED = """
@@ -136,14 +128,11 @@ def test_unwritable_destination(base):
         write()
 
 
-def edit(path, **changes):
-    """Change fields of meta.json: shard_x and part_x those of the training split."""
+def edit(path, train=(), **changes):
+    """Change fields of meta.json, or those of its training split."""
     meta = json.loads((path / "meta.json").read_text())
-    places = {"": meta, "part": meta["splits"]["train"], "shard": meta["splits"]["train"]["shards"][0]}
-    for key, value in changes.items():
-        where, _, field = key.rpartition("_") if key.startswith(("part_", "shard_")) else ("", "", key)
-        places[where][field.replace("-", "_")] = value
-    (path / "meta.json").write_text(json.dumps(meta))
+    meta["splits"]["train"].update(train)
+    (path / "meta.json").write_text(json.dumps(meta | changes))
 
 
 def overwrite(file, where, data):
@@ -158,8 +147,8 @@ DAMAGE = {
     "unknown kind": lambda p: edit(p, kind="sounds"),
     "another resolution": lambda p: edit(p, resolution=5),
     "fewer classes than labels": lambda p: edit(p, class_names=["a"]),
-    "no shards": lambda p: edit(p, part_shards=[]),
-    "labels gone": lambda p: edit(p, part_labels=None),
+    "no shards": lambda p: edit(p, train={"shards": []}),
+    "labels gone": lambda p: edit(p, train={"labels": None}),
     "file missing": lambda p: (p / "train_labels.npy").unlink(),
     "truncated": lambda p: os.truncate(p / "train_images_000.npy", 1000),
     "other dtype": lambda p: overwrite(p / "train_images_000.npy", 12, b"|i1"),
@@ -174,8 +163,7 @@ def test_damage_is_found_on_opening(what):
     DAMAGE[what](path)
     with pytest.raises(UserError) as error:
         open_dataset("toy")
-    assert str(path) in str(error.value) or "toy" in str(error.value)
-    assert "\n" not in str(error.value)
+    assert "toy" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_verify_finds_one_flipped_bit_in_any_file():
@@ -192,9 +180,6 @@ def test_unknown_name_and_split_tell_what_there_is(base):
         open_dataset("bird")
     with pytest.raises(UserError, match=r"no split 'test', only train, val"):
         open_dataset("birds", "test")
-    for name in ("", ".", "..", "../data/birds/../nothing", "a/b"):
-        with pytest.raises(UserError):
-            open_dataset(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

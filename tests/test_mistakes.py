@@ -121,7 +121,7 @@ def place(tmp_path_factory):
         damage_sets(root)
         damage_runs(root)
         damage_published(root)
-        write_mnist(root / "mnist", num=(6, 6))
+        write_mnist(root / "mnist")
         (root / "mnist" / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(5, np.uint8))))
         torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
         yield root

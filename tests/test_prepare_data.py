@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_helpers import RNG, archive, everything, idx, make_folder, noise, prepare, write_cifar, write_mnist
+from image_helpers import archive, everything, idx, make_folder, prepare, write_cifar, write_mnist
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.images import Options
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
-from nanodiff.png import encode_png
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data"
@@ -54,12 +53,6 @@ def file(tmp, name, data):
     (tmp / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp / name).write_bytes(data)
     return tmp / name
-
-
-def mixed(tmp):
-    make_folder(tmp / "in", classes=["a"])
-    file(tmp, "in/loose.png", encode_png(noise(8, 8)))
-    return tmp / "in"
 
 
 def bad_mnist(tmp, stem, data):
@@ -112,28 +105,24 @@ def middle(tmp, put, at):
 
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ZEROS = np.zeros((20, 8, 8), np.uint8)
-NOISE = RNG.integers(0, 256, (9, 8, 8, 3), np.uint8)
 SHAPE = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }"
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: file(t, "a.bin", b"abcdefgh"), "cannot tell"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
     "not square": (lambda t: sized(t, [(8, 9)]), "9x8, not square"),
-    "class folders and loose files": (mixed, r"loose\.png' lies in no class folder"),
+    "images in no class folder": (lambda t: file(sized(t, [(8, 8)]), "loose.png", b"").parent, "in no class folder"),
     "CIFAR-10 truncated": (lambda t: cifar(t) | {"path": cut(t / "c.tar.gz")}, "truncated"),
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
-    "zip truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "zip", t / "a.zip")), "truncated"),
     "zip with odd labels": (lambda t: zipped(t, {"labels": [["cat/0.png", [1]]]}), "not of the form"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
     "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "goes on"),
-    "IDX of impossible size": (lambda t: file(t, "idx", bytes([0, 0, 8, 3]) + b"\xff" * 12), "cannot hold"),
     "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "differ"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "no array arr_0"),
-    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28), "does not fit"),
+    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28), "goes on"),
     "npz with code as header": (lambda t: raw_npz(t, "__import__('os')", 0), "damaged"),
-    "npz truncated": (lambda t: cut(npz(t, arr_0=NOISE)), "truncated"),
     "npz of more images than fit": (lambda t: lying_npz(t, (10**8, 1, 1, 3)), "cannot hold"),
     "IDX of more images than fit": (lambda t: file(t, "idx", idx(ZEROS)[:4] + struct.pack(">3I", 10**8, 1, 1)), "hold"),
     "tar with a damaged header": (lambda t: middle(t, b"zz", 124), "damaged"),
@@ -146,40 +135,32 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
 @pytest.mark.parametrize("what", MISTAKES)
 def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     make, message = MISTAKES[what]
-    settings = make(tmp_path)
+    made = make(tmp_path)
+    settings = made if isinstance(made, dict) else {"path": made}
     with pytest.raises(UserError, match=message) as error:
-        prepare(**settings if isinstance(settings, dict) else {"path": settings})
+        prepare(**settings)
     assert "\n" not in str(error.value)
     assert not base.exists() or not [p for p in (base / "data").iterdir() if not p.name.endswith(".lock")]
 
 
-BOMBS = {
-    "npz of 256 MB of zeros": ("npz", lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28)),
-    "npz of images that are not there": ("npz", lambda t: lying_npz(t, (10**8, 1, 1, 3))),
-    "IDX of images that are not there": ("idx", MISTAKES["IDX of more images than fit"][0]),
-}
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", [what for what in MISTAKES if "than fit" in what or "bomb" in what])
 def test_a_bomb_is_refused_in_little_memory(tmp_path, bomb):
-    source, make = BOMBS[bomb]
-    made = make(tmp_path)
-    path = made["path"] if isinstance(made, dict) else made
+    path = MISTAKES[bomb][0](tmp_path)
     tracemalloc.start()
     try:
         with pytest.raises(UserError):
-            open_source(source, str(path), Options())
+            list(open_source("auto", str(path), Options()).blocks)
         assert tracemalloc.get_traced_memory()[1] < 2**21
     finally:
         tracemalloc.stop()
 
 
 def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch):
-    def full(path, *parts):
+    def full(path):
         raise OSError(28, "No space left on device", str(path))
 
     make_folder(tmp_path / "in")
-    monkeypatch.setattr("nanodiff.data.dataset.write_atomic", full)
+    monkeypatch.setattr("nanodiff.data.dataset.writing", full)
     with pytest.raises(OSError, match="No space left on device.*toy"):  # the program makes one line of it
         prepare(tmp_path / "in")
     assert os.listdir(base / "data") == [".toy.lock"]

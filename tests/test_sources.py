@@ -1,5 +1,6 @@
 """CIFAR-10, IDX and npz files come out as they went in."""
 
+import gzip
 import hashlib
 
 import numpy as np
@@ -17,9 +18,9 @@ def base(tmp_path, monkeypatch):
     return tmp_path / "base"
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_idx_round_trip(tmp_path, packed):
-    sets = write_mnist(tmp_path / "m", **({} if packed else {"pack": bytes, "suffix": ""}))
+@pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, ".gz"), (bytes, "")])
+def test_idx_round_trip(tmp_path, pack, suffix):
+    sets = write_mnist(tmp_path / "m", pack=pack, suffix=suffix)
     prepare(tmp_path / "m", source="mnist")
     for split, (images, labels) in sets.items():
         found, found_labels = everything(split=split)

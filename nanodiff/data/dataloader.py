@@ -14,10 +14,10 @@ from nanodiff.common import UserError
 class DataLoader:
     """`images, labels = next(loader)`: (B, C, H, W) as stored and (B,) int64 on `device`, B = device_batch_size.
 
-    Position p of the stream is image perm[p % n] of epoch p // n, where perm depends on (seed, epoch) only. Step s
-    takes positions [s*total_batch_size, (s+1)*total_batch_size); of these, rank r at micro-step m takes the B from
-    (m*world + r)*B. So the images of a step depend neither on `world` nor on B, and starting at any step costs one
-    permutation. `.data_wait`: how many seconds the last next() waited.
+    Position p of the stream is image perm[p % n] of epoch p // n; perm depends on (seed, epoch) only. Step s takes
+    total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
+    on. So the images of a step depend neither on `world` nor on B, and starting at any step costs one permutation.
+    `.data_wait`: seconds that the last next() waited.
     """
 
     def __init__(self, dataset, device_batch_size, total_batch_size, rank, world, seed, start_step=0, device="cpu",
@@ -38,8 +38,8 @@ class DataLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._epoch = -1  # the last epoch asked for
-        self._perm = None  # and its permutation
+        self._epoch = -1
+        self._perm = None  # the permutation of that epoch
         self._queue = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
@@ -57,14 +57,13 @@ class DataLoader:
         return tuple(tensor.to(self.device, non_blocking=self.device.type == "cuda") for tensor in item)
 
     def close(self) -> None:
-        """Stop the thread and wait for its end."""
         self._stop.set()
         while self._thread.is_alive():  # it may be waiting for room in the queue
             with contextlib.suppress(queue.Empty):
                 self._queue.get(timeout=0.1)
 
     def indices(self, step: int, micro_step: int) -> np.ndarray:
-        """(B,) the images of this rank at a micro-step of an optimisation step."""
+        """(B,) the images of this rank at a micro-step."""
         first = step * self.total_batch_size + (micro_step * self.world + self.rank) * self.device_batch_size
         epochs, offsets = np.divmod(np.arange(first, first + self.device_batch_size), len(self.dataset))
         return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in np.unique(epochs)])
@@ -77,7 +76,7 @@ class DataLoader:
         return self._perm
 
     def _work(self, step: int) -> None:
-        """The thread: fill the queue until close() is called or reading fails."""
+        """The thread: fill the queue until close() or an error."""
         micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
         micro_step = 0
         try:

@@ -9,7 +9,6 @@ $NANODIFF_BASE_DIR/data/<name>/
 
 import contextlib
 import copy
-import io
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
-from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic
+from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic, writing
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
@@ -35,7 +34,6 @@ def data_dir() -> Path:
 
 
 def set_path(name: str) -> Path:
-    """The folder of the set with that name; UserError unless the name is one ordinary path component."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name):
         raise UserError(f"name={name!r} cannot name a data set; accepted: letters, digits and _ . + - (no /)")
     return data_dir() / name
@@ -50,30 +48,30 @@ def is_set(folder: str | Path) -> bool:
 
 
 class Dataset:
-    """One split of a set; open_dataset makes it. `.name` is what open_dataset needs to find the set again."""
+    """One split of a set, from open_dataset, which finds the set again by `.name`."""
 
     def __init__(self, path: Path, split: str):
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        self.meta = read_meta(path)
-        self.class_names = self.meta["class_names"]
-        self.num_classes = len(self.class_names)
-        if split not in self.meta["splits"]:
-            hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
-            splits = ", ".join(self.meta["splits"])
-            raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
-        with _wrong_fields(path):
+        with reading_meta(path):
+            self.meta = read_meta(path)
+            self.class_names = self.meta["class_names"]
+            self.num_classes = len(self.class_names)
+            if split not in self.meta["splits"]:
+                hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
+                splits = ", ".join(self.meta["splits"])
+                raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
             part = self.meta["splits"][split]
             size = (self.meta["channels"], self.meta["resolution"], self.meta["resolution"])
             dtype = DTYPES[self.meta["kind"]]
-            self._shards = [_open_npy(path, entry, dtype, (entry["num_images"], *size)) for entry in part["shards"]]
+            self._shards = [open_npy(path, entry, dtype, (entry["num_images"], *size)) for entry in part["shards"]]
             _, self.channels, self.resolution, _ = self._shards[0].shape
             self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
             self.num_images = int(self._ends[-1])
-            self._labels = None
+            self._labels = np.zeros(self.num_images, np.int64)
             if self.num_classes:
-                self._labels = np.array(_open_npy(path, part["labels"], np.dtype(np.int64), (self.num_images,)))
+                self._labels = np.array(open_npy(path, part["labels"], self._labels.dtype, (self.num_images,)))
                 if self._labels.min() < 0 or self._labels.max() >= self.num_classes:
                     raise UserError(f"{path / part['labels']['file']}: labels beyond 0..{self.num_classes - 1}")
 
@@ -82,10 +80,12 @@ class Dataset:
 
     def images(self, indices) -> np.ndarray:
         """(n,) integers in [0, num_images), in any order -> a copy of these images, (n, C, H, W) uint8 or fp16."""
-        indices = self._check(indices)
-        out = np.empty((len(indices), *self._shards[0].shape[1:]), self._shards[0].dtype)
+        indices = np.asarray(indices, np.int64)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
         cuts = np.searchsorted(indices[order], [0, *self._ends])
+        if cuts[0] > 0 or cuts[-1] < len(indices):
+            raise IndexError(f"indices {indices.min()}..{indices.max()} of {self.num_images} images")
+        out = np.empty((len(indices), *self._shards[0].shape[1:]), self._shards[0].dtype)
         for k, shard in enumerate(self._shards):
             rows = order[cuts[k] : cuts[k + 1]]
             if len(rows):
@@ -93,28 +93,20 @@ class Dataset:
         return out
 
     def labels(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images) -> (n,) int64; zeros if the set is unlabelled."""
-        indices = self._check(indices)
-        return np.zeros(len(indices), np.int64) if self._labels is None else self._labels[indices]
+        """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
+        return self._labels[np.asarray(indices, np.int64)]
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         other = copy.copy(self)
-        other._labels = np.asarray(numbers, np.int64)[self.labels(range(len(self)))]
+        other._labels = np.asarray(numbers, np.int64)[self._labels]
         return other
-
-    def _check(self, indices) -> np.ndarray:
-        indices = np.asarray(indices, np.int64)
-        if indices.size and not 0 <= indices.min() <= indices.max() < self.num_images:
-            raise IndexError(f"indices {indices.min()}..{indices.max()} of {self.num_images} images")
-        return indices
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
     """Map class names to the model's class numbers: by name if all are known, else by position.
 
-    By position because published models call their classes "0", "1", ... The UserError for another number of classes
-    begins with `what`.
+    By position because published models call their classes "0", "1", ... `what` begins the UserError.
     """
     if set(names) <= set(known):
         return [known.index(name) for name in names]
@@ -126,16 +118,11 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
-    """Open a split of the set with that name in $NANODIFF_BASE_DIR/data, or in that folder.
-
-    The embedded sets (SHAPES) are drawn on first use. Checks that the files have the sizes and shapes that meta.json
-    says; `verify` also checks their SHA-256.
-    """
+    """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use."""
     name = str(name_or_path)
-    folder = os.path.expanduser(name)
-    if name and is_set(folder):
-        return Dataset(Path(folder).absolute(), split)
-    path = data_dir() / name
+    path = Path(name).expanduser().absolute()
+    if not name or not is_set(path):
+        path = data_dir() / name
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
@@ -148,9 +135,9 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
 
 
 def make_shapes(name: str) -> None:
-    """Draw an embedded set into data_dir(), or wait for the process that is drawing it."""
+    """Draw an embedded set, or wait for the process that is drawing it."""
     with DatasetWriter(name, CLASS_NAMES, source="shapes", wait=True) as writer:
-        if not writer.exists:
+        if not is_set(writer.path):
             for split in SPLITS:
                 for images, labels in draw_split(split, seed=0, resolution=SHAPES[name]):
                     writer.append(split, images, labels)
@@ -159,9 +146,10 @@ def make_shapes(name: str) -> None:
 def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
     count, size = 0, 0
-    with _wrong_fields(dataset.path):
+    with reading_meta(dataset.path):
         for part in dataset.meta["splits"].values():
-            for entry in [*part["shards"], part["labels"]] if dataset.num_classes else part["shards"]:
+            labels = [part["labels"]] if dataset.num_classes else []
+            for entry in part["shards"] + labels:
                 path = dataset.path / entry["file"]
                 digest = sha256_of(path)
                 if digest != entry["sha256"]:
@@ -172,33 +160,29 @@ def verify(dataset: Dataset) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _wrong_fields(path: Path):
-    """Report fields of meta.json that are missing or wrong where they are used, and files that are not there."""
+def reading_meta(path: Path):
+    """Report a damaged meta.json, whose fields are used as they are, or a missing file."""
     try:
         yield
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OSError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
         raise UserError(f"{path / 'meta.json'} is damaged: {type(error).__name__}: {error}") from None
 
 
 def read_meta(path: Path) -> dict:
-    """The content of meta.json."""
     source = path / "meta.json"
-    try:
-        meta = json.loads(source.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{source} cannot be read: {type(error).__name__}: {error}") from None
+    meta = json.loads(source.read_bytes())
     check_fields(meta, source, format=int, kind=str, class_names=list, splits=dict)
     if meta["format"] != FORMAT or meta["kind"] not in DTYPES:
         raise UserError(f"{source}: {meta['kind']!r} in format {meta['format']}; this version reads format {FORMAT}")
     if not all(isinstance(name, str) and name.isprintable() for name in meta["class_names"]):
         raise UserError(f"{source}: class_names is not a list of printable strings")
     if meta["kind"] == "latents":
-        info = meta.get("latents")
+        info = meta["latents"]
         check_latents(info, source, "offset", "scale", "mean", "std")
-        if meta.get("channels") != len(info["offset"]) * info["parts"] * info["copies"]:
-            raise UserError(f"{source}: {meta.get('channels')} channels do not fit the description of the latents")
+        if meta["channels"] != len(info["offset"]) * info["parts"] * info["copies"]:
+            raise UserError(f"{source}: {meta['channels']} channels do not fit the description of the latents")
     return meta
 
 
@@ -211,21 +195,16 @@ def check_latents(info, source, *stats: str) -> None:
         raise UserError(f"{source}: parts or copies of latents are not 1 or 2, or downsample is not in 1..1024")
     for key in stats:
         low = 0 if key in ("scale", "std") else -1e30
-        fit = len(info[key]) == len(info["offset"]) and all(type(x) is float and low < x < 1e30 for x in info[key])
-        if not fit:
+        wrong = [x for x in info[key] if type(x) is not float or not low < x < 1e30]
+        if wrong or len(info[key]) != len(info["offset"]):
             raise UserError(f"{source}: {key} of latents does not hold one number in range per channel")
 
 
-def _open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
-    """mmap a file of a set; UserError unless it is what meta.json says."""
-    path = folder / entry["file"]
-    try:
-        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"data set {folder.name!r}: cannot read {path}: {error}") from None
+def open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
+    array = np.asarray(np.lib.format.open_memmap(folder / entry["file"], mode="r"))
     if array.dtype != dtype or array.shape != shape:
         found = f"{array.dtype} of shape {array.shape}"
-        raise UserError(f"{path} holds {found}; meta.json says {dtype} of shape {shape}")
+        raise UserError(f"{folder / entry['file']} holds {found}; meta.json says {dtype} of shape {shape}")
     return array
 
 
@@ -233,26 +212,22 @@ def _open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.nd
 # Writing
 
 
-def npy_header(dtype: np.dtype, shape: tuple) -> bytes:
-    """What numpy.save writes before the data."""
-    header = io.BytesIO()
-    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, fields)
-    return header.getvalue()
-
-
 def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
     """Write contiguous arrays, end to end, as one .npy file, whole or not at all -> its entry in meta.json."""
     num = sum(len(array) for array in arrays)
-    header = npy_header(arrays[0].dtype, (num, *arrays[0].shape[1:]))
-    write_atomic(path, header, *(array.data for array in arrays))
+    header = np.lib.format.header_data_from_array_1_0(arrays[0])
+    header["shape"] = (num, *arrays[0].shape[1:])
+    with writing(path) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for array in arrays:
+            file.write(array.data)
     return {"file": path.name, "num_images": num, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
-    """Lock the set that will be at `path` until the returned file is closed; remove what killed writers left of it.
+    """Lock the set at `path`, there or to be made, until the returned file is closed; remove killed writers' leftovers.
 
-    UserError if it is locked (unless `wait`), or if something is at `path`, except a set that may be overwritten.
+    Refuses what is at `path`, unless it is a set that may be overwritten, or that was waited for.
     """
     busy = f"data set {path.name!r} is being prepared by another process"
     lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")
@@ -272,77 +247,69 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
-    Writes to a hidden folder beside the set, which is renamed when the block ends and removed when it raises. The first
-    images settle channels and resolution; `class_names` ([] = unlabelled) may be assigned until then. If another
-    process is writing the same set: UserError, or with `wait`, wait for it and set `.exists`.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. `class_names` ([] = unlabelled) may
+    be assigned until the first images. With `wait`, a set that another process is writing is waited for and kept;
+    without it, that is a UserError.
     """
 
-    def __init__(self, name, class_names=(), kind="images", source="", seed=0, overwrite=False, wait=False):
+    def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):
         self.path = set_path(name)
         self.class_names = class_names
         self.overwrite = overwrite
         self.wait = wait
-        self.exists = False
-        self.meta = {"kind": kind, "channels": 0, "resolution": 0, "source": source, "seed": seed}
+        self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
         self.meta |= {"class_names": [], "splits": {}}
         self.num_images = dict.fromkeys(SPLITS, 0)
-        self._images = {split: [] for split in SPLITS}  # arrays of the next shard
-        self._labels = {split: [] for split in SPLITS}  # arrays of all labels
+        self._images = {split: [] for split in SPLITS}  # (1, C, H, W) arrays that are in no shard yet
+        self._labels = {split: [] for split in SPLITS}  # (n,) arrays
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
-        self.exists = self.wait and is_set(self.path)
-        if not self.exists:
-            self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
+        self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         return self
 
     def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Add (n, C, H, W) images, and (n,) labels below len(class_names), to a split; n = 0 is fine."""
-        assert images.ndim == 4 and images.dtype == DTYPES[self.meta["kind"]], images.dtype
+        """Add (n, C, H, W) uint8 images of the size of the first, and (n,) labels below len(class_names)."""
         if len(images) == 0:
             return
-        shape = images.shape[1:]
-        if not self.meta["resolution"]:
-            self.meta |= {"channels": shape[0], "resolution": shape[1]}
-        assert shape == (self.meta["channels"], self.meta["resolution"], self.meta["resolution"]), shape
+        channels, resolution = images.shape[1:3]
+        if not any(self.num_images.values()):
+            self.meta |= {"channels": channels, "resolution": resolution}
+        assert images.dtype == np.uint8, images.dtype
+        assert images.shape[1:] == (self.meta["channels"], self.meta["resolution"], self.meta["resolution"])
         if self.class_names:
             labels = np.array(labels, np.int64)
             assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.class_names)
             self._labels[split].append(labels)
         self.num_images[split] += len(images)
+        self._images[split].extend(images.copy()[:, None])
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)
-        while len(images):
-            room = per_shard - sum(len(array) for array in self._images[split])
-            self._images[split].append(images[:room].copy())
-            images = images[room:]
-            if len(images):
-                self._write_shard(split)
+        while len(self._images[split]) > per_shard:
+            self._write_shard(split, per_shard)
 
-    def _write_shard(self, split: str) -> None:
+    def _write_shard(self, split: str, num: int) -> None:
         part = self.meta["splits"].setdefault(split, {"num_images": 0, "labels": None, "shards": []})
-        entry = write_npy(self.folder / f"{split}_images_{len(part['shards']):03d}.npy", self._images[split])
-        part["shards"].append(entry)
-        part["num_images"] = self.num_images[split]
-        self._images[split] = []
+        file = self.folder / f"{split}_images_{len(part['shards']):03d}.npy"
+        part["shards"].append(write_npy(file, self._images[split][:num]))
+        part["num_images"] += num
+        del self._images[split][:num]
 
     def _finish(self) -> None:
         for split in SPLITS:
             if self._images[split]:
-                self._write_shard(split)
+                self._write_shard(split, len(self._images[split]))
             if self._labels[split]:
                 entry = write_npy(self.folder / f"{split}_labels.npy", self._labels[split])
                 self.meta["splits"][split]["labels"] = entry
         assert "train" in self.meta["splits"], "no images were appended"
         self.meta["class_names"] = list(self.class_names)
-        faster = self.wait and is_set(self.path)  # another process was, on a file system without locks
-        if not faster:
-            publish_set(self.folder, self.path, self.meta)
+        publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):
         try:
-            if kind is None and not self.exists:
+            made = self.wait and is_set(self.path)  # by another process; on some file systems even despite the lock
+            if kind is None and not made:
                 self._finish()
         finally:
-            if not self.exists:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()

@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections import deque
@@ -18,21 +17,19 @@ import numpy as np
 
 from nanodiff.common import UserError
 
-MAX_FILE_BYTES = 2**28  # larger image files are skipped
-MAX_PIXELS = 2**26  # of one image after scaling: a strip of 1 x 60,000 pixels is no picture
-CHUNK_BYTES = 2**22  # of pixels, decoded as one task of a worker
+MAX_FILE_BYTES = 2**28  # larger files are skipped
+MAX_PIXELS = 2**26  # after scaling: a strip of 1 x 60,000 pixels is no picture
+CHUNK_BYTES = 2**22  # of pixels per task of a worker
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # by EXIF orientation  # fmt: skip
 
 
 def import_pillow():
-    """PIL.Image, or a UserError that says what to install."""
     try:
         from PIL import Image
     except ImportError:
-        hint = "pip install 'nanodiff[images]' (or pip install Pillow)"
-        raise UserError(f"reading image files needs Pillow: {hint}") from None
+        raise UserError("reading image files needs Pillow: pip install 'nanodiff[images]'") from None
     return Image
 
 
@@ -52,9 +49,9 @@ def center_crop(image, size: int):
 
 
 def decode(payload, resolution: int) -> np.ndarray:
-    """One image, a path, bytes or (H, W, C) uint8 array -> (C, H, W) uint8; C = 3 for files. resolution 0: as it is.
+    """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8; C = 3 for files. resolution 0: as it is.
 
-    Applies EXIF rotation, drops alpha, keeps the upper 8 of 16 bits, and the first frame of an animation.
+    Applies EXIF rotation, drops alpha, keeps the upper 8 of 16 bits and the first frame of an animation.
     """
     Image = import_pillow()
     if payload is None or (isinstance(payload, str) and os.path.getsize(payload) > MAX_FILE_BYTES):
@@ -79,7 +76,7 @@ def decode(payload, resolution: int) -> np.ndarray:
 
 
 def decode_chunk(chunk: list, resolution: int) -> list:
-    """[(index, name, payload)] -> [(index, name, image)], or, for an image that cannot be read, a str in its place."""
+    """[(index, name, payload)] -> [(index, name, image)]; why not, as a str, in place of an unreadable image."""
     Image = import_pillow()
     results = []
     with warnings.catch_warnings():
@@ -95,23 +92,23 @@ def decode_chunk(chunk: list, resolution: int) -> list:
 
 
 def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, resolution: int, workers: int, skipped: list):
-    """(index, name, payload) in any order -> blocks as in Source; adds a line to `skipped` per unreadable image."""
+    """(index, name, payload) in any order -> blocks as in Source; unreadable images are skipped, a line each."""
     size = min(256, max(8, CHUNK_BYTES // (3 * (resolution or 128) ** 2)))  # images per task
     chunks = iter(lambda: list(itertools.islice(items, size)), [])
-    first = None  # name and (C, H, W) of the first image
+    first = None  # description and shape of the first image
     for results in ordered_map(functools.partial(decode_chunk, resolution=resolution), chunks, workers):
         images, rows = [], []
         for index, name, image in results:
             if isinstance(image, str):
                 skipped.append(f"{name!r}: {image}")
                 continue
-            first = first or (name, image.shape)
             _, height, width = image.shape
-            if image.shape != first[1]:
-                sizes = f"{first[0]!r} is {first[1][2]}x{first[1][1]}, {name!r} is {width}x{height}"
-                raise UserError(f"images of several sizes: {sizes}; give --resolution=...")
+            this = f"{name!r} is {width}x{height}"
+            first = first or (this, image.shape)
             if height != width:
-                raise UserError(f"image {name!r} is {width}x{height}, not square; give --resolution=...")
+                raise UserError(f"image {this}, not square; give --resolution=...")
+            if image.shape != first[1]:
+                raise UserError(f"images of several sizes: {first[0]}, {this}; give --resolution=...")
             images.append(image)
             rows.append(index)
         if images:
@@ -119,15 +116,13 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, resoluti
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() by worker processes: results in the order of the tasks, with few of them in flight."""
+    """map() by worker processes, with few tasks in flight."""
     if workers == 1:
         yield from map(function, tasks)
         return
-    # Forked workers start at once and import nothing; but the system libraries of macOS do not survive a fork.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pending = deque()
     try:
-        with ProcessPoolExecutor(workers, context, initializer=_init_worker) as pool:
+        with ProcessPoolExecutor(workers, initializer=_init_worker) as pool:
             for task in tasks:
                 pending.append(pool.submit(function, task))
                 if len(pending) > 2 * workers:
@@ -139,9 +134,10 @@ def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
 
 
 def _init_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    """Leave Ctrl-C to the parent, and end with it: workers of a killed parent would wait forever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def end_with_parent():  # else workers of a killed parent would wait forever
+    def end_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 

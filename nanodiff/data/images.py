@@ -20,12 +20,12 @@ from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
-MAX_RATIO = 1032  # deflate, which most archives use, shrinks no further: a header that claims more is damaged
+MAX_RATIO = 1032  # deflate shrinks no further: a header that claims more is damaged
 
 
 @dataclass
 class Options:
-    """What is wanted of a source, as in the settings of scripts/prepare_data.py."""
+    """Settings of scripts/prepare_data.py."""
 
     resolution: int = 0
     labels: str = "auto"
@@ -46,7 +46,7 @@ class Source:
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
-    """(num,) bool: which images are held out. A val_fraction of them, at least one unless it is 0."""
+    """(num,) bool: which images are held out; at least one unless val_fraction is 0."""
     mask = np.zeros(num, bool)
     count = min(round(num * options.val_fraction), num - 1)
     if options.val_fraction > 0 and num > 1:
@@ -70,7 +70,6 @@ def reading(path: Path):
 
 
 def open_folder(path: Path):
-    """A folder and all below it; symbolic links are followed."""
     names, seen = [], set()
 
     def fail(error):
@@ -87,9 +86,9 @@ def open_folder(path: Path):
 
 
 def read_tar(path: Path, wanted: Callable) -> Iterator:
-    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz); None for bytes unless wanted(name).
+    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz), without extracting it to disk.
 
-    Streamed; nothing is extracted to disk. Bytes are None, too, for files above MAX_FILE_BYTES.
+    None for the bytes unless wanted(name), and for files above MAX_FILE_BYTES.
     """
     with reading(path):
         with open(path, "rb") as raw:
@@ -114,7 +113,6 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
 
 def open_tar(path: Path):
     """Two passes: the names, then the bytes, in the order of the archive."""
-    names = [name for name, _ in read_tar(path, lambda name: False)]
 
     def fetch(wanted):
         left = set(wanted)
@@ -123,18 +121,20 @@ def open_tar(path: Path):
                 left.remove(name)
                 yield name, data
 
-    return names, fetch
+    return [name for name, _ in read_tar(path, lambda name: False)], fetch
 
 
 def open_zip(path: Path):
+    with reading(path):
+        archive = zipfile.ZipFile(path)
+
     def fetch(wanted):
-        with reading(path), zipfile.ZipFile(path) as archive:
+        with reading(path):
             for name in wanted:
                 small = archive.getinfo(name).file_size <= MAX_FILE_BYTES
                 yield name, archive.read(name) if small else None
 
-    with reading(path), zipfile.ZipFile(path) as archive:
-        return archive.namelist(), fetch
+    return archive.namelist(), fetch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def open_zip(path: Path):
 
 
 def is_image(name: str) -> bool:
-    """By suffix; hidden files, and what macOS adds to archives, are none."""
+    """By suffix; not hidden files, nor what macOS adds to archives."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
     return name.lower().endswith(SUFFIXES) and not hidden
 
@@ -151,32 +151,31 @@ def classify(names: list[str], labels: str, strip: bool):
     """Classes and splits by name -> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
     A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
-    "folder"), or the file name up to its first "_" ("file"); "auto" is "folder" if there are folders. `strip` ignores a
-    single folder around everything, which archives often have.
+    "folder"), or the file name up to its first "_" ("file"); "auto" is "folder" if there are folders. `strip` ignores
+    single folders around everything, which archives often have.
     """
-    parts = {name: name.split("/") for name in names}
-    while strip and all(len(p) > 2 and p[0] != "train" for p in parts.values()):
-        if len({p[0] for p in parts.values()}) > 1:
-            break
-        parts = {name: p[1:] for name, p in parts.items()}
+    paths = [name.split("/") for name in names]
+    while strip and all(len(p) > 2 and p[0] == paths[0][0] != "train" for p in paths):
+        paths = [p[1:] for p in paths]
     is_val = None
-    tops = {p[0] for p in parts.values() if len(p) > 1}
+    tops = {p[0] for p in paths if len(p) > 1}
     if "train" in tops:
         val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-        parts = {name: p for name, p in parts.items() if len(p) > 1 and p[0] in ("train", val)}
-        is_val = np.array([p[0] == val for p in parts.values()]) if val else None
-        parts = {name: p[1:] for name, p in parts.items()}
-    names = list(parts)
+        kept = [i for i, p in enumerate(paths) if len(p) > 1 and p[0] in ("train", val)]
+        names = [names[i] for i in kept]
+        is_val = np.array([paths[i][0] == val for i in kept]) if val else None
+        paths = [paths[i][1:] for i in kept]
     if labels == "auto":
-        labels = "folder" if any(len(p) > 1 for p in parts.values()) else "none"
+        labels = "folder" if any(len(p) > 1 for p in paths) else "none"
     if labels == "none":
         return names, [], np.zeros(len(names), np.int64), is_val
-    for name, p in parts.items():
-        if labels == "folder" and len(p) < 2:
-            raise UserError(f"labels='folder': image {name!r} lies in no class folder; --labels=none ignores classes")
-        if labels == "file" and "_" not in p[-1]:
-            raise UserError(f"labels='file': image {name!r} has no class before a '_'; --labels=none ignores classes")
-    classes = [p[0] if labels == "folder" else p[-1].split("_")[0] for p in parts.values()]
+    lacks = {"folder": "lies in no class folder", "file": "has no class before a '_'"}[labels]
+    classes = []
+    for name, p in zip(names, paths):
+        first, *rest = p if labels == "folder" else p[-1].split("_")
+        if not rest:
+            raise UserError(f"labels={labels!r}: image {name!r} {lacks}; --labels=none ignores classes")
+        classes.append(first)
     class_names = sorted(set(classes))
     numbers = {name: i for i, name in enumerate(class_names)}
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
@@ -190,15 +189,12 @@ def edm_labels(data: bytes, names: list[str], path: Path):
         if table is None:
             return [], np.zeros(len(names), np.int64)
         numbers = dict(table)
-        if not all(type(number) is int and 0 <= number < 2**20 for number in numbers.values()):
+        labels = np.array([numbers[name] for name in names])
+        if labels.dtype != np.int64 or labels.min() < 0 or labels.max() >= 2**20:
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(f"{path}: dataset.json is not of the form {{'labels': [[file, class number], ...]}}") from None
-    missing = next((name for name in names if name not in numbers), None)
-    if missing is not None:
-        counts = f"{len(numbers):,} labels for {len(names):,} images"
-        raise UserError(f"{path}: dataset.json has {counts}; none for {missing!r}")
-    labels = np.array([numbers[name] for name in names])
+        wanted = "{'labels': [[file, class number], ...]} with all images"
+        raise UserError(f"{path}: dataset.json is not of the form {wanted}") from None
     return [str(i) for i in range(labels.max() + 1)], labels
 
 

@@ -1,6 +1,6 @@
 """The codec between what a data set stores, x0, and pixels: images as they are, or latents of an autoencoder.
 
-make_codec serves training, load_codec a trained model. A codec is described by its `facts`, which checkpoints keep.
+Checkpoints keep its description, `facts`: make_codec makes one to train, load_codec the one of a trained model.
 """
 
 from pathlib import Path
@@ -12,13 +12,13 @@ from nanodiff.models.autoencoder import open_autoencoder
 
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 (N, C, H, W) -> float32 in [-1, 1], on the same device; mirrored left-right where `flip` (N,) is True."""
+    """uint8 (N, C, H, W) -> float32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
     x = images.float() / 127.5 - 1
     return x if flip is None else torch.where(flip.to(x.device)[:, None, None, None], x.flip(3), x)
 
 
 def to_uint8(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of to_model_range: [-1, 1] -> uint8, rounded and clamped."""
+    """[-1, 1] -> uint8, rounded and clamped."""
     return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -37,7 +37,7 @@ class Pixels:
         self.image_size = facts["resolution"]  # side of decoded images in pixels
 
     def to_x0(self, stored, flip=None, eps=None):
-        """What the data set stores -> x0, float32, on the same device; mirrored where `flip` (N,); `eps` like x0."""
+        """What the data set stores -> x0, float32; mirrored where `flip` (N,); `eps` like x0."""
         return to_model_range(stored, flip)
 
     def to_pixels(self, x0) -> torch.Tensor:
@@ -49,15 +49,15 @@ class Pixels:
         return self.to_pixels(x0)
 
     def keep_loaded(self) -> None:
-        """Keep the decoder in memory from now on, for callers that decode batch after batch."""
+        """Keep the decoder in memory, to decode batch after batch."""
 
 
 class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
-    A latent set stores fp16 channels: mean, std unless it is zero, and both for the mirrored image if the set has it
-    (`facts["latents"]`: parts, copies). Images are encoded by `autoencoder`. `path`: where the decoder is, if not where
-    the facts say; UserError unless it is the one that made the latents.
+    A latent set stores fp16 channels: mean, then std unless it is zero (facts["latents"]: parts), and again for the
+    mirrored image if the set has it (copies). `autoencoder` encodes images; without it, `path` tells where the decoder
+    is, if not where the facts say.
     """
 
     def __init__(self, facts: dict, device, autoencoder=None, path: str = ""):
@@ -93,7 +93,6 @@ class Latents(Pixels):
         return (z - self.offset) / self.scale
 
     def to_pixels(self, x0) -> torch.Tensor:
-        """x0 -> uint8 images (N, 3, H, W) on the CPU; like preview if `undecodable`."""
         if self.undecodable:
             return self.preview(x0)
         autoencoder = self.autoencoder or self._open().to(self.device)  # not kept: training needs the memory
@@ -102,7 +101,7 @@ class Latents(Pixels):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
 
     def preview(self, x0) -> torch.Tensor:
-        """Shows the first three channels as colours, or one as gray."""
+        """The first three channels as colours, or one as gray."""
         return to_uint8(x0[:, :3] / 2 if x0.shape[1] >= 3 else x0[:, :1] / 2).cpu()
 
     def keep_loaded(self) -> None:
@@ -110,13 +109,13 @@ class Latents(Pixels):
             self.autoencoder = self.autoencoder or self._open().to(self.device)
 
     def _open(self):
-        if not self.path:
-            raise UserError("the model's file does not say which autoencoder made its latents")
         return open_matching(self.path, self.info)
 
 
 def open_matching(path: str, info: dict):
     """The autoencoder at `path`; UserError unless it made the latents that `info` describes."""
+    if not path:
+        raise UserError("the model's file does not say which autoencoder made its latents (--autoencoder)")
     model = open_autoencoder(path)
     if info["sha256"] and model.sha256 != info["sha256"]:
         made_by = f"{info['autoencoder']} (SHA-256 {info['sha256'][:16]}...)"
@@ -147,9 +146,8 @@ def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
     theirs = old.get("latents", {})
     ours = facts.get("latents", {})
     if theirs.get("sha256") != ours.get("sha256"):
-        was = f"{theirs.get('autoencoder', 'no autoencoder')} (SHA-256 {theirs.get('sha256', '-')[:16]})"
-        now = f"{ours.get('autoencoder', 'no autoencoder')} ({ours.get('sha256', '-')[:16]})"
-        raise UserError(f"{model_tag} was trained on latents of {was}, not of {now}; use another model_tag")
+        names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
+        raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
     changed = [key for key in facts if key not in ("name", "latents") and facts[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
     if changed:
@@ -157,7 +155,7 @@ def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
 
 
 def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "channels", flip: bool = False):
-    """To train: Latents for a latent set, or an image set with `autoencoder`, the path of one; else Pixels.
+    """To train: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
 
     `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
     autoencoder's published scale and shift, as latents made on the fly always are.
@@ -173,53 +171,50 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
         return Latents(facts | {"channels": len(mean), "latents": info}, device, path=autoencoder)
     if not autoencoder:
         return Pixels(facts)
-    model = open_autoencoder(autoencoder)
-    if dataset.channels != 3 or dataset.resolution % model.downsample:
-        accepted = f"3 channels and multiples of {model.downsample} px"
-        given = f"{dataset.channels} channels of {dataset.resolution} px"
-        raise UserError(f"autoencoder: {model.name} takes {accepted}, not {given}")
+    model = open_autoencoder(autoencoder).to(device)
     facts |= {"kind": "latents", "channels": model.latent_channels}
     facts["resolution"] = dataset.resolution // model.downsample
     facts["latents"] = latent_facts(model, str(Path(autoencoder).absolute()), dataset.name)
-    return Latents(facts, device, model.to(device))
+    check_size(dataset, 3, facts["resolution"] * model.downsample)
+    return Latents(facts, device, model)
 
 
 def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
     """For a trained model, from the facts in its checkpoint; with `dataset`, to feed it from that set.
 
-    `autoencoder`: path of the autoencoder if it was moved, or for a model published without facts.
+    `autoencoder`: its path if it was moved, or if the model was published without facts.
     """
-    info = facts.get("latents") or _published_latents(facts, autoencoder)
-    size = facts["resolution"]
-    wanted = (facts["channels"], size)  # channels and side in pixels of what the set must hold
+    channels, size = facts["channels"], facts["resolution"]
+    if facts["kind"] == "images":
+        if dataset is not None and dataset.meta["kind"] == "latents":
+            raise UserError(f"{dataset.name!r} holds latents, the model was trained on images")
+        if dataset is not None:
+            check_size(dataset, channels, size)
+        return Pixels(facts)
+    if "latents" in facts:
+        info = facts["latents"]
+    elif autoencoder:
+        info = latent_facts(open_autoencoder(autoencoder), autoencoder, "")
+    else:
+        info = dict(autoencoder="", sha256="", path="", source="", downsample=8, parts=1, copies=1)
+        info |= {"offset": [0.0] * channels, "scale": [1.0] * channels}
     encoder = None
     if dataset is not None and dataset.meta["kind"] == "latents":
         theirs = dataset.meta["latents"]
-        if facts["kind"] == "images":
-            raise UserError(f"{dataset.name!r} holds latents, the model was trained on images")
         if theirs["sha256"] != info["sha256"]:
-            made_by = theirs["autoencoder"]
-            raise UserError(f"{dataset.name!r} holds latents of {made_by}, the model wants {info['autoencoder']}'s")
+            wanted = info["autoencoder"]
+            raise UserError(f"{dataset.name!r} holds latents of {theirs['autoencoder']}, the model wants {wanted}'s")
         info = info | {"parts": theirs["parts"], "copies": theirs["copies"]}
-        wanted = (facts["channels"] * info["parts"] * info["copies"], size)
-    elif dataset is not None and facts["kind"] == "latents":  # images, which are encoded on the fly
-        path = autoencoder or info["path"]
-        if not path:
-            raise UserError("the model's file does not say which autoencoder made its latents; give --autoencoder=PATH")
-        encoder = open_matching(path, info).to(device)
+        check_size(dataset, channels * info["parts"] * info["copies"], size)
+    elif dataset is not None:  # images, which are encoded on the fly
+        encoder = open_matching(autoencoder or info["path"], info).to(device)
         info = info | {"parts": encoder.parts}
-        wanted = (3, size * encoder.downsample)
-    given = (dataset.channels, dataset.resolution) if dataset is not None else wanted
-    if given != wanted:
-        raise UserError(f"data={dataset.name!r} has (channels, pixels) {given}, the model wants {wanted}")
-    if facts["kind"] == "images":
-        return Pixels(facts)
+        check_size(dataset, 3, size * encoder.downsample)
     return Latents(facts | {"latents": info}, device, encoder, autoencoder)
 
 
-def _published_latents(facts: dict, autoencoder: str) -> dict:
-    """facts["latents"] for published weights, which come without; without `autoencoder`, nothing can be decoded."""
-    if autoencoder and facts["kind"] == "latents":
-        return latent_facts(open_autoencoder(autoencoder), autoencoder, "")
-    info = dict(autoencoder="", sha256="", path="", source="", downsample=8, parts=1, copies=1)
-    return info | {"offset": [0.0] * facts["channels"], "scale": [1.0] * facts["channels"]}
+def check_size(dataset, channels: int, resolution: int) -> None:
+    given = (dataset.channels, dataset.resolution)
+    if given != (channels, resolution):
+        wanted = (channels, resolution)
+        raise UserError(f"data={dataset.name!r} has (channels, pixels) {given}, the model wants {wanted}")

@@ -2,9 +2,20 @@
 
 import numpy as np
 
-# No two look alike after rotation and scaling, nor blurred at 16 pixels (so there is no square beside the circle): a
-# small classifier can then tell whether a model obeys its labels, and learns to in minutes.
-CLASS_NAMES = ["circle", "ring", "target", "triangle", "cross", "bar", "stripes", "dots"]
+# Which points (x, y) lie in the upright shape, in units of its circumscribed radius; r2 = x*x + y*y. No two shapes look
+# alike after rotation, nor blurred at 16 pixels (hence no square beside the circle): so a small classifier can tell
+# whether a model obeys its labels.
+INSIDE = {
+    "circle": lambda x, y, r2: r2 < 0.8,
+    "ring": lambda x, y, r2: (r2 < 1) & (r2 > 0.36),
+    "target": lambda x, y, r2: ((r2 < 1) & (r2 > 0.49)) | (r2 < 0.12),  # a ring around a disc
+    "triangle": lambda x, y, r2: (y > -0.5) & (y + 3**0.5 * abs(x) < 1),
+    "cross": lambda x, y, r2: (np.maximum(abs(x), abs(y)) < 0.96) & (np.minimum(abs(x), abs(y)) < 0.27),
+    "bar": lambda x, y, r2: (abs(x) < 0.96) & (abs(y) < 0.28),
+    "stripes": lambda x, y, r2: (abs(x) < 0.8) & (abs(y) < 0.6) & (abs(y) > 0.2),
+    "dots": lambda x, y, r2: (abs(x) - 0.63) ** 2 + y * y < 0.13,
+}
+CLASS_NAMES = list(INSIDE)
 COLOURS = np.array(
     [[235, 64, 52], [64, 200, 72], [72, 112, 255], [245, 210, 50], [220, 80, 230], [60, 215, 225]], np.float32
 )  # red, green, blue, yellow, magenta, cyan
@@ -14,34 +25,11 @@ MIN_RADIUS, MAX_RADIUS = 0.3, 0.45  # of the circumscribed circle; the image's s
 SUPERSAMPLES = 4  # per pixel and axis
 
 
-def _inside(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points lie in the upright shape, in units of its circumscribed radius; bool like x and y."""
-    far, near = np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
-    if name == "circle":
-        return x * x + y * y < 0.8
-    if name == "ring":
-        r2 = x * x + y * y
-        return (r2 < 1) & (r2 > 0.36)
-    if name == "target":  # a ring around a disc
-        r2 = x * x + y * y
-        return ((r2 < 1) & (r2 > 0.49)) | (r2 < 0.12)
-    if name == "triangle":  # equilateral: the apothem is half the circumscribed radius
-        return (y > -0.5) & (y + 3**0.5 * abs(x) < 1)
-    if name == "cross":
-        return (far < 0.96) & (near < 0.27)
-    if name == "bar":
-        return (abs(x) < 0.96) & (abs(y) < 0.28)
-    if name == "stripes":
-        return (abs(x) < 0.8) & (abs(y) < 0.6) & (abs(y) > 0.2)
-    assert name == "dots", name
-    return (abs(x) - 0.63) ** 2 + y * y < 0.13
-
-
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
-    """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, determined by the arguments.
+    """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
     `seed`: an integer >= 0 or a tuple of them; `classes` (num,): the shape in each image, None draws them evenly.
-    Colour, size, rotation and place (within the image) are uniform. Antialiased: a pixel is the mean of 4 x 4 points.
+    Colour, size, rotation and place (within the image) are uniform; a pixel is the mean of 4 x 4 points.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
@@ -58,7 +46,7 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
     images = np.empty((num, 3, resolution, resolution), np.uint8)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
-    for label, name in enumerate(CLASS_NAMES):
+    for label, inside in enumerate(INSIDE.values()):
         members = np.flatnonzero(labels == label)
         for start in range(0, len(members), per_block):
             i = members[start : start + per_block]
@@ -66,7 +54,8 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
             s = np.float32(sin[i])[:, None, None]
             x = grid[None, None, :] - np.float32(centre[0, i])[:, None, None]  # (n, 1, side)
             y = grid[None, :, None] - np.float32(centre[1, i])[:, None, None]  # (n, side, 1)
-            points = _inside(name, c * x + s * y, c * y - s * x)  # (n, side, side)
+            x, y = c * x + s * y, c * y - s * x  # (n, side, side)
+            points = inside(x, y, x * x + y * y)
             points = points.reshape(len(i), resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
             coverage = points.mean((2, 4), dtype=np.float32)[:, None]  # (n, 1, resolution, resolution)
             pixels = GROUND[:, None, None] + coverage * (colours[i] - GROUND)[:, :, None, None]

@@ -13,7 +13,7 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
-from nanodiff.data.decode import decode_all, import_pillow
+from nanodiff.data.decode import decode_all
 from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
 from nanodiff.files import download, sha256_of
 
@@ -30,7 +30,6 @@ BLOCK_BYTES = 2**24  # read at once
 
 
 def detect(path: Path) -> str:
-    """Which of SOURCES a file or folder is, by its name."""
     if path.is_dir():
         return "idx" if idx_files(path) else "folder"
     if path.name == posixpath.basename(CIFAR10_URL):
@@ -47,12 +46,14 @@ def detect(path: Path) -> str:
 def open_source(source: str, path: str, options: Options, sha256: str = "auto") -> Source:
     """The images of a source, one of SOURCES or "auto".
 
-    `sha256` of the file at `path`: "" skips the check, "auto" checks where a checksum is published.
+    `sha256` of the file: "" skips the check, "auto" takes the published one, if any.
     """
     if source == "shapes":
         return read_shapes(options)
     if source == "cifar10" and not path:
-        file = download_cifar10()
+        file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
+        if not file.is_file():
+            download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif not path:
         raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
     else:
@@ -60,9 +61,6 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
     if not file.exists():
         raise UserError(f"path={path!r} does not exist")
     source = detect(file) if source == "auto" else source
-    if file.is_dir() != (source == "folder") and source not in ("mnist", "idx"):
-        kind = "a folder" if file.is_dir() else "a file"
-        raise UserError(f"path={path!r} is {kind}, which source={source!r} does not read")
     if sha256 == "auto":
         sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
     if sha256 and sha256_of(file) != sha256.lower():
@@ -83,24 +81,13 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
     return result
 
 
-def download_cifar10() -> Path:
-    """The binary version, kept in $NANODIFF_BASE_DIR/downloads."""
-    path = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
-    if not path.is_file():
-        download(CIFAR10_URL, path, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
-    return path
-
-
 def resize_blocks(blocks: Iterator, options: Options, skipped: list) -> Iterator:
-    """The blocks with every image cropped and scaled to the resolution (0: as it is), like image files."""
+    """Crop and scale to the resolution, like image files."""
     for images, labels, is_val in blocks:
         height, width = images.shape[2:]
-        if not options.resolution and height != width:
-            raise UserError(f"the images are {width}x{height}, not square; give --resolution=...")
-        if options.resolution in (0, height) and height == width:
+        if height == width and options.resolution in (0, height):
             yield images, labels, is_val
         else:
-            import_pillow()
             items = ((i, f"image {i}", image.transpose(1, 2, 0)) for i, image in enumerate(images))
             yield from decode_all(items, labels, is_val, options.resolution, options.workers, skipped)
 
@@ -120,7 +107,7 @@ def read_shapes(options: Options) -> Source:
 
 
 def read_cifar10(path: Path) -> Source:
-    """The tar of the binary version: files of records, a byte of label and 3x32x32 bytes of image."""
+    """The tar of the binary version: records of a byte of label and 3x32x32 bytes of image."""
 
     def blocks():
         left = set(CIFAR10_BATCHES)
@@ -129,10 +116,10 @@ def read_cifar10(path: Path) -> Source:
             if name not in left:
                 continue
             left.remove(name)
-            records = np.frombuffer(data or b"?", np.uint8)
-            if len(records) % 3073 or records[::3073].max() > 9:
-                raise UserError(f"{path}: {name} does not hold records of 3,073 bytes; is it the binary version?")
-            records = records.reshape(-1, 3073)
+            with reading(path):
+                records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
+                if records[:, 0].max() > 9:
+                    raise ValueError(f"{name} has labels above 9")
             is_val = np.full(len(records), name == "test_batch.bin")
             yield records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64), is_val
         if left:
@@ -142,7 +129,7 @@ def read_cifar10(path: Path) -> Source:
 
 
 def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarray, path: Path) -> Source:
-    """The images (N, H, W) or (N, H, W, C) uint8 in the open file, read piece by piece."""
+    """Images (N, H, W) or (N, H, W, C) uint8 in an open file, read piece by piece."""
 
     def blocks():
         numbers = np.zeros(shape[0], np.int64) if labels is None else labels
@@ -162,29 +149,25 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
 
 
 def check_shape(path: Path, shape: tuple) -> None:
-    """UserError if no file of that size can hold such images, before any memory is taken for them."""
-    if min(shape) < 1 or (len(shape) == 4 and shape[3] not in (1, 3)):
-        raise UserError(f"{path} has shape {shape}; accepted: (N, H, W, 1), (N, H, W, 3) or (N, H, W)")
+    """UserError, before any memory is taken, for an array that a file of that size cannot hold."""
     size = path.stat().st_size
-    if math.prod(shape) > MAX_RATIO * size:
-        raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold images of shape {shape}")
+    if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
+        raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
 
 
 def idx_files(folder: Path) -> dict[str, Path]:
     """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, .gz or not."""
     files = {}
-    for split, marks in (("train", ["train-images"]), ("val", ["t10k-images", "test-images"])):
-        found = [path for mark in marks for path in sorted(folder.glob(f"*{mark}*idx*"))]
-        if len({path.name.removesuffix(".gz") for path in found}) > 1:
-            names = ", ".join(path.name for path in found)
-            raise UserError(f"{folder} has several files of {split} images: {names}; give --path of one")
-        if found:
-            files[split] = found[0]
+    for split, mark in (("train", "train-images"), ("val", "t10k-images"), ("val", "test-images")):
+        for path in sorted(folder.glob(f"*{mark}*idx*")):
+            first = files.setdefault(split, path)
+            if first.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
+                raise UserError(f"{folder} has {first.name} and {path.name}; give --path of one")
     return files
 
 
 def open_idx(path: Path, dims: int):
-    """An IDX file, gzipped or not -> open file after its header, shape."""
+    """An IDX file, gzipped or not -> file open after its header, shape."""
     with reading(path):
         with open(path, "rb") as file:
             opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
@@ -192,32 +175,32 @@ def open_idx(path: Path, dims: int):
         head = file.read(4 + 4 * dims)
     if head[:4] != bytes([0, 0, 8, dims]) or len(head) != 4 + 4 * dims:
         raise UserError(f"{path} begins with {head[:4].hex()}, wanted 000008{dims:02d}: IDX, bytes, {dims} dimensions")
-    return file, tuple(np.frombuffer(head, ">u4", dims, 4).tolist())
+    shape = tuple(np.frombuffer(head, ">u4", dims, 4).tolist())
+    check_shape(path, shape)
+    return file, shape
 
 
 def read_idx(path: Path, options: Options) -> Source:
-    """A file of images, or a folder with train-images and t10k-images; labels from the files beside them, if any."""
+    """A file of images, or a folder with train-images and t10k-images; with the files of labels beside them, if any."""
     files = idx_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
-    sources, sizes = [], set()
+    sources, kinds = [], set()
     for split, file in files.items():
         opened, shape = open_idx(file, 3)
-        check_shape(file, shape)
+        labels = read_idx_labels(file, shape[0])
         is_val = np.full(shape[0], split == "val") if len(files) == 2 else val_mask(shape[0], options)
-        sources.append(array_source(opened, shape, read_idx_labels(file, shape[0]), is_val, file))
-        sizes.add(shape[1:])
-    if len(sizes) > 1:
-        raise UserError(f"{path}: train and test images differ in size: {sizes}")
-    class_names = [source.class_names for source in sources]
-    if bool(class_names[0]) != bool(class_names[-1]):
-        raise UserError(f"{path}: only one of {' and '.join(p.name for p in files.values())} has a file of labels")
+        sources.append(array_source(opened, shape, labels, is_val, file))
+        kinds.add((shape[1:], labels is None))
+    if len(kinds) > 1:
+        raise UserError(f"{path}: train and test images differ in size, or only one has a file of labels")
+    class_names = max((source.class_names for source in sources), key=len)
     blocks = itertools.chain(*(source.blocks for source in sources))
-    return Source(sum(source.num_images for source in sources), max(class_names, key=len), blocks)
+    return Source(sum(source.num_images for source in sources), class_names, blocks)
 
 
 def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
-    """(num,) int64 from the file of labels beside a file of images; None if there is none."""
+    """(num,) int64 from the file beside a file of images; None if there is none."""
     name = images.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
     found = [path for path in (images.with_name(name), images.with_name(name + ".gz")) if path.is_file()]
     if not found or found[0] == images:
@@ -232,7 +215,7 @@ def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
 def open_npz(path: Path):
     """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, and labels (N,) in `labels` or `arr_1`, if any.
 
-    Returns arr_0 as an open file after its header, its shape, and the labels, int64 or None.
+    Returns arr_0 as a file open after its header, its shape, and the labels, int64 or None.
     """
     with reading(path):
         archive = zipfile.ZipFile(path)
@@ -242,19 +225,15 @@ def open_npz(path: Path):
         file = archive.open("arr_0.npy")
         np.lib.format.read_magic(file)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        if dtype != np.uint8 or len(shape) != 4 or fortran:
-            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, C)")
-        size = archive.getinfo("arr_0.npy").file_size - file.tell()
-        if size != math.prod(shape):
-            raise UserError(f"{path}: shape {shape} does not fit the {size:,} bytes of arr_0")
+        if dtype != np.uint8 or len(shape) != 4 or fortran or shape[3] not in (1, 3):
+            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, 1 or 3)")
         check_shape(path, shape)
         for name in ("labels.npy", "arr_1.npy"):
             if name in members:
                 labels = np.lib.format.read_array(archive.open(name), allow_pickle=False)
-                if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
-                    raise UserError(f"{path}: {name} is {labels.dtype} of shape {labels.shape} for {shape[0]:,} images")
-                if labels.min() < 0 or labels.max() >= 2**20:
-                    raise UserError(f"{path}: {name} has labels {labels.min()}..{labels.max()}; accepted: 0..N-1")
+                integers = labels.dtype.kind in "iu" and labels.shape == shape[:1]
+                if not integers or labels.min() < 0 or labels.max() >= 2**20:
+                    raise UserError(f"{path}: {name} does not hold {shape[0]:,} class numbers 0, 1, ...")
                 return file, shape, labels.astype(np.int64)
     return file, shape, None
 
