@@ -11,35 +11,25 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _text_chunk(key: str, value: str) -> bytes:
-    """tEXt where Latin-1 holds the value, else iTXt (UTF-8, uncompressed, no language)."""
-    try:
-        return _chunk(b"tEXt", key.encode() + b"\0" + value.encode("latin-1"))
-    except UnicodeEncodeError:
-        return _chunk(b"iTXt", key.encode() + b"\0\0\0\0\0" + value.encode())
-
-
 def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
-    """A PNG file (RFC 2083) of uint8 (H, W) or (H, W, 1) gray, (H, W, 3) RGB or (H, W, 4) RGBA.
-
-    `text` goes into tEXt/iTXt chunks, e.g. {"seed": "3"}.
-    """
+    """A PNG file (RFC 2083) of uint8 (H, W) or (H, W, C), C = 1, 3 or 4, with ASCII `text` in tEXt chunks."""
     array = array[:, :, None] if array.ndim == 2 else array
     height, width, channels = array.shape
-    colour_type = {1: 0, 3: 2, 4: 6}[channels]
+    colour_type = {1: 0, 3: 2, 4: 6}[channels]  # gray, RGB, RGBA
     # Filter 1 ("sub": the difference to the pixel on the left, modulo 256) compresses far better than no filter
     pixels = array.copy()
     pixels[:, 1:] -= array[:, :-1]
     rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
-    texts = b"".join(_text_chunk(key, str(value)) for key, value in (text or {}).items())
-    data = _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + texts + data + _chunk(b"IEND", b"")
+    data = b"\x89PNG\r\n\x1a\n"
+    data += _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0))
+    for key, value in (text or {}).items():
+        data += _chunk(b"tEXt", f"{key}\0{value}".encode("ascii"))
+    return data + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)) + _chunk(b"IEND", b"")
 
 
 def decode_png(data: bytes) -> np.ndarray:
-    """(H, W, C) uint8 from a file that encode_png wrote. Raises ValueError for any other file."""
+    """(H, W, C) uint8; ValueError unless encode_png wrote the file."""
     try:
         chunks, at = {}, 8
         while at < len(data):
@@ -49,17 +39,14 @@ def decode_png(data: bytes) -> np.ndarray:
         width, height = struct.unpack_from(">II", chunks[b"IHDR"])
         rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
         if (rows[:, 0] != 1).any():
-            raise ValueError("another filter than 1")
+            raise ValueError("another filter")
         return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
     except (KeyError, ValueError, struct.error, zlib.error) as e:
         raise ValueError(f"not a PNG that encode_png wrote: {e}") from e
 
 
 def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1) -> np.ndarray:
-    """Images (N, C, H, W) uint8, C = 1 or 3, row by row on black: one picture (H, W, 3) uint8.
-
-    `scale` enlarges each pixel, so that tiny images can be seen; `padding` is in pixels of the picture.
-    """
+    """Images (N, C, H, W) uint8, C = 1 or 3, enlarged `scale` times, row by row on black: (H, W, 3) uint8."""
     num, _, height, width = images.shape
     columns = min(columns, num)
     rows = -(-num // columns)
@@ -72,10 +59,7 @@ def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
-    """`grid` (H, W, 3) uint8 as 24-bit colour half blocks, two pixels per character.
-
-    A picture wider than `width` characters (None: the terminal's) is averaged down by an integer factor.
-    """
+    """`grid` (H, W, 3) uint8 as half blocks, two pixels per character, averaged to `width` (None: the terminal's)."""
     width = shutil.get_terminal_size().columns if width is None else width
     factor = -(-grid.shape[1] // width)
     rows, columns = -(-grid.shape[0] // factor), -(-grid.shape[1] // factor)

@@ -4,9 +4,8 @@ Steps against quality: a table of a run's samplers, and a chart in its report.
     python -m scripts.compare_samplers --run=shapes_cpu
     python -m scripts.compare_samplers --run=cifar10 --samplers=euler,heun --steps=10,25 --num_images=2000
 
-Error: root mean square difference to the images, in [-1, 1], that the same noise becomes in many steps; none for
-samplers that add noise of their own. Evaluations: of the network; a guided pair counts once. Distance: the Frechet
-distance of base_eval --metric=fd_classifier; few samples bias it upwards, equally for all samplers.
+Error: RMS difference to the images, in [-1, 1], that the same noise becomes in many steps; none for samplers that add
+noise. Evaluations: a guided pair counts once. Distance: base_eval's fd_classifier; few samples bias it upwards.
 """
 
 import json
@@ -66,8 +65,7 @@ guidance = cfg_scale if loaded.has_null_class else 1.0
 plan = [SampleSettings(count, choose_sampler(process, name, count), guidance) for name in names for count in counts]
 second_order = "dpm++" if process.num_timesteps else "heun"
 reference_settings = SampleSettings(min(reference_steps, most_steps), second_order, guidance)
-if not num_classes:
-    num_images = 0  # a set without labels has no classifier
+num_images = num_images if num_classes else 0  # a set without labels has no classifier
 if num_images:
     network = load_network("fd_classifier", loaded.data["name"], device)
     dataset = image_set(loaded.data["name"], "train")
@@ -80,9 +78,8 @@ if num_images:
 
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples with these numbers: the same noise and classes for every sampler."""
-    ids = torch.as_tensor(ids)
-    cond = {"y": ids % num_classes} if num_classes else {}
-    seeds = [(seed << 32) + i for i in ids.tolist()]
+    cond = {"y": torch.as_tensor(ids) % num_classes} if num_classes else {}
+    seeds = [(seed << 32) + int(i) for i in ids]
     with autocast:
         return sample_images(model, process, seeds, cond, codec.shape, settings, batch_size).float()
 
@@ -93,10 +90,10 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
     reference = draw(few, reference_settings)
     bar.update()
     for settings in plan:
-        row = {"sampler": settings.sampler, "steps": settings.steps}
-        row["evaluations"] = network_evaluations(model, process, SampleSettings(settings.steps, settings.sampler))
-        stochastic = settings.sampler in ("sde", "ddpm")
-        row["error"] = None if stochastic else float((draw(few, settings) - reference).square().mean().sqrt())
+        evaluations = network_evaluations(model, process, SampleSettings(settings.steps, settings.sampler))
+        row = {"sampler": settings.sampler, "steps": settings.steps, "evaluations": evaluations, "error": None}
+        if settings.sampler not in ("sde", "ddpm"):
+            row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
         if num_images:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
             found = collect_features(pixels, num_images, network, batch_size)

@@ -7,8 +7,7 @@ Write a trained model to a file: for nanodiff, or in a published format.
     python -m scripts.export --run=my_unet --form=improved_diffusion     # as openai/improved-diffusion's .pt
     python -m scripts.export --run=DiT-XL-2-256x256.pt --form=diffusers  # from one format to another
 
-A .safetensors holds all that sampling needs. The other forms hold weights alone; the settings that belong to them are
-printed.
+A .safetensors holds all that sampling needs, the other forms weights alone: their settings are printed.
 """
 
 import io
@@ -24,7 +23,7 @@ from nanodiff.files import write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_diffusers, to_improved_diffusion, to_meta
-from nanodiff.models.unet import UNetConfig
+from nanodiff.models.dit import DiTConfig
 from nanodiff.safetensors import save_safetensors
 
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
@@ -45,45 +44,46 @@ if out and not out.endswith(suffix):
 loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
 apply_adapters(loaded, lora, lora_scale)
 model_config = loaded.model.config
-if isinstance(model_config, UNetConfig):
-    arch = "unet"
-else:
+arch = "unet"
+if isinstance(model_config, DiTConfig):
     arch = "dit_classic" if model_config.block == "classic" else "dit"
+given = f"{loaded.source} is a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
 if form == "improved_diffusion" and arch != "unet":
-    raise UserError(f"form={form} takes a unet; {loaded.source} is a {arch}")
+    raise UserError(f"form={form} takes a unet; {given}")
 plain = arch == "dit_classic" and model_config.num_classes and not model_config.low_res
 if form in ("meta", "diffusers") and not plain:
-    given = f"a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
-    raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {loaded.source} is {given}")
+    raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {given}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
 
+default = Path(loaded.source).stem  # here
 if loaded.run_dir:
     default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
+ending = "" if form == "safetensors" else f"_{form}"
+path = Path(out or f"{default}{ending}{suffix}")
+tensors = loaded.model.state_dict()
+if form == "safetensors":
+    meta = dict(step=loaded.step, ema=loaded.weights, arch=arch, model_config=asdict(model_config))
+    meta |= dict(config=loaded.config, data=loaded.data)
+elif form == "diffusers":
+    diffusers_config, tensors = to_diffusers(tensors, model_config)
+elif form == "meta":
+    tensors = to_meta(tensors, model_config)
 else:
-    default = Path(Path(loaded.source).stem)  # here
-if form != "safetensors":
-    default = default.with_name(f"{default.name}_{form}")
-path = Path(out or f"{default}{suffix}")
-state_dict = loaded.model.state_dict()
+    tensors = to_improved_diffusion(tensors, model_config)
+folder = path if form == "diffusers" else path.parent
 try:
+    folder.mkdir(parents=True, exist_ok=True)
     if form == "safetensors":
-        meta = dict(step=loaded.step, ema=loaded.weights, arch=arch, model_config=asdict(model_config))
-        meta |= dict(config=loaded.config, data=loaded.data)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_safetensors(state_dict, path, {name: json.dumps(value) for name, value in meta.items()})
+        save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
     elif form == "diffusers":
-        diffusers_config, theirs = to_diffusers(state_dict, model_config)
-        path.mkdir(parents=True, exist_ok=True)
-        save_safetensors(theirs, path / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        save_safetensors(tensors, path / "diffusion_pytorch_model.safetensors", {"format": "pt"})
         # the config last: without it the folder does not load
         write_atomic(path / "config.json", json.dumps(diffusers_config, indent=2).encode())
     else:
-        theirs = (to_meta if form == "meta" else to_improved_diffusion)(state_dict, model_config)
         buffer = io.BytesIO()
-        torch.save(theirs, buffer)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(tensors, buffer)
         write_atomic(path, buffer.getbuffer())
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
@@ -94,7 +94,7 @@ if form == "safetensors":
     print0(f"to sample: python -m scripts.sample --run={path}")
 else:
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
-    process = {name: loaded.config[name] for name in names if name in loaded.config}
+    process = {name: loaded.config.get(name) for name in names}
     print0(f"not in the file: {json.dumps({'model': asdict(model_config), 'process': process})}")
 if form == "diffusers":
     print0("diffusers embeds t with other frequencies than the published DiT; to get the model's own output:")

@@ -1,14 +1,14 @@
 """
 Sample from a trained model: a grid to look at, or an .npz of any number of images, as ADM's evaluations read it.
 
-    python -m scripts.sample                                   # the newest run, its newest checkpoint, averaged weights
+    python -m scripts.sample                                   # the newest run, averaged weights
     python -m scripts.sample --run=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
     torchrun --standalone --nproc_per_node=8 -m scripts.sample -- --run=cifar10_dit_d12 --num_images=50000 --npz
     python -m scripts.sample --run=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
     python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
 
-Image i depends only on (seed, i) and its class, not on the batch size or the number of ranks. A run that was stopped or
-killed resumes with the same command, on any number of ranks, and ends with the same bytes.
+Image i depends only on (seed, i) and its class. A run that was stopped or killed resumes with the same command, on any
+number of ranks, and ends with the same bytes.
 """
 
 import json
@@ -112,22 +112,14 @@ chosen = parse_classes(classes, num_classes)
 labels = torch.tensor([chosen[i % len(chosen)] for i in range(num_images)])
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Output: where, and the protocol, which holds everything that an image depends on (the number of ranks is not in it)
+# Output: where, and the protocol, which holds everything that an image depends on
 
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
-if out:
-    stem = Path(out.removesuffix(".png").removesuffix(".npz"))
-else:
-    folder = loaded.run_dir / "samples" if loaded.run_dir else Path(".")
-    stem = folder / f"sample_{loaded.step:06d}_seed{seed}"
-png = stem.with_name(f"{stem.name}.png")
-output = stem.with_name(f"{stem.name}.npz") if npz else png
-try:  # before the hours of sampling, not after
-    stem.parent.mkdir(parents=True, exist_ok=True)
-except OSError as e:
-    raise UserError(f"out={out!r}: cannot write to {stem.parent}: {e.strerror}") from None
-
+folder = loaded.run_dir / "samples" if loaded.run_dir else Path(".")
+stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / f"sample_{loaded.step:06d}_seed{seed}")
+png = Path(f"{stem}.png")
+output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.facts.get("latents", {})
 protocol = loaded.described() | {
     "sampler": settings.sampler,
@@ -155,11 +147,11 @@ protocol = loaded.described() | {
 print0(f"protocol: {json.dumps(brief(protocol))}")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Draw: each rank its parts, one batch each, except those that an earlier run has drawn
+# Draw: each rank its parts of one batch, except those that an earlier run has drawn
 
 store = SampleStore(output, protocol, num_images, batch_size)
-finished = store.open() if rank == 0 else False
-finished = bool(sum_over_ranks(torch.tensor(int(finished)), device))  # the other ranks wait here for the store
+finished = torch.tensor(int(rank == 0 and store.open()))
+finished = bool(sum_over_ranks(finished, device))  # the other ranks wait here for the store
 todo = [] if finished else store.missing(rank, world)
 before = num_images if finished else store.num_drawn()
 if 0 < before < num_images:
@@ -180,7 +172,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
 stopped = stop.agreed(device)  # waits for the other ranks
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The end: a grid of the first images, and the file of all
+# Write a grid of the first images, and the file of all
 
 if rank == 0 and stopped:
     print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
@@ -188,8 +180,8 @@ elif rank == 0 and finished:
     print0(f"{num_images:,} images of this protocol are there already: {output}")
 elif rank == 0:
     seconds = time.perf_counter() - start
-    drawn = num_images - before
-    print0(f"drew {drawn:,} images in {seconds:,.1f} s, {drawn / seconds:,.2f} per second")
+    rate = (num_images - before) / seconds
+    print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
     images = store.first(GRID_IMAGES).transpose(0, 3, 1, 2)  # (n, C, H, W)
     columns = len(chosen) if 4 <= len(chosen) <= 10 else 8
     grid = make_grid(images, columns, scale=max(1, 48 // images.shape[-1]))

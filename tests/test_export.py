@@ -113,18 +113,11 @@ def test_a_run_in_metas_format(run_script, export):
 
 @pytest.mark.parametrize("via", ["", ".safetensors"])
 def test_metas_format_comes_back_unchanged(export, tmp_path, via):
-    theirs = meta_file(tmp_path / "dit.pt")
+    theirs = meta_file(tmp_path / "dit.pt", dtype=torch.float16)
     run = export(tmp_path / "dit.pt", f"--out={tmp_path / 'x'}{via}") if via else tmp_path / "dit.pt"
     again = export(run, "--form=meta", f"--out={tmp_path / 'again.pt'}")
-    assert_equal(torch.load(again, weights_only=True), theirs)
-    assert again.stat().st_size < 1.1 * (tmp_path / "dit.pt").stat().st_size
-
-
-def test_half_precision_files_become_single_precision(base, tmp_path):
-    theirs = meta_file(tmp_path / "dit.pt", dtype=torch.float16)
-    params = dict(load_run(str(tmp_path / "dit.pt"), "cpu").model.named_parameters())
-    assert {p.dtype for p in params.values()} == {torch.float32}
-    assert torch.equal(params["blocks.1.fc1.weight"], theirs["blocks.1.mlp.fc1.weight"].float())
+    single = {name: value.float() for name, value in theirs.items()}  # a half-precision file becomes single precision
+    assert_equal(torch.load(again, weights_only=True), single)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,14 +187,11 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
     "more, args, named",
     [
         ((), ("--form=meta",), "dit_classic.* is a dit with 8 classes"),
-        ((), ("--form=improved_diffusion",), "unet.* is a dit"),
         (UNET, ("--form=diffusers",), "dit_classic.* is a unet"),
         ((*CLASSIC, "--class_cond=False"), ("--form=meta",), "no classes"),
         ((*CLASSIC, "--low_res_size=8"), ("--form=meta",), "low_res"),
         ((), ("--out=model.pt",), r"model\.pt.*safetensors"),
         ((), ("--out=file/x.safetensors",), "file/x"),
-        ((), ("--ema=0.5",), "0.5"),
-        ((), ("--checkpoint_step=7",), "step 7"),
         (CLASSIC, ("--form=meta", "--out=folder.pt"), "folder.pt"),
     ],
 )

@@ -1,12 +1,10 @@
 """Corrupt and hostile input: one line that says what is wrong, or the truth; in bounded memory and time.
 
 Each case is a valid input with a few changes: bits flipped, parts cut or moved, numbers made extreme, types exchanged.
-Checksums are made right again, so that the changes get through. More than 10,000 cases, the same in every run.
+Checksums are made right again, so that the changes get through. More than 6,000 cases, the same in every run.
 """
 
 import copy
-import gzip
-import hashlib
 import io
 import json
 import os
@@ -14,32 +12,28 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from image_helpers import archive, idx, make_folder, noise, prepare
 from test_load import CLASSIC, DIT, LATENTS, STATES, UNET, describe
+from test_mistakes import forge
 
 import configurator
 from nanodiff.common import UserError
-from nanodiff.data.dataset import open_dataset, verify
-from nanodiff.data.decode import decode_chunk
 from nanodiff.data.latents import load_codec
 from nanodiff.formats.adapters import identity, save_adapters
-from nanodiff.formats.load import build, load_run, translate
+from nanodiff.formats.load import build, load_run
 from nanodiff.formats.published import to_improved_diffusion, to_meta
 from nanodiff.models.lora import add_lora
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import save_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")]
 MAX_BYTES = 2**29  # of memory, beyond what the process has at the start
 MAX_SECONDS = 10  # of CPU for one case
 
@@ -57,9 +51,8 @@ def bounds():
 
     old = signal.signal(signal.SIGPROF, stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, hard))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     signal.signal(signal.SIGPROF, old)
@@ -172,16 +165,14 @@ config = configure(globals())
 """
 DEFAULTS = dict(depth=12, lr=0.1, dtype="auto", compile=True, tag="x", limit=None)
 RUNS = "open('executed', 'w')"
-EXPRESSIONS = ("1", "-1", "0.5", "1e999", "nan", "'a'", "None", "True", "...", "b'a'", "1j", "(0.9, 0.99)", "[1, 'a']",
-               "{1: 2}", "10**10**10", "'a'*10**12", "1<<10**12", "1" * 6000, RUNS, f"[{RUNS} for _ in 'a']",
-               f"f'{{{RUNS}}}'", f"(lambda: {RUNS})()", "().__class__.__base__.__subclasses__()",
-               "'\\ud800'", "'a\\nb'", "[" * 150 + "1" + "]" * 150, "(" * 300, "-" * 5000 + "1", "a" + ".a" * 5000,
-               "0777", "await x", "*a")  # fmt: skip
+EXPRESSIONS = ("1", "-1", "0.5", "1e999", "nan", "'a'", "None", "True", "...", "1j", "(0.9, 0.99)", "{1: 2}",
+               "10**10**10", "'a'*10**12", "1" * 6000, RUNS, f"[{RUNS} for _ in 'a']", f"f'{{{RUNS}}}'",
+               f"(lambda: {RUNS})()", "'\\ud800'", "'a\\nb'", "[" * 150 + "1" + "]" * 150, "(" * 300, "-" * 5000 + "1",
+               "a" + ".a" * 5000, "0777", "*a")  # fmt: skip
 STATEMENTS = ("{n} = {e}", "{n} = {e}", "{n}: {e} = 1", "{n} += {e}", "{n}, lr = {e}", "{e}", "import os",
-              "if {e}: pass", "def f(x={e}): pass", "class A({e}): pass", "with {e}: pass", "del {n}", "\t{n} = {e}",
-              "assert {e}", "\0", "# coding: utf-16", "{n} = ({e}", "\\")  # fmt: skip
-TEXTS = ("", "1", "0", "-1", "1.5", "1e3", "nan", "inf", "1e999", "auto", "None", "True", "x.py", "\ud800", "a\nb",
-         "9" * 5000, "a" * 10_000, "0x10", "１", "1_0", "(1,)", f"{RUNS}", "\x1b[2J", "../../x", "--", "²")  # fmt: skip
+              "def f(x={e}): pass", "\t{n} = {e}", "\0", "# coding: utf-16", "{n} = ({e}", "\\")  # fmt: skip
+TEXTS = ("", "1", "0", "-1", "1.5", "1e3", "nan", "1e999", "auto", "None", "True", "x.py", "\ud800", "a\nb",
+         "9" * 5000, "0x10", "１", "1_0", "(1,)", f"{RUNS}", "\x1b[2J", "../../x", "--", "²")  # fmt: skip
 names = st.sampled_from([*DEFAULTS, "dept", "__class__", "configure", "é", ""])
 lines = st.builds(lambda form, n, e: form.format(n=n, e=e), st.sampled_from(STATEMENTS), names,
                   st.sampled_from(EXPRESSIONS))  # fmt: skip
@@ -206,20 +197,11 @@ def configured(folder, argv):
     assert not Path("executed").exists()
 
 
-@cases(1000, argv=st.lists(arguments, min_size=1, max_size=3))
-def test_arguments(folder, argv):
-    configured(folder, argv)
-
-
-@cases(1500, lines=st.lists(lines, min_size=1, max_size=3), changes=st.just([]) | changes)
-def test_presets(folder, lines, changes):
+@cases(2000, argv=st.lists(arguments, max_size=2), lines=st.lists(lines, max_size=3), changes=st.just([]) | changes)
+def test_settings(folder, argv, lines, changes):
     text = "\n".join(lines).encode(errors="surrogatepass")
     (folder / "preset.py").write_bytes(change_bytes(text, changes))
-    configured(folder, [str(folder / "preset.py")])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Safetensors
+    configured(folder, [str(folder / "preset.py"), *argv])
 
 
 @cases(2000, changes=changes, in_header=st.booleans())
@@ -242,64 +224,13 @@ def test_safetensors(folder, changes, in_header):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Archives and images
-
-
-def write_archive(path, source):
-    if source == "npz":
-        np.savez(path, arr_0=np.zeros((6, 4, 4, 3), np.uint8), labels=np.arange(6) % 3)
-    elif source == "idx":
-        path.write_bytes(idx(np.zeros((6, 4, 4), np.uint8)))
-    else:
-        make_folder(path.with_name("images"))
-        archive(path.with_name("images"), source, path)
-
-
-def mend_tar(data: bytes) -> bytes:
-    """The same with right checksums in its headers."""
-    data = bytearray(data)
-    for at in range(0, len(data) - 511, 512):
-        if data[at + 257 : at + 262] == b"ustar":
-            data[at + 148 : at + 156] = b" " * 8
-            data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
-    return bytes(data)
-
-
-@pytest.mark.parametrize("source, suffix", [("npz", ".npz"), ("zip", ".zip"), ("tar", ".tar"), ("tar", ".tar.gz"),
-                                            ("idx", "-idx3-ubyte.gz")])  # fmt: skip
-@cases(500, changes=changes)
-def test_archives(folder, source, suffix, changes):
-    """scripts.prepare_data makes a whole set that verifies, or nothing at all."""
-    valid, path = folder / f"valid.{source}", folder / f"train-images{suffix}"
-    if not valid.exists():
-        write_archive(valid, source)
-    data = change_bytes(valid.read_bytes(), changes)
-    data = mend_tar(data) if source == "tar" else data
-    path.write_bytes(gzip.compress(data, 1) if suffix.endswith("gz") else data)
-    with one_line_or_the_truth():
-        prepare(path, source=source, val_fraction=0.3)
-    sets = folder / "base" / "data"
-    if (sets / "toy").exists():
-        verify(open_dataset("toy"))
-    assert not sets.exists() or {p.name for p in sets.iterdir()} <= {".toy.lock", "toy"}
-
-
-@cases(1500, kind=st.sampled_from(["PNG", "JPEG", "GIF", "TIFF", "BMP", "WEBP"]), changes=changes)
-def test_images(kind, changes):
-    Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
-    Image.fromarray(noise(9, 8)).save(file := io.BytesIO(), kind)
-    with one_line_or_the_truth():
-        [(_, _, image)] = decode_chunk([(0, "a.png", change_bytes(file.getvalue(), changes))], 4)
-        assert isinstance(image, str) or image.shape == (3, 4, 4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
-def use(model, process, data):
+def use(loaded):
     """One prediction, as a script would make it."""
-    codec = load_codec(data, torch.device("cpu"))
+    model, process = loaded.model, loaded.process
+    codec = load_codec(loaded.data, torch.device("cpu"))
     x = torch.zeros(1, *codec.shape)
     y = torch.zeros(1, dtype=torch.int64) if model.config.num_classes else None
     with torch.no_grad():
@@ -319,8 +250,8 @@ def test_descriptions(model_config, changes, latent):
     """What a checkpoint or an export says of its weights."""
     facts = {"data.kind": "latents", "data.latents": LATENTS} if latent else {}
     with one_line_or_the_truth():
-        meta = translate(change_meta(describe(model_config, **facts), changes), "x")
-        use(*build(meta, dict(STATES[model_config]), "x"), meta["data"])
+        meta = change_meta(describe(model_config, **facts), changes)
+        use(build(meta, dict(STATES[model_config]), "cpu", "x", "raw", Path("x")))
 
 
 def write_runs():
@@ -342,16 +273,12 @@ def test_checkpoints(folder, tag, changes, right_hash):
     """meta.json of a run, or of a fine-tune, changed; with its hash in the manifest made right, or not."""
     runs = folder / "base" / "runs"
     runs = runs if runs.exists() else write_runs()
-    path = runs / tag / "checkpoints" / "step_000001"
     text = json.dumps(change_json(json.loads((runs / f"{tag}.json").read_text()), changes)).encode()
-    (path / "meta.json").write_bytes(text)
-    if right_hash:
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["meta.json"] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        (path / "manifest.json").write_text(json.dumps(manifest))
+    forge(runs / tag, "meta.json", text)
+    if not right_hash:
+        (runs / tag / "checkpoints" / "step_000001" / "meta.json").write_bytes(text + b" ")
     with one_line_or_the_truth(), redirect_stdout(io.StringIO()):
-        loaded = load_run(tag, "cpu")
-        use(loaded.model, loaded.process, loaded.data)
+        use(load_run(tag, "cpu"))
 
 
 @cases(1000, unet=st.booleans(), changes=changes)
@@ -371,5 +298,4 @@ def test_published_weights(folder, unet, changes):
             weights.pop(draw.choice([*valid]), None)
     torch.save(weights, folder / "x.pt")
     with one_line_or_the_truth():
-        loaded = load_run(str(folder / "x.pt"), "cpu")
-        use(loaded.model, loaded.process, loaded.data)
+        use(load_run(str(folder / "x.pt"), "cpu"))

@@ -77,14 +77,12 @@ def damage_runs(root):
 
 def damage_published(root):
     """Files that are almost in a published format."""
-    (root / "text.pt").write_text("not a checkpoint at all")
-    torch.save([torch.zeros(1)], root / "list.pt")
+    (root / "evil.pt").write_bytes(pickle.dumps(Evil()))
+    torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
     torch.save({1: torch.zeros(1)}, root / "numbers.pt")
     torch.save({"ema": {"x_embedder.proj.weight": 3}}, root / "values.pt")
-    torch.save({"x_embedder.proj.weight": torch.zeros(1)}, root / "lacking.pt")
     flat = ("pos_embed", "x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
     torch.save({name: torch.zeros(1) for name in flat}, root / "flat.pt")
-    torch.save({"time_embed.0.weight": torch.zeros(1)}, root / "time.pt")
 
 
 @pytest.fixture(scope="module")
@@ -110,31 +108,23 @@ def place(tmp_path_factory):
         (root / "typo.py").write_text("depht = 2\n")
         (root / "call.py").write_text("depth = open('pwned', 'w')\n")
         make_folder(root / "mixed", sizes=((8, 8), (9, 9)))
-        (root / "nothing").mkdir()
         np.savez(root / "objects.npz", arr_0=np.array([Evil()], dtype=object))
         write_cifar(root / "cifar.tar.gz")
-        packed = (root / "cifar.tar.gz").read_bytes()
-        (root / "cut.tar.gz").write_bytes(packed[: len(packed) // 2])
+        (root / "cut.tar.gz").write_bytes((root / "cifar.tar.gz").read_bytes()[:-1000])
         (root / "idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 5))
-        (root / "evil.pt").write_bytes(pickle.dumps(Evil()))
         run_process(*TRAIN, "--model_tag=plain", "--num_iterations=1", "--class_cond=False")
         damage_sets(root)
         damage_runs(root)
         damage_published(root)
         write_mnist(root / "mnist")
         (root / "mnist" / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(5, np.uint8))))
-        torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
         yield root
 
 
 MISTAKES = [
     # settings
     ((*TRAIN, "--dept=3"), "dept"),
-    ((*TRAIN, "--depth=0"), "depth"),
     ((*TRAIN, "--lr=-1"), "lr"),
-    ((*TRAIN, "--arch=resnet"), "resnet"),
-    ((*TRAIN, "depth=3"), "depth=3"),
-    ((*TRAIN, "missing.py"), "missing.py"),
     ((*TRAIN, "typo.py"), "depht"),
     ((*TRAIN, "call.py"), "call.py"),
     ((*TRAIN, "--ema_rates=0.9,2"), "ema_rates"),
@@ -149,9 +139,6 @@ MISTAKES = [
     ((*TRAIN, "--objective=eps", "--num_timesteps=10", "--noise_schedule=linear"), "num_timesteps=10"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21"), "21"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
-    ((*SAMPLE, "--num_images=0"), "num_images=0"),
-    ((*EVAL, "--metric=beauty"), "beauty"),
-    ((*PREPARE, "--resolution=3"), "resolution=3"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
     ((*TRAIN, "--device_type=mps"), "mps"),
     # data sets
@@ -164,31 +151,26 @@ MISTAKES = [
     ((*TRAIN, "--data=shuffled"), "train_labels.npy"),
     # runs
     ((*TRAIN, "--model_tag=a", "--resume=7"), "step 7"),
-    ((*TRAIN, "--model_tag=a", "--resume=soon"), "soon"),
     ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
     ((*TRAIN, "--model_tag=a", "--depth=2"), "depth=2"),
     ((*TRAIN, "--model_tag=broken"), "broken"),
     ((*TRAIN, "--model_tag=torn"), "torn"),
     ((*TRAIN, "--model_tag=evil"), "model.pt"),
-    ((*TRAIN, "--model_tag=swapped"), "patch_embed.weight"),
+    ((*TRAIN, "--model_tag=swapped"), "does not fit"),
     ((*TRAIN, "--model_tag=partial"), "'config'"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
-    ((*SAMPLE, "--run=torn"), "torn"),
     ((*SAMPLE, "--run=broken"), "broken"),
     ((*SAMPLE, "--run=evil"), "ema_0.999.pt"),
-    ((*SAMPLE, "--run=swapped"), "patch_embed.weight"),
+    ((*SAMPLE, "--run=swapped"), "does not fit"),
     ((*SAMPLE, "--run=unknown"), "moe_experts"),
-    ((*SAMPLE, "--run=data"), "data"),
     ((*SAMPLE, f"--run={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--run=~nobody/x"), "~nobody/x"),
     ((*SAMPLE, "--run=unheard"), "unheard"),
     ((*SAMPLE, "--run=empty"), "empty"),
     ((*SAMPLE, "--run=a", "--ema=0.5"), "0.5"),
     ((*SAMPLE, "--run=a", "--checkpoint_step=9"), "step 9"),
-    ((*SAMPLE, "--run=a", "--classes=8"), "classes"),
     ((*SAMPLE, "--run=a", "--classes=a,b"), "a,b"),
     ((*SAMPLE, "--run=plain", "--classes=0"), "no classes"),
-    ((*SAMPLE, "--run=a", "--cfg_interval=1"), "cfg_interval"),
     ((*SAMPLE, "--run=a", "--cfg_interval=0.8,0.1"), "0.8,0.1"),
     ((*SAMPLE, "--run=a", "--sampler=ddpm"), "ddpm"),
     ((*SAMPLE, "--run=gauss", "--steps=31"), "31"),
@@ -196,16 +178,12 @@ MISTAKES = [
     ((*SAMPLE, "--run=gauss", "--sampler=ddpm", "--eta=0.5"), "eta"),
     ((*SAMPLE, "--run=a", "--eta=0.5"), "eta"),
     ((*SAMPLE, "--run=a", "--respacing=10"), "respacing"),
-    ((*SAMPLE, "--run=a", "--out=file/x"), "file/x"),
+    ((*SAMPLE, "--run=a", "--out=file/x"), "see out"),
     ((*SAMPLE, "--run=evil.pt"), "evil.pt"),
     ((*SAMPLE, "--run=other.pt"), "other.pt"),
-    ((*SAMPLE, "--run=text.pt"), "text.pt"),
-    ((*SAMPLE, "--run=list.pt"), "list.pt"),
     ((*SAMPLE, "--run=numbers.pt"), "numbers.pt"),
     ((*SAMPLE, "--run=values.pt"), "values.pt"),
-    ((*SAMPLE, "--run=lacking.pt"), "lacking.pt"),
     ((*SAMPLE, "--run=flat.pt"), "flat.pt"),
-    ((*SAMPLE, "--run=time.pt"), "time.pt"),
     ((*EVAL, "--run=a", "--data=large"), "large"),
     ((*EVAL, "--run=plain", "--metric=class_accuracy"), "class_accuracy"),
     ((*EVAL, "--run=a", "--metric=class_accuracy", "--sampler=ddim"), "ddim"),
@@ -213,7 +191,6 @@ MISTAKES = [
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--path=absent"), "absent"),
-    ((*PREPARE, "--path=nothing"), "nothing"),
     ((*PREPARE, "--path=mixed"), "resolution"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
     ((*PREPARE, "--source=cifar10", "--path=cifar.tar.gz"), "SHA-256"),
@@ -225,7 +202,6 @@ MISTAKES = [
     ((*PREPARE, "--verify=bits"), "train_images_000.npy"),
     ((*PREPARE, "--path=mnist"), "5 labels for 6 images"),
     ((*PREPARE, "--path=mixed", "--labels=file"), "labels"),
-    ((*PREPARE, "--path=mixed", "--sha256=0"), "mixed"),
     ((*PREPARE, "--path=file", "--source=folder"), "file"),
 ]
 
@@ -266,12 +242,6 @@ def test_as_the_user_sees_it(place, arguments):
 def test_more_ranks_than_images(place):
     done = run_process(*TRAIN, "--data=single", "--num_iterations=1", ranks=2, check=False)
     assert done.returncode != 0 and "error: more ranks (2) than images (1)" in done.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(place, run_script):
-    with pytest.raises(UserError, match="cuda"):
-        run_script(*TRAIN, "--device_type=cuda")
 
 
 def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):

@@ -12,8 +12,8 @@ from nanodiff.png import decode_png, encode_png, make_grid, terminal_preview
 @pytest.mark.parametrize("shape", [(5, 7), (1, 1), (16, 16, 1), (33, 20, 3), (4, 9, 4)])
 def test_pillow_reads_back_pixels_and_text(shape):
     Image = pytest.importorskip("PIL.Image", reason="Pillow is the independent decoder")
-    array = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    text = {"seed": "3", "protocol": '{"steps": 50}', "title": "Größe — 図"}
+    array = np.random.default_rng(0).integers(0, 256, (*shape[:1], 2 * shape[1], *shape[2:]), np.uint8)[::-1, ::2]
+    text = {"seed": "3", "protocol": '{"steps": 50, "name": "\\u56f3"}'}
     data = encode_png(array, text)
     Image.open(io.BytesIO(data)).verify()  # every chunk's checksum
     with Image.open(io.BytesIO(data)) as image:
@@ -32,11 +32,6 @@ def test_only_what_was_encoded_is_read_back():
             decode_png(broken)
 
 
-def test_non_contiguous_array_is_encoded_like_its_copy():
-    array = np.random.default_rng(0).integers(0, 256, (8, 6, 3), np.uint8)[::-1, ::2]
-    assert encode_png(array) == encode_png(array.copy())
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_tile_of_a_grid_is_its_image(channels):
     images = np.random.default_rng(0).integers(1, 256, (7, channels, 4, 5), np.uint8)
@@ -48,10 +43,7 @@ def test_each_tile_of_a_grid_is_its_image(channels):
         for dy, dx in ((0, 0), (2, 1)):  # any pixel of each 3 x 3 repetition
             np.testing.assert_array_equal(tile[dy::3, dx::3], np.broadcast_to(image.transpose(1, 2, 0), (4, 5, 3)))
     assert grid.astype(int).sum() == images.astype(int).sum() * 9 * 3 // channels  # the rest is black
-
-
-def test_fewer_images_than_columns_make_one_row():
-    assert make_grid(np.zeros((2, 3, 4, 4), np.uint8), columns=8, padding=0).shape == (4, 8, 3)
+    assert make_grid(images[:2], columns=8, padding=0).shape == (4, 10, 3)  # fewer images than columns: one row
 
 
 def pixels_of(preview):
@@ -60,12 +52,9 @@ def pixels_of(preview):
     return cells.reshape(len(cells), -1, 2, 3).swapaxes(1, 2).reshape(2 * len(cells), -1, 3)
 
 
-def test_preview_shows_every_pixel_where_it_fits():
+def test_preview_shows_every_pixel_or_averages_to_the_width():
     grid = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
     np.testing.assert_array_equal(pixels_of(terminal_preview(grid, width=9)), grid)
-
-
-def test_preview_of_a_wide_picture_is_averaged_to_the_width():
     grid = np.random.default_rng(0).integers(0, 256, (8, 40, 3), np.uint8)
     shown = pixels_of(terminal_preview(grid, width=20))
     np.testing.assert_allclose(shown, grid.reshape(4, 2, 20, 2, 3).mean((1, 3)), atol=0.5)

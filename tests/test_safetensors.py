@@ -53,27 +53,20 @@ def test_round_trip(tmp_path):
     assert_same(loaded, tensors)
     assert loaded_metadata == metadata
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]  # no temporary file left behind
-
-
-def test_no_tensors(tmp_path):
     save_safetensors({}, tmp_path / "x.safetensors")
     assert load_safetensors(tmp_path / "x.safetensors") == ({}, {})
 
 
-def test_official_library_reads_ours(tmp_path):
+def test_the_official_library_and_we_read_each_other(tmp_path):
     official = pytest.importorskip("safetensors.torch", reason="the official library")
     tensors = one_of_each()
-    save_safetensors(tensors, tmp_path / "x.safetensors", {"step": "500"})
-    assert_same(official.load_file(tmp_path / "x.safetensors"), tensors)
-    with official.safe_open(tmp_path / "x.safetensors", "pt") as f:
+    save_safetensors(tensors, tmp_path / "ours", {"step": "500"})
+    assert_same(official.load_file(tmp_path / "ours"), tensors)
+    with official.safe_open(tmp_path / "ours", "pt") as f:
         assert f.metadata() == {"step": "500"}
-
-
-def test_we_read_the_official_library(tmp_path):
-    official = pytest.importorskip("safetensors.torch", reason="the official library")
-    tensors = {name: tensor.contiguous() for name, tensor in one_of_each().items()}
-    official.save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
-    loaded, metadata = load_safetensors(tmp_path / "x.safetensors")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    official.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    loaded, metadata = load_safetensors(tmp_path / "theirs")
     assert_same(loaded, tensors)
     assert metadata == {"format": "pt"}
 
@@ -88,19 +81,11 @@ def test_bytes_are_the_official_library_s(tmp_path):
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_tensors_are_writable_and_the_file_stays(tmp_path):
+def test_tensors_are_writable_and_outlive_the_file(tmp_path):
+    """Writing to a tensor does not change the file; a new file is renamed over the old one, still mapped."""
     path = tmp_path / "x.safetensors"
     save_safetensors({"w": torch.zeros(4)}, path)
-    before = path.read_bytes()
     load_safetensors(path)[0]["w"].add_(1)
-    assert path.read_bytes() == before
-    assert load_safetensors(path)[0]["w"].sum() == 0
-
-
-def test_loaded_tensors_outlive_an_overwrite(tmp_path):
-    """A new file is renamed over the old one, so tensors mapped from the old one keep their values."""
-    path = tmp_path / "x.safetensors"
-    save_safetensors({"w": torch.zeros(4)}, path)
     old = load_safetensors(path)[0]["w"]
     save_safetensors({"w": torch.ones(4)}, path)
     assert old.sum() == 0 and load_safetensors(path)[0]["w"].sum() == 4
@@ -130,21 +115,15 @@ CORRUPT = {  # header, bytes of data
     "hole at the start": ({"a": entry([2], 4, 12)}, 12),
     "hole between": ({"a": F32, "b": entry([2], 12, 20)}, 20),
     "overlap": ({"a": F32, "b": entry([2], 4, 12)}, 12),
-    "same bytes twice": ({"a": F32, "b": F32}, 8),
     "data left over": ({"a": F32}, 9),
     "truncated data": ({"a": F32}, 7),
     "offsets do not fit the shape": ({"a": entry([3], 0, 8)}, 8),
     "offsets past the end": ({"a": entry([2**50], 0, 2**52)}, 8),
     "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, 8),
-    "dtype is a list": ({"a": entry([2], 0, 8, [])}, 8),
     "negative shape": ({"a": entry([-2, -1], 0, 8)}, 8),
-    "float shape": ({"a": entry([2.0], 0, 8)}, 8),
-    "too many dimensions": ({"a": entry([1] * 65 + [2], 0, 8)}, 8),
     "overflowing shape": ({"a": entry([2**62, 2**62, 0], 0, 0)}, 0),
     "float offsets": ({"a": entry([0], 0.5, 0.5)}, 0),
-    "three offsets": ({"a": {**F32, "data_offsets": [0, 8, 8]}}, 8),
     "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
-    "entry is a number": ({"a": 3}, 8),
     "metadata is a list": ({"__metadata__": [], "a": F32}, 8),
     "metadata is not strings": ({"__metadata__": {"step": 3}, "a": F32}, 8),
     "not JSON": (b"{hello", 0),
@@ -179,19 +158,3 @@ def test_a_header_that_the_file_cannot_hold_is_refused_unread(tmp_path):
     for missing in (tmp_path / "absent", tmp_path):
         with pytest.raises(UserError, match="cannot be read"):
             load_safetensors(missing)
-
-
-def test_every_flipped_bit_is_refused_or_harmless(tmp_path):
-    """One bit of a good header flipped: a UserError, or a file that still loads and has as many bytes of tensors."""
-    path = tmp_path / "x"
-    save_safetensors({"a": torch.arange(4.0), "b": torch.zeros(2, dtype=torch.int16)}, path, {"k": "v"})
-    good = path.read_bytes()
-    for i in range(8 * (len(good) - 20)):
-        bad = bytearray(good)
-        bad[i // 8] ^= 1 << i % 8
-        path.write_bytes(bad)
-        try:
-            tensors, _ = load_safetensors(path)
-        except UserError:
-            continue
-        assert sum(t.numel() * t.itemsize for t in tensors.values()) == 20

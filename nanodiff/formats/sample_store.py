@@ -1,7 +1,6 @@
 """Resumable sampling: one .npy per batch, merged into one .npz.
 
-.NAME.npz.parts/    beside NAME.npz while it is being made
-    .lock           held by the process that makes it
+.NAME.npz.parts/    beside NAME.npz while it is being made, under .lock
     protocol.json   everything that the images depend on
     000000.npy ...  (n, H, W, C) uint8, consecutive images; each file is written whole or not at all
 """
@@ -23,9 +22,8 @@ GRID_IMAGES = 256  # the most that a grid shows; no more images than this are ev
 class SampleStore:
     """The images 0 ... num_images - 1 of the file `output`, drawn in parts of `size` images.
 
-    A part depends on its number, not on the rank that draws it. So the file is the same, byte for byte, for any number
-    of ranks and after any number of kills. Only rank 0 calls `open`, `write_npz` and `close`; the ranks share a file
-    system. `protocol` holds everything that the images depend on, in JSON's types.
+    The file is the same, byte for byte, for any number of ranks and after any number of kills. Only rank 0 calls
+    `open`, `write_npz` and `close`; the ranks share a file system. `protocol` is in JSON's types.
     """
 
     def __init__(self, output: Path, protocol: dict, num_images: int, size: int):
@@ -73,32 +71,30 @@ class SampleStore:
 
     def num_drawn(self) -> int:
         """Images drawn so far, by all ranks."""
-        return sum(len(self.ids(k)) for k in range(self.num_parts) if self.path(k).exists())
+        return self.num_images - sum(len(self.ids(k)) for k in self.missing())
 
     def write(self, k: int, images: np.ndarray) -> None:
         """Keep part k, uint8 (n, H, W, C)."""
-        images = np.ascontiguousarray(images)
-        with writing(self.path(k)) as file:  # without numpy.save, which does not notice a full disk
+        with writing(self.path(k)) as file:  # numpy.save would not notice a full disk
             write_header(file, images.shape)
-            file.write(images.data)
+            file.write(np.ascontiguousarray(images).data)
 
     def first(self, n: int) -> np.ndarray:
         """The first n images (n, H, W, C), or as many as there are."""
-        return np.concatenate([load_part(self.path(k)) for k in range(self.num_parts) if k * self.size < n])[:n]
+        return np.concatenate([load_part(self.path(k)) for k in range(-(-min(n, self.num_images) // self.size))])[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
 
         The bytes are those of numpy.savez, but only one part is in memory at a time.
         """
-        whole = self.folder / "whole.npz"
         absent = self.missing()
         if absent:
             raise UserError(f"{self.path(absent[0])} is missing: do all ranks write to the same file system?")
-        shape = (self.num_images, *load_part(self.path(0)).shape[1:])
+        whole = self.folder / "whole.npz"
         with writing(whole) as file, zipfile.ZipFile(file, "w") as archive:  # stored, and always dated 1980
             with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-                write_header(member, shape)
+                write_header(member, (self.num_images, *load_part(self.path(0)).shape[1:]))
                 for k in range(self.num_parts):
                     member.write(load_part(self.path(k)).data)
             for name, array in (("labels", labels), ("protocol", np.array(self.protocol))):
@@ -119,7 +115,7 @@ def write_header(file, shape: tuple) -> None:
 
 
 def load_part(path: Path) -> np.ndarray:
-    """(n, H, W, C) uint8, memory-mapped; of no images if the file is corrupt."""
+    """(n, H, W, C) uint8, memory-mapped; no images if the file is corrupt."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -136,7 +132,7 @@ def stored_protocol(npz: Path) -> str:
 
 
 def difference(old: str, new: str) -> str:
-    """What differs between two protocols (JSON text), in words: "steps=50, now 25"."""
+    """What differs between two protocols (JSON text): "steps=50, now 25"."""
     old, new = json.loads(old), json.loads(new)
     changed = [key for key in old | new if old.get(key) != new.get(key)]
     return ", ".join(f"{key}={old.get(key)}, now {new.get(key)}" for key in changed)
