@@ -52,6 +52,13 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def autocast_to(device: torch.device, dtype: torch.dtype):
+    """A context, to be entered any number of times, with matrix products in `dtype`."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
 def can_compile(device: torch.device) -> str:
     """Why torch.compile does not work here, or "" if it does."""
     if device.type == "mps":

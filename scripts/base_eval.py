@@ -13,7 +13,6 @@ Evaluate a trained model, or images in a file.
 import json
 import math
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.latents import load_codec
-from nanodiff.device import choose_dtype, init_device
+from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
 from nanodiff.files import write_atomic
@@ -62,7 +61,7 @@ config = configure(globals())
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
 compute_dtype = choose_dtype(dtype, device)
-autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+autocast = autocast_to(device, compute_dtype)
 if save_reference and (samples or reference):
     raise UserError(f"save_reference={save_reference!r} cannot be combined with samples or reference")
 loaded = None if samples or save_reference else load_run(run, device, checkpoint_step, ema)

@@ -11,7 +11,6 @@ Rerunning the same command resumes where the run stopped.
 import gc
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
@@ -21,7 +20,7 @@ from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_gene
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
-from nanodiff.device import choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -122,7 +121,7 @@ config = configure(globals())
 ddp_rank, _, world = get_dist()
 device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
-autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")

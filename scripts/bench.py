@@ -27,7 +27,6 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,7 +162,7 @@ def open_model(spec: dict, facts: dict, device):
         model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
     dtype = devices.choose_dtype(spec["dtype"], device)
-    autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    autocast = devices.autocast_to(device, dtype)
     return model, torch.compile(model, dynamic=False) if spec["compile"] else model, process, autocast
 
 

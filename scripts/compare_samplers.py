@@ -9,7 +9,6 @@ noise. Evaluations: a guided pair counts once. Distance: base_eval's fd_classifi
 """
 
 import json
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist
 from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
-from nanodiff.device import choose_dtype, init_device
+from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
@@ -49,7 +48,7 @@ if get_dist()[2] > 1:
     raise UserError("compare_samplers runs in one process")
 device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
-autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+autocast = autocast_to(device, compute_dtype)
 loaded = load_run(run, device, checkpoint_step, ema)
 process, model, num_classes = loaded.process, loaded.model, loaded.num_classes
 codec = load_codec(loaded.data, device, autoencoder)

@@ -11,7 +11,6 @@ The result is a file of adapters, and a run that the other scripts take like any
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_gene
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, load_codec
-from nanodiff.device import choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, conditioning, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -87,7 +86,7 @@ config = configure(globals())
 ddp_rank, _, world = get_dist()
 device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
-autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 if not base or not data:

@@ -14,7 +14,6 @@ number of ranks, and ends with the same bytes.
 import json
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from configurator import configure
 from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.latents import load_codec
-from nanodiff.device import choose_dtype, device_name, init_device
+from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
 from nanodiff.files import write_atomic
@@ -75,7 +74,7 @@ config = configure(globals())
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
-autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+autocast = autocast_to(device, compute_dtype)
 published = Published(num_heads, image_size, noise_schedule, num_timesteps, rescale_timesteps)
 loaded = load_run(run, device, checkpoint_step, ema, published)
 apply_adapters(loaded, lora, lora_scale)

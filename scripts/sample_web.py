@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ import nanodiff
 from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
-from nanodiff.device import choose_dtype, device_name, init_device
+from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.formats.load import find_run, load_run, parse_classes
@@ -181,7 +181,7 @@ def draw(job: Job, device, compute_dtype) -> None:
     labels = [chosen[i % len(chosen)] for i in range(n)]
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
     cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
-    autocast = nullcontext() if compute_dtype == torch.float32 else torch.autocast(device.type, dtype=compute_dtype)
+    autocast = autocast_to(device, compute_dtype)
     drawn = []  # sizes of the finished batches
 
     def on_step(i, steps, x0):
