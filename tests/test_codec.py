@@ -95,11 +95,9 @@ def test_the_scripts_decode(vae, base, run_script):
     run_script("sample", "--num_images=4", "--steps=2", "--npz", f"--out={base / 'few'}", "--dtype=float32")
     with np.load(base / "few.npz") as file:
         assert file["arr_0"].shape == (4, 16, 16, 3)
-    results = []
-    for data in ("plain", "tiny"):
-        done = run_script("base_eval", "--metric=loss", f"--data={data}", "--num_images=24", "--dtype=float32")
-        results.append(done["result"]["loss"])
-    assert results[0] == pytest.approx(results[1], rel=1e-3)
+    evaluate = ("base_eval", "--metric=loss", "--num_images=24", "--dtype=float32")
+    losses = [run_script(*evaluate, f"--data={data}")["result"]["loss"] for data in ("plain", "tiny")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_online_training_resumes_and_flips(vae, base, run_script):

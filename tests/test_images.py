@@ -162,16 +162,6 @@ def test_a_tar_that_leads_elsewhere(tmp_path):
     )
 
 
-def test_class_in_the_file_name(tmp_path):
-    for name in ("dog_1.png", "cat_2.png", "dog_3_x.png"):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        (tmp_path / "in" / name).write_bytes(encode_png(noise(8, 8)))
-    prepare(tmp_path / "in", labels="file", val_fraction=0)
-    assert open_dataset("toy").class_names == ["cat", "dog"] and everything()[1].tolist() == [0, 1, 1]
-    prepare(tmp_path / "in", val_fraction=0)
-    assert open_dataset("toy").num_classes == 0
-
-
 def test_classify_by_tables():
     names = ["train/a/1.png", "train/b/x/2.png", "val/a/3.png", "test/a/4.png"]
     kept, class_names, labels, is_val = classify(names, "auto", strip=False)
@@ -182,6 +172,10 @@ def test_classify_by_tables():
     assert classify(["train/a/1.png"], "auto", strip=False)[3] is None  # no held-out folder
     assert classify(["a\x1b[2J/1.png"], "auto", strip=False)[1] == ["a?[2J"]
     assert classify(names, "none", strip=False)[1] == []
+    names = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
+    assert classify(names, "auto", strip=False)[1] == []
+    _, class_names, labels, _ = classify(names, "file", strip=False)
+    assert class_names == ["cat", "dog"] and labels.tolist() == [0, 1, 1]
 
 
 def test_edm_zip(tmp_path):

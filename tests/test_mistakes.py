@@ -200,7 +200,7 @@ MISTAKES = [
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
     ((*PREPARE, "--verify=unheard"), "unheard"),
     ((*PREPARE, "--verify=bits"), "train_images_000.npy"),
-    ((*PREPARE, "--path=mnist"), "5 labels for 6 images"),
+    ((*PREPARE, "--path=mnist"), "5 labels for 20 images"),
     ((*PREPARE, "--path=mixed", "--labels=file"), "labels"),
     ((*PREPARE, "--path=file", "--source=folder"), "file"),
 ]

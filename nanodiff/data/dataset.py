@@ -161,7 +161,7 @@ def verify(dataset: Dataset) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def reading_meta(path: Path):
-    """Report a damaged meta.json, whose fields are used as they are, or a missing file."""
+    """Report a damaged meta.json, whose fields are used as they are."""
     try:
         yield
     except UserError:
@@ -201,10 +201,14 @@ def check_latents(info, source, *stats: str) -> None:
 
 
 def open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
-    array = np.asarray(np.lib.format.open_memmap(folder / entry["file"], mode="r"))
+    path = folder / entry["file"]
+    try:
+        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     if array.dtype != dtype or array.shape != shape:
         found = f"{array.dtype} of shape {array.shape}"
-        raise UserError(f"{folder / entry['file']} holds {found}; meta.json says {dtype} of shape {shape}")
+        raise UserError(f"{path} holds {found}; meta.json says {dtype} of shape {shape}")
     return array
 
 
