@@ -230,7 +230,7 @@ def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path)
     save_safetensors(tensors, tmp_path / "deep", info | {"classes": "[" * 100000})
     faults = {
         "absent": "absent: cannot be read: No such file",
-        "short": "short: .*cut at|data follow the header",
+        "short": "short: .*cut at",
         "flipped": "flipped holds .* corrupt, its tensors do not have the SHA-256 in its metadata",
         "plain": "plain holds no usable adapters of lora_train: 'classes'",
         "other": "other holds .* for other weights, those of base.pt, not for base.pt",
