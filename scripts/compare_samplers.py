@@ -109,8 +109,7 @@ described = f"{second_order}, {reference_settings.steps} steps"
 result = {"metric": "samplers"} | loaded.described() | {"rows": rows, "cfg_scale": guidance, "seed": seed}
 result |= {"dtype": dtype, "reference": described, "error_images": error_images, "num_images": num_images}
 print(f"{loaded.source}, guidance {guidance:g}; error against {described}, {error_images} images")
-head = list(rows[0])
-print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
 for row in rows:
     cells = ["" if value is None else f"{value:.3g}" if type(value) is float else str(value) for value in row.values()]
     print(f"| {' | '.join(cells)} |")

@@ -71,7 +71,7 @@ class Published:
 
 
 def find_run(run: str) -> Path:
-    """The folder of a run, or a file, from its path or tag; "" is the run that was written to last."""
+    """The folder of a run, or a file, by its path or tag; "" is the run that was written to last."""
     runs = base_dir() / "runs"
     known = sorted((p for p in runs.glob("*") if (p / "checkpoints").is_dir()), key=os.path.getmtime)
     if not run:
@@ -87,9 +87,9 @@ def find_run(run: str) -> Path:
 def load_run(run: str, device, step: int = -1, ema: str = "", published=Published(), tuned=()) -> Loaded:
     """Load a model to sample from or to evaluate.
 
-    `run`: a run's folder or tag, a .safetensors of scripts/export.py, or a published file of DiT or improved-diffusion.
-    Of a run, `step` chooses the checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first
-    rate. `tuned`: the fine-tunes that led to this base.
+    `run`: a run's folder or tag, a .safetensors of scripts/export.py, or a published file. Of a run, `step` chooses the
+    checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first rate. `tuned`: the checkpoints
+    of fine-tunes that led to this base.
     """
     path = find_run(run)
     if not path.is_dir():
@@ -190,10 +190,9 @@ def translate(meta: dict, source) -> dict:
 def check_data(data: dict, source, model_config) -> None:
     """Refuse a codec's facts whose images or latents are not the model's."""
     check_fields(data, source, name=str, kind=str, channels=int, resolution=int, num_classes=int, class_names=list)
+    shape_differs = (data["channels"], data["resolution"]) != (model_config.in_channels, model_config.image_size)
     num_classes = len(data["class_names"])
-    given = (data["channels"], data["resolution"], data["num_classes"])
-    wanted = (model_config.in_channels, model_config.image_size, num_classes)
-    if given != wanted or model_config.num_classes not in (0, num_classes):
+    if shape_differs or data["num_classes"] != num_classes or model_config.num_classes not in (0, num_classes):
         raise UserError(f"{source}: channels, resolution or classes of its data are not those of the model")
     if "latents" in data:
         check_latents(data["latents"], source, "offset", "scale")
@@ -259,10 +258,10 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
 
 def check_guide(guide: Loaded, loaded: Loaded) -> None:
     """Refuse a `guide`, for autoguidance, that predicts something else or from other inputs than `loaded`."""
-    its, wanted = inputs_of(guide), inputs_of(loaded)
-    differing = ", ".join(name for name in wanted if its[name] != wanted[name])
+    its = inputs_of(guide)
+    differing = [name for name, value in inputs_of(loaded).items() if its[name] != value]
     if differing:
-        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {differing}")
+        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
 
 
 def inputs_of(loaded: Loaded) -> dict:

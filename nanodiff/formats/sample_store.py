@@ -35,7 +35,7 @@ class SampleStore:
     def open(self) -> bool:
         """Lock the folder and remove corrupt parts; True if `output` is there already, with the same protocol.
 
-        Parts of another protocol are removed too, unless they are more than a grid: then UserError says what differs.
+        Parts of another protocol are removed too; UserError if they are more than a grid.
         """
         busy = f"another process is sampling in {self.folder}; stop it or choose another out"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
@@ -48,7 +48,9 @@ class SampleStore:
             return True
         num_images = sum(len(part) for part in parts.values())
         if old != self.protocol and num_images > 0:
-            held = f"{num_images:,} images of another protocol ({difference(old, self.protocol)})"
+            was, now = json.loads(old), json.loads(self.protocol)
+            changed = [f"{key}={was.get(key)}, now {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
+            held = f"{num_images:,} images of another protocol ({', '.join(changed)})"
             if num_images > GRID_IMAGES:
                 raise UserError(f"{self.folder} holds {held}: set that back, choose another out, or remove the folder")
             print0(f"{self.folder} held {held}: started afresh")
@@ -86,7 +88,7 @@ class SampleStore:
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
 
-        The bytes are those of numpy.savez, but only one part is in memory at a time.
+        The bytes are those of numpy.savez, with one part in memory at a time.
         """
         absent = self.missing()
         if absent:
@@ -110,7 +112,7 @@ class SampleStore:
 
 
 def write_header(file, shape: tuple) -> None:
-    """The header of a .npy file of uint8."""
+    """Write the header of a .npy file of uint8."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
@@ -129,10 +131,3 @@ def stored_protocol(npz: Path) -> str:
             return str(file["protocol"])
     except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile):
         return ""
-
-
-def difference(old: str, new: str) -> str:
-    """What differs between two protocols (JSON text): "steps=50, now 25"."""
-    old, new = json.loads(old), json.loads(new)
-    changed = [key for key in old | new if old.get(key) != new.get(key)]
-    return ", ".join(f"{key}={old.get(key)}, now {new.get(key)}" for key in changed)
