@@ -1,10 +1,11 @@
 """Corrupt and hostile input: one line that says what is wrong, or the truth; in bounded memory and time.
 
 Each case is a valid input with a few changes: bits flipped, parts cut or moved, numbers made extreme, types exchanged.
-Checksums are made right again, so that the changes get through. More than 6,000 cases, the same in every run.
+Checksums are made right again, so that the changes get through. More than 10,000 cases, the same in every run.
 """
 
 import copy
+import gzip
 import io
 import json
 import os
@@ -16,15 +17,19 @@ import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from image_helpers import archive, idx, make_folder, noise, prepare
 from test_load import CLASSIC, DIT, LATENTS, STATES, UNET, describe
 from test_mistakes import forge
 
 import configurator
 from nanodiff.common import UserError
+from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.decode import decode_chunk
 from nanodiff.data.latents import load_codec
 from nanodiff.formats.adapters import identity, save_adapters
 from nanodiff.formats.load import build, load_run
@@ -221,6 +226,58 @@ def test_safetensors(folder, changes, in_header):
         length = int.from_bytes(data[:8], "little")
         assert sum(t.clone().numel() * t.itemsize for t in tensors.values()) == len(data) - 8 - length
         assert all(isinstance(value, str) for value in metadata.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Archives and images
+
+
+def write_archive(path, source):
+    if source == "npz":
+        np.savez(path, arr_0=np.zeros((6, 4, 4, 3), np.uint8), labels=np.arange(6) % 3)
+    elif source == "idx":
+        path.write_bytes(idx(np.zeros((6, 4, 4), np.uint8)))
+    else:
+        make_folder(path.with_name("images"))
+        archive(path.with_name("images"), source, path)
+
+
+def mend_tar(data: bytes) -> bytes:
+    """The same with right checksums in its headers."""
+    data = bytearray(data)
+    for at in range(0, len(data) - 511, 512):
+        if data[at + 257 : at + 262] == b"ustar":
+            data[at + 148 : at + 156] = b" " * 8
+            data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("source, suffix", [("npz", ".npz"), ("zip", ".zip"), ("tar", ".tar"), ("tar", ".tar.gz"),
+                                            ("idx", "-idx3-ubyte.gz")])  # fmt: skip
+@cases(500, changes=changes)
+def test_archives(folder, source, suffix, changes):
+    """scripts.prepare_data makes a whole set that verifies, or nothing at all."""
+    valid, path = folder / f"valid.{source}", folder / f"train-images{suffix}"
+    if not valid.exists():
+        write_archive(valid, source)
+    data = change_bytes(valid.read_bytes(), changes)
+    data = mend_tar(data) if source == "tar" else data
+    path.write_bytes(gzip.compress(data, 1) if suffix.endswith("gz") else data)
+    with one_line_or_the_truth():
+        prepare(path, source=source, val_fraction=0.3)
+    sets = folder / "base" / "data"
+    if (sets / "toy").exists():
+        verify(open_dataset("toy"))
+    assert not sets.exists() or {p.name for p in sets.iterdir()} <= {".toy.lock", "toy"}
+
+
+@cases(1500, kind=st.sampled_from(["PNG", "JPEG", "GIF", "TIFF", "BMP", "WEBP"]), changes=changes)
+def test_images(kind, changes):
+    Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
+    Image.fromarray(noise(9, 8)).save(file := io.BytesIO(), kind)
+    with one_line_or_the_truth():
+        [(_, _, image)] = decode_chunk([(0, "a.png", change_bytes(file.getvalue(), changes))], 4)
+        assert isinstance(image, str) or image.shape == (3, 4, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
