@@ -23,7 +23,7 @@ from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
-from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_weights
 from nanodiff.metrics.features import FrechetDistance
@@ -59,7 +59,7 @@ checkpointing = False  # recompute activations in the backward pass: less memory
 # What is learned
 objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow = velocity, or x0, of flow matching;
 #                     the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|uniform|logit-normal|loss-second-moment: distribution of t; auto = logit-normal for flow
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Horizon: the first that is set (not -1) counts
 num_iterations = -1  # >= -1: optimisation steps
