@@ -228,7 +228,10 @@ def configure(globals_: dict, argv: list[str] | None = None) -> Config:
     argv = sys.argv[1:] if argv is None else argv
     show = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
     if "--help" in argv or "-h" in argv:
-        show(help_text(settings, globals_))
+        try:
+            show(help_text(settings, globals_), flush=True)
+        except BrokenPipeError:  # --help | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults = dict(config)

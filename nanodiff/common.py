@@ -34,8 +34,13 @@ def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
-    if isinstance(error, (UserError, LostRank)):
-        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    advice = ""
+    if isinstance(error, FloatingPointError):
+        advice = "; the newest checkpoint is intact: resume with a lower lr (and muon_lr), or in bf16 instead of fp16"
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = "; give --device_batch_size=0 (as many images as fit), then --checkpointing"
+    if advice or isinstance(error, (UserError, LostRank)):
+        print("error: " + " ".join(str(error).splitlines()) + advice, file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
     otherwise(kind, error, traceback)
 
@@ -49,9 +54,15 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0, flushed."""
-    if get_dist()[0] == 0:
+    """print on rank 0, flushed. Once the reader is gone (`| head`, a closed terminal), a program goes on in silence."""
+    if get_dist()[0] > 0:
+        return
+    try:
         print(*args, **kwargs, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        sys.stdout = open(os.devnull, "w")
 
 
 def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
@@ -105,11 +116,11 @@ def leave_together() -> None:
 
 
 class StopSignal:
-    """The first SIGINT or SIGTERM requests an orderly end, the second ends the process at once."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests an orderly end, the second ends the process."""
 
     def __init__(self):
         self.received = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._receive)
 
     def _receive(self, number, frame):

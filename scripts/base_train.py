@@ -157,6 +157,10 @@ if num_iterations < 0:
 total_images = num_iterations * total_batch_size
 epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
+if epochs > 100:
+    print0("warning: more than 100 epochs: the model will memorise the images; more of them, or a shorter horizon?")
+if save_every < 0:
+    print0("warning: save_every=-1: this run saves no checkpoint, so nothing to sample from or to resume")
 
 default_timesteps = "logit-normal" if objective.startswith("flow") else "uniform"
 timestep_sampler = make_timesteps(default_timesteps if timesteps == "auto" else timesteps, process)
@@ -239,7 +243,7 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # s*total_batch_size + (m*world + r)*device_batch_size onwards, of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
-stop = StopSignal()  # SIGINT, SIGTERM: finish the step, save (unless save_every=-1), leave; a second one kills
+stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), leave; a second kills
 stopping = 0  # number of the signal received
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
 

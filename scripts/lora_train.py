@@ -125,6 +125,8 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 if num_iterations < 0:
     num_iterations = math.ceil(num_epochs * len(train_set) / total_batch_size)
 print0(f"steps: {num_iterations:,}, or {num_iterations * total_batch_size / len(train_set):.1f} epochs")
+if save_every < 0:
+    print0("warning: save_every=-1: this run saves no adapters, so nothing to sample from or to resume")
 
 is_flow = process.num_timesteps == 0
 bell = t_weighting == "bell" or (t_weighting == "auto" and is_flow)

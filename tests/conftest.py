@@ -40,7 +40,7 @@ def run_script(monkeypatch):
             done["lock"].close()  # as the end of the process would
         return done
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)

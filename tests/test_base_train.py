@@ -142,6 +142,14 @@ def test_a_setting_that_would_do_nothing_is_refused(tiny, more):
     assert done.returncode == 2 and more[-1][2:].split("=")[0] in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_warnings(tiny, run_script, capsys):
+    run_script("base_train", *TINY, "--num_iterations=1", "--eval_every=-1", "--save_every=-1", "--model_tag=a")
+    out = capsys.readouterr().out
+    assert "saves no checkpoint" in out and "100 epochs" not in out
+    run_script("base_train", *TINY, "--num_iterations=0", "--eval_every=-1", "--model_tag=b")
+    assert "warning: " not in capsys.readouterr().out
+
+
 def test_training_learns(tiny, run_script):
     args = (*TINY, "--num_iterations=60", "--eval_every=30", "--ema_rates=0.9")
     run_script("base_train", *args)

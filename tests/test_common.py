@@ -102,7 +102,7 @@ def test_progress_is_for_terminals(monkeypatch):
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_ends(number):
     pid = os.fork()
     if pid == 0:
@@ -128,3 +128,33 @@ def test_errors_within_a_collective():
     ):
         with pytest.raises(kind, match=said), collective("the vote"):
             raise RuntimeError(words)
+
+
+def piped_to_head(code):
+    """(stdout of head, stderr, exit code) of Python code whose reader leaves after one line."""
+    command = f"{sys.executable} -c '{code}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return done.stdout, done.stderr, done.returncode
+
+
+def test_a_reader_that_goes_away_ends_nothing():
+    loop = "for i in range(20_000): print0(i)"
+    code = f'import sys\nfrom nanodiff.common import print0\n{loop}\nsys.stderr.write("to the end")'
+    assert piped_to_head(code) == ("0\n", "to the end", 0)
+    code = 'import runpy, sys\nsys.argv = ["x", "--help"]\nrunpy.run_module("scripts.base_train")'
+    assert piped_to_head(code)[1:] == ("", 0)
+
+
+ENDS = """
+import sys, torch, nanodiff.common
+raise {}("step 5: loss nan")
+"""
+
+
+@pytest.mark.parametrize(
+    "error, advice", [("FloatingPointError", "a lower lr"), ("torch.OutOfMemoryError", "--device_batch_size=0")]
+)
+def test_divergence_and_lack_of_memory_are_one_line_of_advice(error, advice):
+    done = subprocess.run([sys.executable, "-c", ENDS.format(error)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: step 5: loss nan; ") and advice in done.stderr

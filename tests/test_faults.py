@@ -186,7 +186,7 @@ def test_torchrun_restarts_after_the_death_of_a_worker(base, faulty):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks, fault", [(1, "0 4 SIGTERM"), (2, "1 4 SIGTERM"), (2, "0 4 SIGINT"), (2, "0 4 SIGTERM_launcher")]
+    "ranks, fault", [(1, "0 4 SIGHUP"), (2, "1 4 SIGTERM"), (2, "0 4 SIGINT"), (2, "0 4 SIGTERM_launcher")]
 )
 def test_a_signal_to_any_rank_or_to_torchrun_stops_all_after_the_same_step(base, faulty, run_script, ranks, fault):
     started = time.monotonic()

@@ -6,6 +6,7 @@ from figures import assert_figures, wave
 from test_dit import build, golden, inputs, published_model
 
 from nanodiff.common import UserError
+from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.diffusion.sampling import SampleSettings
 
@@ -92,3 +93,15 @@ def test_unconditional_models():
     torch.testing.assert_close(out, 2 * model(x, t) - weak(x, t))
     with pytest.raises(UserError, match=r"cfg_scale=2\.0"):
         make_denoiser(model, {}, SampleSettings(cfg_scale=2.0))
+
+
+@pytest.mark.parametrize("rescale, num_timesteps", [(False, 50), (True, 50), (False, 1000)])
+def test_the_interval_is_a_part_of_the_range_of_t(rescale, num_timesteps):
+    """Whatever t the model sees: of 50 steps, those with t / T in [0.2, 0.6] are guided."""
+    process = GaussianDiffusion(num_timesteps=num_timesteps, rescale_timesteps=rescale, variance="learned_range")
+    model, x = Counted(), inputs()[0]
+    settings = SampleSettings(cfg_scale=2.0, cfg_interval=(0.2, 0.6))
+    denoiser = make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings, process.t_end)
+    process.sample(denoiser, x, 50, "ddpm")
+    t = process.respaced(50).model_t[::-1] / process.t_end
+    assert [n == 2 * len(x) for n in model.batches] == [0.2 <= part <= 0.6 for part in t]

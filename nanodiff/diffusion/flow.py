@@ -59,6 +59,7 @@ class FlowMatching:
     """
 
     num_timesteps = 0  # t is continuous
+    t_end = 1000.0  # the network sees t in [0, t_end)
     samplers, default_sampler = SAMPLERS, "heun"
 
     def __init__(self, prediction: str = "v"):

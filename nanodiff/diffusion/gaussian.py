@@ -169,6 +169,7 @@ class GaussianDiffusion:
         self.learned_variance = variance.startswith("learned")
         self.clip_denoised = clip_denoised
         betas = make_betas(schedule, num_timesteps)  # refuses absurd numbers of timesteps before they take memory
+        self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
         model_t = np.arange(num_timesteps) * (1000 / num_timesteps if rescale_timesteps else 1.0)
         self.set_tables(betas, model_t)
 

@@ -109,7 +109,7 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, prog
         generator = StackedGenerator([seeds[i] for i in part])
         noise = generator.randn((len(part), *shape), device)
         inputs = {name: value[part].to(device) for name, value in cond.items()}
-        denoiser = make_denoiser(model, inputs, settings)
+        denoiser = make_denoiser(model, inputs, settings, process.t_end)
         steps = settings.respacing or settings.steps
         images.append(process.sample(denoiser, noise, steps, settings.sampler, generator, on_step, settings.eta))
         if progress:
@@ -127,7 +127,9 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 
     stand_in.config = model.config
     cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
-    denoiser = make_denoiser(stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in))
+    denoiser = make_denoiser(
+        stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in), process.t_end
+    )
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
     process.sample(denoiser, noise, settings.respacing or settings.steps, settings.sampler, eta=settings.eta)
     return sum(num_images)
