@@ -69,6 +69,8 @@ source = loaded.source if loaded else samples
 result = {"metric": metric} | (loaded.described() if loaded else {})
 
 name = data or (loaded.data["name"] if loaded else "")
+if samples and run and not name:  # the images of a file are compared with the set that its run was trained on
+    name = load_run(run, device, checkpoint_step, ema).data["name"]
 dataset = None
 if not reference:
     if not name:

@@ -127,10 +127,14 @@ print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.
 print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")
 
 train_set = open_dataset(data, "train")
-val_set = open_dataset(data, "val")
+val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
 num_classes = codec.facts["num_classes"] if class_cond else 0  # labels are 0 .. num_classes-1, the null class follows
-print0(f"data: {data}: {len(train_set):,} + {len(val_set):,} images of {codec.shape}, {num_classes or 'no'} classes")
+sizes = f"{len(train_set):,} + {len(val_set or ()):,} images of {codec.shape}"
+print0(f"data: {data}: {sizes}, {num_classes or 'no'} classes")
+if val_set is None:
+    print0("no validation split: validation loss and bits/dim are skipped")
+    eval_every = bpd_every = -1
 if codec.undecodable:
     print0(f"grids will show latents, not pixels: {codec.undecodable}")
 
@@ -292,7 +296,7 @@ while True:
     # other ranks go on and wait for it at their next collective.
     if due(sample_every) and not stopping and ddp_rank == 0:
         with autocast, ema.applied(raw_model):
-            grid = sample_grid(raw_model, process, val_set, codec, sample_settings, device_batch_size)
+            grid = sample_grid(raw_model, process, val_set or train_set, codec, sample_settings, device_batch_size)
         log.grid(grid, step)
 
     leaving = step == num_iterations or bool(stopping)
@@ -369,6 +373,10 @@ while True:
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
+        print0(f"first step: {dt:.1f} s")
+        steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
     # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
     if step == start_step + 1:
         gc.collect()
@@ -377,7 +385,7 @@ while True:
     elif step % 5000 == 0:
         gc.collect()
 
-    if step % log_every == 0 or step == num_iterations or stopping:
+    if log_now:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
         # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a

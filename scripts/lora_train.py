@@ -265,7 +265,11 @@ while True:
     steps_since += 1
     seconds_since += dt
 
-    if step % log_every == 0 or step == num_iterations or stopping:
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
+        print0(f"first step: {dt:.1f} s")
+        steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
+    if log_now:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
         mfu = 100 * flops_per_image * img_per_sec / (peak * world) if peak else 0.0

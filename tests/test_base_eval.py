@@ -96,7 +96,7 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
     given |= dict(data="tiny", reference="tiny, train, 24 images", classes="all, balanced")
     assert given.items() <= drawn.items() and "classifier" in drawn["network"] and "rounding" in drawn
     run_script("sample", *TIMELESS, *FEW, "--npz", f"--out={tmp_path}/s")
-    run_script("base_eval", *TIMELESS, "--metric=fd_classifier", f"--samples={tmp_path}/s.npz", "--data=tiny")
+    run_script("base_eval", *TIMELESS, "--metric=fd_classifier", f"--samples={tmp_path}/s.npz", f"--run={run_dir.name}")
     read = json.loads((tmp_path / "eval_fd_classifier_s.json").read_text())
     assert read["samples_protocol"]["seed"] == 5 and read["num_images"] == 12
     figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "class_accuracy"]

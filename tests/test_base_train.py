@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -148,6 +149,31 @@ def test_warnings(tiny, run_script, capsys):
     assert "saves no checkpoint" in out and "100 epochs" not in out
     run_script("base_train", *TINY, "--num_iterations=0", "--eval_every=-1", "--model_tag=b")
     assert "warning: " not in capsys.readouterr().out
+
+
+def test_a_set_without_validation_split_trains(base, run_script, capsys):
+    with DatasetWriter("tiny", CLASS_NAMES) as writer:
+        writer.append("train", *draw_shapes(24, seed=1))
+    grid = ("--sample_every=0", "--sample_steps=2", "--low_res_size=8")
+    run_script("base_train", *TINY, "--num_iterations=2", *grid, "--model_tag=a")
+    assert capsys.readouterr().out.count("no validation split") == 1
+    assert [line["step"] for line in metrics(base, "a")] == [1, 2] and (
+        base / "runs/a/samples/step_000002.png"
+    ).exists()
+
+
+def test_speed_and_eta_leave_out_the_first_step(tiny, run_script, capsys, monkeypatch):
+    """It compiles; here it waits for the loss instead."""
+    honest, calls = FlowMatching.losses, []
+
+    def losses(*args, **kwargs):
+        calls.append(time.sleep(0 if calls else 1.0))
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(FlowMatching, "losses", losses)
+    run_script("base_train", *TINY, "--num_iterations=4", "--log_every=2", "--eval_every=-1", "--model_tag=a")
+    lines = [json.loads(line) for line in (tiny / "runs/a/metrics.jsonl").read_text().splitlines()]
+    assert "first step: 1." in capsys.readouterr().out and max(line["train/dt_ms"] for line in lines) < 500
 
 
 def test_training_learns(tiny, run_script):
