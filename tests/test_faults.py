@@ -251,7 +251,6 @@ def starved(name, *args, kilobytes):
 @pytest.mark.slow
 def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
     make_data()
-    run_script("base_train", *TRAIN, "--model_tag=whole")
     args = [*TRAIN, "--model_tag=a"]
     run_script("base_train", *args, "--num_iterations=2", "--warmdown_ratio=0")
     checkpoints = base / "runs" / "a" / "checkpoints"

@@ -31,10 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 CASES = {
-    "flow": {}, "flow of x0": {"objective": "flow_x0"}, "eps": {"objective": "eps", "variance": "learned_range"},
-    "x0": {"objective": "x0", "loss": "kl"}, "v": {"objective": "v"}, "AdamW": {"optimizer": "adamw"},
-    "published DiT": {"arch": "dit_classic"}, "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
-    "no classes": {"class_cond": False}, "checkpointing": {"checkpointing": True}, "adapters": {"rank": 4},
+    "flow": {}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
+    "eps": {"objective": "eps", "variance": "learned_range"}, "x0": {"objective": "x0", "loss": "kl"},
+    "v without classes": {"objective": "v", "class_cond": False}, "published DiT": {"arch": "dit_classic"},
+    "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
+    "adapters, checkpointing": {"rank": 4, "checkpointing": True},
     "super-resolution": {"low_res_size": 8}, "cached latents": {"latents": "cached"},
     "encoded latents": {"latents": "encoded"}, "a mistake": {"mistake": True},
 }  # fmt: skip
