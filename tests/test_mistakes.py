@@ -144,7 +144,6 @@ MISTAKES = [
     # data sets
     ((*TRAIN, "--data=unheard"), "unheard"),
     ((*TRAIN, "--data=file"), "file"),
-    ((*TRAIN, "--data=alone"), "'val'"),
     ((*TRAIN, "--data=garbled"), "meta.json"),
     ((*TRAIN, "--data=future"), "99"),
     ((*TRAIN, "--data=short"), "val_images_000.npy"),
@@ -184,6 +183,7 @@ MISTAKES = [
     ((*SAMPLE, "--run=numbers.pt"), "numbers.pt"),
     ((*SAMPLE, "--run=values.pt"), "values.pt"),
     ((*SAMPLE, "--run=flat.pt"), "flat.pt"),
+    ((*EVAL, "--run=plain", "--metric=loss", "--data=alone"), "'val'"),
     ((*EVAL, "--run=a", "--data=large"), "large"),
     ((*EVAL, "--run=plain", "--metric=class_accuracy"), "class_accuracy"),
     ((*EVAL, "--run=a", "--metric=class_accuracy", "--sampler=ddim"), "ddim"),
