@@ -209,7 +209,10 @@ def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
     run_script("base_train", *args, "--num_iterations=8", "--model_tag=one")
     for steps, ranks, size in ((2, 1, 16), (4, 2, 4), (6, 4, 2), (8, 1, 8)):
         more = (f"--num_iterations={steps}", f"--device_batch_size={size}", "--model_tag=many")
-        run_process("base_train", *args, *more, ranks=ranks)
+        if ranks == 1:
+            run_script("base_train", *args, *more)
+        else:
+            run_process("base_train", *args, *more, ranks=ranks)
     (_, one), (_, many) = everything(base, "one", 8), everything(base, "many", 8)
     assert [step for step, *_ in many] == [*range(1, 9)]
     for (_, *expected), (_, *got) in zip(one, many):
