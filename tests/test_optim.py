@@ -219,7 +219,9 @@ def test_momentum_warms_up_linearly_from_085():
 
 
 def dit():
-    return DiT(DiTConfig.from_depth(1, image_size=4, in_channels=3, out_channels=3, num_classes=4))
+    model = DiT(DiTConfig.from_depth(1, image_size=4, in_channels=3, out_channels=3, num_classes=4))
+    model.init_weights()  # its class table is uninitialised memory before
+    return model
 
 
 def unet():
