@@ -241,7 +241,7 @@ def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path)
     for name, fault in faults.items():
         with pytest.raises(UserError, match=fault):
             apply_adapters(loaded, f"{good},{tmp_path / name}")
-    for scale in ("", "one", "1,2,3"):
+    for scale in ("", "one", "1,2,3", "nan"):
         with pytest.raises(UserError, match="lora_scale='.*'; accepted: a number, or 2 of them, comma-separated"):
             apply_adapters(loaded, f"{good},{good}", scale)
     apply_adapters(loaded, "")

@@ -5,6 +5,7 @@ A .safetensors with the names of peft (github.com/huggingface/peft), so its set_
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -111,6 +112,8 @@ def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
         scales *= len(paths)
     try:
         scales = [float(scale) for _, scale in zip(paths, scales, strict=True)]
+        if not all(map(math.isfinite, scales)):
+            raise ValueError
     except ValueError:
         raise UserError(
             f"lora_scale={lora_scale!r}; accepted: a number, or {len(paths)} of them, comma-separated"
