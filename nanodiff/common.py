@@ -107,6 +107,17 @@ def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
     return x.cpu()
 
 
+@collective("the gathering of results")
+def gather_objects(value) -> list:
+    """[value of each rank] on the first rank, [] on the others."""
+    rank, _, world = get_dist()
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world if rank == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def leave_together() -> None:
     """Wait for the other ranks, then leave the process group: otherwise gloo may abort a rank that still works."""
     if dist.is_initialized():
@@ -115,11 +126,18 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
+class Interrupted(Exception):
+    """A signal ends an evaluation, on all ranks together."""
+
+
 class StopSignal:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests an orderly end, the second ends the process."""
 
+    heeded = None  # the StopSignal within whose interrupts() the program is
+
     def __init__(self):
         self.received = 0
+        self.interrupted = 0  # the number of the signal that ended an evaluation
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._receive)
 
@@ -128,14 +146,33 @@ class StopSignal:
             os._exit(128 + number)
         self.received = number
 
-    def agreed(self, device) -> int:
+    @contextlib.contextmanager
+    def interrupts(self):
+        """Within this context a signal ends an evaluation after its batch, on all ranks, and the context with it."""
+        StopSignal.heeded = self
+        try:
+            yield
+        except Interrupted as signal_number:
+            self.interrupted = signal_number.args[0]
+        finally:
+            StopSignal.heeded = None
+
+    def agreed(self) -> int:
         """The number of a signal that any rank received, or 0; a collective."""
         if not dist.is_initialized():
             return self.received
-        number = torch.tensor(self.received, device=device)
+        number = torch.tensor(self.received, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with collective("the agreement to stop"):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
+
+
+def heed_signals() -> None:
+    """Called between two batches of an evaluation, equally often on every rank: a collective in training."""
+    if StopSignal.heeded:
+        number = StopSignal.heeded.agreed()
+        if number:
+            raise Interrupted(number)
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:

@@ -93,7 +93,9 @@ if metric in ("loss", "bpd"):
 
 if metric == "loss":
     with autocast:
-        mean, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
+        timesteps = loaded.config.get("timesteps", "auto")
+        given = (dataset, codec, num_images, batch_size, seed, timesteps)
+        mean, quarters = validation_loss(loaded.model, loaded.process, *given)
     result["loss"] = mean
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
@@ -25,13 +25,24 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  #
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
-from nanodiff.formats.load import load_weights
-from nanodiff.metrics.features import FrechetDistance
+from nanodiff.formats.load import load_run, load_weights
+from nanodiff.formats.start import start_from, train_only
+from nanodiff.metrics.features import SampleQuality
 from nanodiff.models.build import build_model, make_model_config
 from nanodiff.training.checkpoint import lock_run, save_checkpoint
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.run import RunLog, StepTerms, compiled, cut_batch, end, largest_batch, resume_point
+from nanodiff.training.run import (
+    LossTerms,
+    RunLog,
+    check_wandb,
+    compiled,
+    cut_batch,
+    end,
+    largest_batch,
+    resume_point,
+    run_folder,
+)
 from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -41,7 +52,8 @@ from nanodiff.web.report import LiveReport
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
-resume = "auto"  # auto|never or >= 0: auto = from the newest checkpoint if there is one; a number = from that step
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint if there is one, with its settings;
+#                  changed = likewise, with other rates or another horizon; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
@@ -55,6 +67,8 @@ arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
 heads = 0  # >= 0: attention heads; 0 = one per 64 of width in a DiT, 4 in a UNet
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
+init_from = ""  # run, exported or published file whose weights to start from; "" = drawn from the seed
+trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # What is learned
 objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow = velocity, or x0, of flow matching;
@@ -62,7 +76,8 @@ objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow =
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Horizon: the first that is set (not -1) counts
-num_iterations = -1  # >= -1: optimisation steps
+num_iterations = -1  # >= -1: optimisation steps; 0 = evaluate, sample and save what there is
+num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter
 # Optimisation
@@ -81,8 +96,8 @@ ema_ramp = True  # shorter averages early on, so that early samples are not thos
 # Evaluation: every so many steps; 0 = only at the end, -1 = never
 eval_every = 250  # >= -1: validation loss
 eval_images = 1024  # >= 1: validation images per evaluation
-fid_every = -1  # >= -1: Frechet distance of samples, drawn like those of the grid, to the training images
-fid_images = 2000  # >= 2: samples per distance
+fid_every = -1  # >= -1: Frechet and kernel distance, precision and recall of samples, drawn like those of the grid
+fid_images = 2000  # >= 10: samples for them
 fid_metric = "fid"  # fid|fd_classifier: in Inception's features (96 MB download), or those of a classifier of this set
 sample_every = 250  # >= -1: grid of samples
 sample_steps = 25  # >= 1: steps of the sampler
@@ -99,6 +114,8 @@ num_res_blocks = 3  # >= 1: residual blocks per resolution
 attention_resolutions = "16,8"  # feature map sizes with attention, in pixels, comma-separated
 use_scale_shift_norm = True  # t scales and shifts the norms, rather than being added
 dropout = 0.0  # [0, 1): dropout rate
+# Only objective=flow|flow_x0
+timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
 # Only objective=eps|x0|x_prev|v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
@@ -119,6 +136,7 @@ config = configure(globals())
 # Setup: device, data, model, sizes
 
 ddp_rank, _, world = get_dist()
+check_wandb(run)
 device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
@@ -148,7 +166,10 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 # The horizon: how many steps. Image tokens per parameter play the part of nanochat's text tokens per parameter: a model
 # of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
 if num_iterations < 0:
-    if target_flops > 0:
+    if num_epochs > 0:
+        num_iterations = math.ceil(num_epochs * len(train_set) / total_batch_size)
+        print0(f"steps: {num_epochs:g} epochs x {len(train_set):,} / {total_batch_size:,} = {num_iterations:,}")
+    elif target_flops > 0:
         num_iterations = round(target_flops / (flops_per_image * total_batch_size))
         print0(f"steps: {target_flops:.3e} FLOPs / ({flops_per_image:.3e} x {total_batch_size:,}) = {num_iterations:,}")
     elif target_param_data_ratio > 0:
@@ -157,7 +178,7 @@ if num_iterations < 0:
         sizes = f"{num_params:,} / ({tokens} tokens x {total_batch_size:,})"
         print0(f"steps: {target_param_data_ratio:g} x {sizes} = {num_iterations:,}")
     else:
-        raise UserError("no horizon: give num_iterations, target_flops or target_param_data_ratio")
+        raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 total_images = num_iterations * total_batch_size
 epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
@@ -166,8 +187,9 @@ if epochs > 100:
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint, so nothing to sample from or to resume")
 
-default_timesteps = "logit-normal" if objective.startswith("flow") else "uniform"
-timestep_sampler = make_timesteps(default_timesteps if timesteps == "auto" else timesteps, process)
+if trainable:
+    train_only(raw_model, trainable)
+timestep_sampler = make_timesteps(timesteps, process)
 # Muon or AdamW, one buffer per group, cut into one share per rank (ZeRO-1). Weights and state are fp32
 optim = make_optimizer(raw_model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
@@ -187,7 +209,7 @@ sample_settings = SampleSettings(
     # A model that has never trained without labels has no null class to guide away from
     cfg_scale=cfg_scale if num_classes and label_drop else 1.0,
 )
-frechet = FrechetDistance(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
+quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
@@ -196,22 +218,28 @@ FIXED = (  # settings that make the model what it is: a run cannot resume with o
     "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "width", "heads",
     "patch_size", "num_res_blocks", "attention_resolutions", "use_scale_shift_norm", "dropout", "objective",
     "noise_schedule", "num_timesteps", "variance", "loss", "rescale_timesteps", "timesteps", "label_drop",
-    "total_batch_size", "optimizer", "ema_rates", "ema_ramp",
+    "total_batch_size", "optimizer", "ema_ramp", "init_from", "trainable", "timestep_shift",
 )  # fmt: skip
-model_tag = model_tag or f"{train_set.name}_{arch}_d{depth}"
-run_dir = base_dir() / "runs" / model_tag
+model_tag = model_tag or f"{train_set.path.name}_{arch}_d{depth}"
+run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
-loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None}  # all state of the loop that is not in tensors
+# All state of the loop that is not in tensors
+loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
 if checkpoint:
     check_same_data(meta["data"], codec.facts, model_tag)
     load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
-    ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt") for rate in ema.rates})
+    # An average that the checkpoint does not have starts from its weights
+    kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
+    ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt") for rate in kept})
     state = load_tensors(checkpoint / "train.pt")
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
     loop |= meta["loop"]
+elif init_from:
+    start_from(raw_model, load_run(init_from, device), config, codec.facts["class_names"] if num_classes else [])
+    ema.load_state_dict({})  # averages start from these weights
 step = start_step = loop["step"]
 
 described = dict(config=config, data=codec.facts, model=asdict(model_config), num_params=num_params)
@@ -249,11 +277,13 @@ loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, wo
 images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), leave; a second kills
 stopping = 0  # number of the signal received
+loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
+saved_step = start_step if checkpoint else -1
 
 while True:
     # Save before the slow evaluations, so that a crash there loses nothing
-    if (due(save_every) or (stopping and save_every >= 0)) and (step > start_step or not checkpoint):
+    if (due(save_every) or (stopping and save_every >= 0)) and step != saved_step:
         optim_state = optim.state_dict()  # gathered over ranks: all take part
         if ddp_rank == 0:
             tensors = dict(model=raw_model.state_dict(), optim=optim_state)
@@ -263,41 +293,49 @@ while True:
             meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.facts)
             meta |= dict(ema_rates=list(ema.rates), loop=loop | {"step": step})
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
+        saved_step = step
 
-    # Validation loss of the raw weights and of their average, on the same images, t and noise each time. ema.applied
-    # also sets eval mode.
-    if due(eval_every) and not stopping:
-        raw_model.eval()
-        with autocast:
-            val_loss, _ = validation_loss(model, process, val_set, codec, eval_images, device_batch_size, seed)
-        raw_model.train()
-        with autocast, ema.applied(raw_model):
-            val_loss_ema, by_t = validation_loss(model, process, val_set, codec, eval_images, device_batch_size, seed)
-        quarters = " ".join(f"{q:.4f}" for q in by_t)
-        print0(f"step {step:05d} | val loss {val_loss:.4f} | average {val_loss_ema:.4f}, by quarter of t {quarters}")
-        val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
-        log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
+    with stop.interrupts():  # a signal ends an evaluation between two of its batches
+        # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
+        # ema.applied also sets eval mode.
+        if due(eval_every) and not stopping:
+            given = (process, val_set, codec, eval_images, device_batch_size, seed, timesteps)
+            raw_model.eval()
+            with autocast:
+                val_loss, _ = validation_loss(model, *given)
+            raw_model.train()
+            with autocast, ema.applied(raw_model):
+                val_loss_ema, by_t = validation_loss(model, *given)
+            loop["best_val_loss"] = min(val_loss_ema, loop["best_val_loss"] or val_loss_ema)
+            quarters = " ".join(f"{q:.4f}" for q in by_t)
+            averaged = f"average {val_loss_ema:.4f} (best {loop['best_val_loss']:.4f})"
+            print0(f"step {step:05d} | val loss {val_loss:.4f} | {averaged}, by quarter of t {quarters}")
+            val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
+            log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
 
-    # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
-    if due(bpd_every) and not stopping:
-        with autocast, ema.applied(raw_model):
-            bpd = bits_per_dim(model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
-        print0(f"step {step:05d} | {bpd:.4f} bits/dim")
-        log.metrics({"step": step, "val/bpd": bpd})
+        # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
+        if due(bpd_every) and not stopping:
+            with autocast, ema.applied(raw_model):
+                bpd = bits_per_dim(model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
+            print0(f"step {step:05d} | {bpd:.4f} bits/dim")
+            log.metrics({"step": step, "val/bpd": bpd})
 
-    # Frechet distance of samples to the training images
-    if due(fid_every) and not stopping:
-        with autocast, ema.applied(raw_model):
-            distance = frechet.measure(raw_model, process, codec, sample_settings, device_batch_size)
-        print0(f"step {step:05d} | {fid_metric} {distance:.3f} of {fid_images:,} samples")
-        log.metrics({"step": step, f"val/{fid_metric}": distance})
+        # Samples compared with the training images: Frechet and kernel distance, precision, recall
+        if due(fid_every) and not stopping:
+            with autocast, ema.applied(raw_model):
+                found = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
+            figures = " | ".join(f"{name} {value:.4g}" for name, value in found.items())
+            print0(f"step {step:05d} | {fid_images:,} samples | {figures}")
+            log.metrics({"step": step} | {f"val/{name}": value for name, value in found.items()})
 
-    # The vibe check: a grid of the averaged weights, from the same noise and classes each time. Rank 0 draws it; the
-    # other ranks go on and wait for it at their next collective.
-    if due(sample_every) and not stopping and ddp_rank == 0:
-        with autocast, ema.applied(raw_model):
-            grid = sample_grid(raw_model, process, val_set or train_set, codec, sample_settings, device_batch_size)
-        log.grid(grid, step)
+        # The vibe check: a grid of the averaged weights, from the same noise and classes each time, drawn by all ranks
+        if due(sample_every) and not stopping:
+            with autocast, ema.applied(raw_model):
+                grid = sample_grid(raw_model, process, val_set or train_set, codec, sample_settings, device_batch_size)
+            log.grid(grid, step)
+    if stop.interrupted and not stopping:
+        stopping = stop.interrupted
+        continue  # to save, and to leave
 
     leaving = step == num_iterations or bool(stopping)
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
@@ -318,7 +356,6 @@ while True:
     # t by the inverse CDF of its distribution. Where t is importance-sampled (loss-second-moment) the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
-    terms_of_step = StepTerms()
     # The batch is cut into micro-batches that fit into memory: gradients add up in p.grad over all micro-steps
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
@@ -339,12 +376,12 @@ while True:
             terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
-        terms_of_step.add(t[rows], t_weight[rows], terms)
+        loss_terms.add(t[rows], t_weight[rows], terms)
         # Take the next micro-batch, which the loader's thread has read meanwhile, while the GPU is busy with this one
         images, labels = next(loader)
         data_wait_since += loader.data_wait
     # loss-second-moment learns here at which t the losses are large; for the other distributions this does nothing
-    timestep_sampler.update(terms_of_step.all("t"), terms_of_step.all("loss"))
+    timestep_sampler.update(*loss_terms.end_step())
 
     # The only exchange of gradients, once per step whatever the micro-steps: a reduce-scatter leaves each rank the
     # average of its share of the parameters. optim.step() updates that share and all-gathers the weights.
@@ -366,7 +403,7 @@ while True:
     scaler.update(overflow)
     optim.zero_grad()
     # A signal to one rank stops all of them after the same step; the top of the loop then saves and leaves
-    stopping = stop.agreed(device)
+    stopping = stop.agreed()
     synchronize(device)
     step += 1
     dt = time.perf_counter() - t0
@@ -403,7 +440,13 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= terms_of_step.summary(process, device)  # train/loss: this step's mean over ranks and micro-steps
+        line |= loss_terms.summary(device)  # train/loss: the mean over all images since the last line
+        # nanochat's running mean, over about the last ten lines; divided by the weight that the first lines lack
+        if math.isfinite(line["train/loss"]):
+            loop["lines"] += 1
+            loop["running_loss"] += 0.1 * (line["train/loss"] - loop["running_loss"])
+        if loop["lines"]:
+            line["train/loss_running"] = loop["running_loss"] / (1 - 0.9 ** loop["lines"])
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)

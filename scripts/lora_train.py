@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, base_dir, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, load_codec
@@ -26,18 +26,19 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.sampling import SampleSettings, conditioning, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
-from nanodiff.formats.adapters import identity, match_classes, save_adapters
-from nanodiff.formats.load import load_run, load_weights
+from nanodiff.formats.adapters import identity, match_classes, save_adapters, start_from_adapters
+from nanodiff.formats.load import load_run, load_weights, shift_timesteps
 from nanodiff.models.lora import add_lora, class_table, trained
-from nanodiff.training.checkpoint import lock_run, save_checkpoint
+from nanodiff.training.checkpoint import keep_checkpoint, lock_run, save_checkpoint
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.run import RunLog, StepTerms, compiled, cut_batch, end, resume_point
+from nanodiff.training.run import LossTerms, RunLog, check_wandb, compiled, cut_batch, end, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from base and data
-resume = "auto"  # auto|never or >= 0: auto = from the newest checkpoint if there is one; a number = from that step
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint if there is one, with its settings;
+#                  changed = likewise, with other rates or another horizon; a number = from that step
 seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
@@ -50,6 +51,7 @@ rank = 8  # >= 1: rank of the adapters
 alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
 targets = "all"  # linear layers with adapters, by the end of their names, such as qkv,proj,fc1,fc2,ada; all = every one
 train_classes = "new"  # rows of the class table that learn: new|all|none, or names of classes, comma-separated
+init_from = ""  # a file of adapters, for this base, to go on from; "" = new ones
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # Data
 data = ""  # name of a data set, or the path of its folder: images, or latents of the base's autoencoder
@@ -57,6 +59,7 @@ flip = False  # mirror half of the images left-right
 autoencoder = ""  # path of a latent base's VAE; "" = where it was when the latents were made
 label_drop = -1.0  # [0, 1) or -1: fraction of labels replaced by the null class; -1 = as the base was trained
 t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, none for the rest
+timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; see base_train; 0 = as the base was trained
 t_min = 0.0  # [0, 1): train only on t from here; 0 is the image
 t_max = 1.0  # (0, 1]: to here; 1 is noise
 # Horizon: the first that is set counts
@@ -84,6 +87,7 @@ config = configure(globals())
 # Setup: device, base, data, adapters
 
 ddp_rank, _, world = get_dist()
+check_wandb(run)
 device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
@@ -95,6 +99,8 @@ if t_min >= t_max:
     raise UserError(f"t_min={t_min} and t_max={t_max}; accepted: t_min < t_max")
 
 loaded = load_run(base, device, base_step, base_ema)
+if timestep_shift:
+    shift_timesteps(loaded, timestep_shift)
 raw_model, process, origin = loaded.model, loaded.process, identity(loaded)
 num_params = sum(p.numel() for p in raw_model.parameters())
 flops_per_image = raw_model.estimate_flops() * 2 // 3  # no gradients of frozen weights; the adapters' share is small
@@ -110,12 +116,15 @@ if label_drop < 0:
     label_drop = loaded.config["label_drop"]
 if num_classes and label_drop and len(class_table(raw_model)[1].weight) == num_classes:
     raise UserError(f"label_drop={label_drop}, but {origin['name']} has no null class; accepted: 0")
-facts = codec.facts | dict(name=train_set.name, class_names=class_names, num_classes=num_classes)
+facts = codec.facts | dict(name=train_set.name, sha256=train_set.sha256)
+facts |= dict(class_names=class_names, num_classes=num_classes)
 learned = [class_names[i] if i < num_classes else None for i in class_rows]  # None: the null class
 print0(f"data: {data}: {len(train_set):,} images of {codec.shape}; rows of the class table that learn: {learned}")
 
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
+if init_from:
+    start_from_adapters(raw_model, init_from, origin, class_names)
 raw_model.config = model_config = replace(raw_model.config, checkpointing=checkpointing)
 num_trained = sum(p.numel() for p in trained(raw_model).values())
 print0(f"adapters: rank {rank}: {num_trained:,} parameters, {100 * num_trained / num_params:.1f}% of the base's")
@@ -144,13 +153,16 @@ sample_settings = SampleSettings(
 
 FIXED = (  # settings that make the adapters what they are: a run cannot resume with others
     "seed", "data", "flip", "base", "rank", "alpha", "targets", "train_classes", "label_drop", "t_weighting", "t_min",
-    "t_max", "total_batch_size",
+    "t_max", "total_batch_size", "init_from", "timestep_shift",
 )  # fmt: skip
 model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base).stem}_{Path(data).name}_lora"
-run_dir = base_dir() / "runs" / model_tag
+run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
+if loaded.run_dir and ddp_rank == 0:
+    keep_checkpoint(Path(loaded.source))  # training may go on there: these adapters need this very step
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
-loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None}  # all state of the loop that is not in tensors
+# All state of the loop that is not in tensors
+loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
     check_same_data(meta["data"], facts, model_tag)
     if meta["lora"]["sha256"] != origin["sha256"]:
@@ -193,11 +205,13 @@ loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, wo
 images, labels = next(loader)  # (B, C, H, W) as stored, (B,) int64
 stop = StopSignal()
 stopping = 0
+loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
+saved_step = start_step if checkpoint else -1
 
 while True:
     epoch_ended = save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
-    if (due(save_every) or epoch_ended or (stopping and save_every >= 0)) and (step > start_step or not checkpoint):
+    if (due(save_every) or epoch_ended or (stopping and save_every >= 0)) and step != saved_step:
         optim_state = optim.state_dict()  # gathered over ranks: all take part
         if ddp_rank == 0:
             path = run_dir / "adapters" / f"step_{step:06d}.safetensors"  # all of them stay
@@ -207,11 +221,16 @@ while True:
             meta |= dict(lora=origin, ema_rates=[], loop=loop | {"step": step})
             save_checkpoint(run_dir, step, tensors, meta, keep=2)
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
+        saved_step = step
 
-    if due(sample_every) and not stopping and ddp_rank == 0:
-        with autocast:
-            grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
-        log.grid(grid, step)
+    with stop.interrupts():  # a signal ends the drawing between two batches
+        if due(sample_every) and not stopping:
+            with autocast:
+                grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
+            log.grid(grid, step)
+    if stop.interrupted and not stopping:
+        stopping = stop.interrupted
+        continue  # to save, and to leave
 
     leaving = step == num_iterations or bool(stopping)
     if ddp_rank == 0 and (leaving or due(sample_every)):
@@ -227,7 +246,6 @@ while True:
     noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
     vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
-    terms_of_step = StepTerms()
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
         rows = slice(first, first + device_batch_size)
@@ -238,9 +256,10 @@ while True:
             terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
-        terms_of_step.add(t[rows], t_weight[rows], terms)
+        loss_terms.add(t[rows], t_weight[rows], terms)
         images, labels = next(loader)  # the next micro-batch, copied while the device is busy with this one
         data_wait_since += loader.data_wait
+    timestep_sampler.update(*loss_terms.end_step())
 
     grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global norm; waits for the device
     overflow = not math.isfinite(grad_norm)
@@ -257,7 +276,7 @@ while True:
         optim.step(grad_scale=clip * scaler.inv_scale)
     scaler.update(overflow)
     optim.zero_grad()
-    stopping = stop.agreed(device)  # a signal to one rank stops all of them after the same step
+    stopping = stop.agreed()  # a signal to one rank stops all of them after the same step
     synchronize(device)
     step += 1
     dt = time.perf_counter() - t0
@@ -285,7 +304,12 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= terms_of_step.summary(process, device)  # train/loss: mean over ranks and micro-steps
+        line |= loss_terms.summary(device)  # train/loss: the mean over all images since the last line
+        if math.isfinite(line["train/loss"]):
+            loop["lines"] += 1
+            loop["running_loss"] += 0.1 * (line["train/loss"] - loop["running_loss"])
+        if loop["lines"]:
+            line["train/loss_running"] = loop["running_loss"] / (1 - 0.9 ** loop["lines"])
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)

@@ -168,7 +168,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
         bar.update(store.num_drawn() - before - bar.done)  # also counts what the other ranks have drawn
         if stop.received:
             break
-stopped = stop.agreed(device)  # waits for the other ranks
+stopped = stop.agreed()  # waits for the other ranks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write a grid of the first images, and the file of all

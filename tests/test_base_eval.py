@@ -43,7 +43,7 @@ def test_validation_loss_does_not_depend_on_the_batch_size(run_dir, run_script):
         other = evaluate(run_script, run_dir, "loss", f"--batch_size={size}")
         assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == other
     quarters = [one[f"loss_q{i}"] for i in range(4)]
-    assert np.mean(quarters) == pytest.approx(one["loss"])  # t is spread evenly, so each has as many images
+    assert min(quarters) <= one["loss"] <= max(quarters)
     assert evaluate(run_script, run_dir, "loss", "--ema=raw")["loss"] != one["loss"]
     assert evaluate(run_script, run_dir, "loss", "--seed=1")["loss"] != one["loss"]
 
@@ -165,6 +165,9 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
         run_script("base_eval", *TIMELESS, *same, f"--checkpoint_step={step}")
         result = json.loads((run_dir / f"eval_fd_classifier_{step:06d}.json").read_text())
         assert result["fd_classifier"] == pytest.approx(figure, rel=1e-5)
+        line = next(line for line in lines if line["step"] == step and "val/kd_classifier" in line)
+        for name in ("kd_classifier", "precision", "recall"):
+            assert result[name] == pytest.approx(line[f"val/{name}"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(

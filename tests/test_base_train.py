@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_process
+from tiny_runs import make_run
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.formats.load import load_run
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (
@@ -43,6 +45,11 @@ def metrics(base, tag):
 
 def losses(base, tag):
     return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
+
+
+def read_png(path):
+    """Pixels as integers with a sign."""
+    return np.asarray(pytest.importorskip("PIL.Image").open(path)).astype(int)
 
 
 def weights(base, tag, step=6):
@@ -89,12 +96,16 @@ def test_device_batch_size_does_not_change_the_model(tiny, run_script):
     "more", [(), ("--objective=eps", "--variance=learned_range", "--timesteps=loss-second-moment")]
 )
 def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
-    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=one")
-    run_process("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=two", ranks=2)
+    more = (*more, "--device_batch_size=4", "--sample_every=0", "--sample_steps=2")
+    run_script("base_train", *TINY, *more, "--model_tag=one")
+    run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
     assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+    one, two = (read_png(tiny / "runs" / tag / "samples" / "step_000006.png") for tag in ("one", "two"))
+    assert np.abs(one - two).max() <= 3  # each rank drew half of the grid
     # and a checkpoint of two ranks goes on with one
-    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=two", "--num_iterations=7")
-    run_script("base_train", *TINY, *more, "--device_batch_size=4", "--model_tag=one", "--num_iterations=7")
+    seven = ("--num_iterations=7", "--resume=changed")
+    run_script("base_train", *TINY, *more, "--model_tag=two", *seven)
+    run_script("base_train", *TINY, *more, "--model_tag=one", *seven)
     assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
 
 
@@ -116,6 +127,8 @@ def test_horizons(tiny, run_script):
     args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1", "--save_every=-1"]
     a = run_script("base_train", *args, "--target_flops=1e10", "--model_tag=a")
     assert abs(a["step"] * 16 * a["flops_per_image"] - 1e10) <= 8 * a["flops_per_image"]
+    c = run_script("base_train", *args, "--num_epochs=2.5", "--model_tag=c")
+    assert c["step"] == math.ceil(2.5 * 72 / 16)
     b = run_script("base_train", *args, "--target_param_data_ratio=0.01", "--model_tag=b")
     assert abs(b["step"] * 16 * 16 - 0.01 * b["num_params"]) <= 8 * 16  # 16 tokens an image
 
@@ -135,7 +148,8 @@ def test_learning_rate_warms_up_and_down(tiny, run_script):
     "more",
     [
         ("--dropout=0.3",), ("--variance=learned",), ("--arch=unet", "--patch_size=2"),
-        ("--optimizer=adamw", "--muon_lr=0.1"), ("--latent_norm=scale",), ("--objective=flow_x0", "--bpd_every=1"),
+        ("--optimizer=adamw", "--muon_lr=0.1"), ("--latent_norm=scale",), ("--objective=eps", "--timestep_shift=3"),
+        ("--objective=flow_x0", "--bpd_every=1"),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_do_nothing_is_refused(tiny, more):
@@ -186,7 +200,7 @@ def test_training_learns(tiny, run_script):
 def test_changed_settings(tiny, run_script):
     """Settings that make the model cannot change within a run; the others can."""
     run_script("base_train", *TINY, "--model_tag=a")
-    done = run_script("base_train", *TINY, "--model_tag=a", "--eval_every=-1", "--num_iterations=8")
+    done = run_script("base_train", *TINY, "--model_tag=a", "--eval_every=-1", "--num_iterations=8", "--resume=changed")
     assert done["step"] == 8 and len(losses(tiny, "a")) == 8
     with pytest.raises(UserError, match=r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)"):
         run_script("base_train", *TINY, "--model_tag=a", "--depth=2", "--objective=eps", "--lr=0.1")
@@ -197,7 +211,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatc
     honest = FlowMatching.losses
     monkeypatch.setattr(FlowMatching, "losses", lambda *a, **k: {"loss": honest(*a, **k)["loss"] * float("nan")})
     with pytest.raises(FloatingPointError, match="step 2"):
-        run_script("base_train", *TINY, "--num_iterations=4", "--model_tag=a")
+        run_script("base_train", *TINY, "--num_iterations=4", "--resume=changed", "--model_tag=a")
     monkeypatch.undo()
     assert torch.isfinite(
         torch.load(tiny / "runs/a/checkpoints/step_000002/model.pt", weights_only=True)["patch_embed.weight"]
@@ -230,7 +244,7 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     tiny_args = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in more)]
     args = (*tiny_args, *end, *few, *more)
     run_script("base_train", *args, "--num_iterations=3", "--model_tag=a")
-    run_script("base_train", *args, "--num_iterations=4", "--model_tag=a")
+    run_script("base_train", *args, "--num_iterations=4", "--resume=changed", "--model_tag=a")
     run_script("base_train", *args, "--num_iterations=4", "--model_tag=b")
     assert_identical(weights(tiny, "a", 4), weights(tiny, "b", 4))
     assert (tiny / "runs" / "a" / "samples" / "step_000004.png").stat().st_size > 1000
@@ -257,6 +271,7 @@ def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monk
 INJECTED = """
 import os, runpy, sys
 from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.formats.load import load_run
 honest, calls = FlowMatching.losses, []
 def losses(*args, **kwargs):
     calls.append(1)
@@ -301,7 +316,8 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
     pytest.importorskip("wandb")
     args = (*TINY, "--run=offline", "--model_tag=a", "--sample_every=0", "--sample_steps=2")
     for iterations in (2, 3):
-        run_process("base_train", *args, f"--num_iterations={iterations}", WANDB_MODE="offline", WANDB_SILENT="true")
+        more = (f"--num_iterations={iterations}", "--resume=changed")
+        run_process("base_train", *args, *more, WANDB_MODE="offline", WANDB_SILENT="true")
     kept = sorted((tiny / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(kept) == 2 and kept[0].name == kept[1].name and all(p.stat().st_size > 1000 for p in kept)
     ids = [
@@ -324,3 +340,70 @@ def test_device_batch_size_0_takes_what_fits(tiny, run_script, monkeypatch):
     assert run_script("base_train", *TINY, *off, "--device_batch_size=0", "--model_tag=a")["grad_accum_steps"] == 4
     run_script("base_train", *TINY, *off, "--device_batch_size=4", "--model_tag=b")
     assert_identical(weights(tiny, "a", 3), weights(tiny, "b", 3))
+
+
+def test_a_second_run_with_another_rate_does_not_touch_the_first(tiny, run_script):
+    first = run_script("base_train", *TINY)["run_dir"]
+    names = ("config.json", "metrics.jsonl", "report.html")
+    before = {name: (first / name).read_bytes() for name in names}
+    with pytest.raises(UserError, match=r"lr=0\.01 \(was 0\.003\); give --model_tag"):
+        run_script("base_train", *TINY, "--lr=0.01")
+    assert before == {name: (first / name).read_bytes() for name in names}
+    run_script("base_train", *TINY, "--lr=0.01", "--num_iterations=7", "--resume=changed")
+    config = json.loads((first / "config.json").read_text())
+    assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == {"lr": 0.01, "num_iterations": 7}
+
+
+def test_changed_images_under_the_same_name_are_refused(tiny, run_script):
+    run_script("base_train", *TINY)
+    with DatasetWriter("tiny", CLASS_NAMES, overwrite=True) as writer:
+        for split, n in (("train", 72), ("val", 24)):
+            writer.append(split, *draw_shapes(n, seed=n + 1))
+    with pytest.raises(UserError, match="other sha256"):
+        run_script("base_train", *TINY)
+
+
+def test_an_average_can_be_added_when_resuming(tiny, run_script):
+    """It starts from the weights of the checkpoint; the one that was kept is as before."""
+    args = (*TINY, "--ema_ramp=False")
+    run_script("base_train", *args, "--ema_rates=0.9")
+    run_script("base_train", *args, "--ema_rates=0.9,0.5", "--num_iterations=7", "--resume=changed")
+    old, new = weights(tiny, "tiny_dit_d1"), weights(tiny, "tiny_dit_d1", step=7)
+    lerp = {name: old["model.pt"][name].lerp(new["model.pt"][name], 0.5) for name in new["ema_0.5.pt"]}
+    for name, average in new["ema_0.5.pt"].items():
+        torch.testing.assert_close(average, lerp[name])
+
+
+@pytest.mark.parametrize("more", [(), ("--arch=unet", "--num_res_blocks=1", "--patch_size=0")])
+def test_init_from_equals_its_source_and_trains_only_what_it_should(tiny, run_script, more):
+    make_run(run_script, "source", *more)  # random weights, on the set "tiny"
+    start = ("--init_from=source", "--model_tag=tuned", "--save_every=3", *more)
+    args = [arg for arg in TINY if not (more and "patch_size=4" in arg)]
+    run_script("base_train", *args, *start, "--num_iterations=0")
+    source, tuned = load_run("source", "cpu"), load_run("tuned", "cpu")
+    assert_identical(tuned.model.state_dict(), source.model.state_dict())
+    part = "--trainable=final" if not more else "--trainable=out.2"
+    run_script("base_train", *args, *start, part, "--model_tag=part")
+    trained = load_run("part", "cpu").model.state_dict()
+    changed = {name for name, x in source.model.state_dict().items() if not torch.equal(x, trained[name])}
+    assert changed and all(part.split("=")[1] in name for name in changed)
+    with pytest.raises(UserError, match="trainable='nose'"):
+        run_script("base_train", *args, *start, "--trainable=nose", "--model_tag=other")
+    with pytest.raises(UserError, match=r"another shape; to start from it: .*--depth=1"):
+        run_script("base_train", *args, *start, "--depth=2", "--model_tag=other")
+
+
+def test_rows_of_the_class_table_follow_the_names(tiny, run_script):
+    """Known names take their rows wherever they stand; others are drawn anew; the null class is kept."""
+    make_run(run_script, "source")
+    names = ["cross", "banana", *CLASS_NAMES[:2]]
+    with DatasetWriter("fruit", names) as writer:
+        images, _ = draw_shapes(32, seed=1)
+        writer.append("train", images, np.arange(32) % 4)
+    run_script("base_train", *TINY, "--data=fruit", "--init_from=source", "--model_tag=b", "--num_iterations=0")
+    old = load_run("source", "cpu").model.y_embed.weight
+    new = load_run("b", "cpu").model.y_embed.weight
+    for row, name in enumerate(names):
+        equal = [k for k in range(len(old) - 1) if torch.equal(new[row], old[k])]
+        assert equal == ([CLASS_NAMES.index(name)] if name in CLASS_NAMES else [])
+    assert torch.equal(new[-1], old[-1])

@@ -108,10 +108,10 @@ def test_the_first_signal_asks_and_the_second_ends(number):
     if pid == 0:
         try:
             stop = StopSignal()
-            assert stop.agreed("cpu") == 0
+            assert stop.agreed() == 0
             os.kill(os.getpid(), number)
             time.sleep(0.01)
-            assert stop.agreed("cpu") == number  # and it goes on
+            assert stop.agreed() == number  # and it goes on
             os.kill(os.getpid(), number)
             time.sleep(10)
         finally:

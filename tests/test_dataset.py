@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nanodiff import files
 from nanodiff.common import UserError
 from nanodiff.data import dataset, shapes
-from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.data.dataset import DatasetWriter, match_labels, open_dataset, verify
 from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes
 
 RNG = np.random.default_rng(0)
@@ -251,3 +251,12 @@ def test_shapes_have_the_area_that_geometry_gives(name, area):
     assert covered.sum((1, 2)).min() > 20  # nothing vanishes
     radius2 = (shapes.MAX_RADIUS**3 - shapes.MIN_RADIUS**3) / 3 / (shapes.MAX_RADIUS - shapes.MIN_RADIUS)
     assert covered.mean() == pytest.approx(area * radius2, rel=0.06)  # mean of 400 sizes and 6 colours
+
+
+def test_classes_are_matched_by_name_or_numbers_by_order():
+    assert match_labels(["b", "a"], ["a", "b", "c"], "x") == [1, 0]
+    assert match_labels(["n01", "n02", "n03"], ["0", "1", "2"], "x") == [0, 1, 2]  # folders against a published model
+    assert match_labels(["0", "1"], ["cat", "dog"], "x") == [0, 1]
+    for names, known in ((["cat", "dog"], ["dog", "fox"]), (["n01", "n02"], ["0", "1", "2"])):
+        with pytest.raises(UserError, match="accepted: classes called"):
+            match_labels(names, known, "x")

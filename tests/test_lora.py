@@ -180,6 +180,15 @@ def test_classes_are_matched_by_name_and_new_ones_start_as_no_class(base):
     torch.testing.assert_close(without_null.model.label_emb.weight, torch.cat([table, mean]))
 
 
+def test_numbered_classes_of_a_published_model_are_taken_in_order(base):
+    loaded = make_loaded()
+    loaded.data = loaded.data | {"class_names": ["0", "1", "2"]}
+    dataset, names, rows = match_classes(loaded, make_set("photos", ["cross", "dots", "bar"]), "all")
+    stored = make_set("photos2", ["cross", "dots", "bar"])
+    assert names == ["0", "1", "2"] and rows == [0, 1, 2, 3] and loaded.model.config.num_classes == 3
+    assert dataset.labels(range(6)).tolist() == stored.labels(range(6)).tolist()
+
+
 def test_which_rows_learn(base):
     some = make_set("some", ["bar", "dots"])
     for train_classes, rows in (("new", [3]), ("all", [2, 3, 4]), ("circle,dots", [0, 3])):

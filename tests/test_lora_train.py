@@ -90,7 +90,7 @@ def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     # and a checkpoint of two ranks goes on with one
     for tag in ("one", "two"):
-        run_script("lora_train", *args, f"--model_tag={tag}", "--num_iterations=7")
+        run_script("lora_train", *args, f"--model_tag={tag}", "--num_iterations=7", "--resume=changed")
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     assert_same(adapters(base, "two", 7)[0], adapters(base, "one", 7)[0], rtol=1e-2, atol=1e-4)
 
@@ -98,7 +98,8 @@ def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
 def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_script):
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     done = run_script("lora_train", *TINY, "--model_tag=a", "--targets=qkv,fc2", "--sample_every=0", "--sample_steps=2")
-    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    after = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    assert after == before | {old / "checkpoints" / "step_000001" / "in_use": b""}
     tuned, plain = done["raw_model"], load_run("old", "cpu").model.state_dict()
     for name, x in tuned.state_dict().items():
         if "lora" not in name and not name.startswith("y_embed"):
@@ -228,8 +229,39 @@ def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
 
 def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_script):
     run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=1")
-    assert run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=2", "--lr=0.1")["step"] == 2
+    more = ("--num_iterations=2", "--lr=0.1", "--resume=changed")
+    assert run_script("lora_train", *TINY, "--model_tag=a", *more)["step"] == 2
     with pytest.raises(UserError, match=r"a was trained with other settings: rank=3 \(was 2\), t_min=0.1 \(was 0.0\)"):
         run_script("lora_train", *TINY, "--model_tag=a", "--rank=3", "--t_min=0.1")
     with pytest.raises(UserError, match=r"a was trained on old at step 1 \(0.999\), not on old at step 0 \(0.999\)"):
-        run_script("lora_train", *TINY, "--model_tag=a", "--base_step=0")
+        run_script("lora_train", *TINY, "--model_tag=a", "--base_step=0", *more)
+
+
+def test_training_goes_on_from_adapters(base, old, run_script):
+    """At step 0 the model is the one that the file gives; other ranks or layers are refused."""
+    run_script("lora_train", *TINY, "--model_tag=first", "--num_iterations=2")
+    file = base / "runs" / "first" / "adapters" / "step_000002.safetensors"
+    again = (*TINY, f"--init_from={file}", "--num_iterations=0", "--alpha=8")  # the scale of the file is another
+    run_script("lora_train", *again, "--model_tag=second")
+    first, second = (load_run(tag, "cpu").model.state_dict() for tag in ("first", "second"))
+    assert_same(first, second, rtol=0, atol=1e-6)
+    for more, fault in (
+        ("--rank=3", "give --rank=2"),
+        ("--targets=qkv", "other layers"),
+        ("--train_classes=bar", "learned"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            run_script("lora_train", *again, more, "--model_tag=third")
+
+
+def test_training_of_the_base_keeps_the_step_that_adapters_need(base, old, run_script):
+    run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=0")
+    args = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --model_tag=old --resume=changed".split()
+    args += "--num_iterations=4 --save_every=1 --checkpoints_kept=1 --eval_every=-1 --sample_every=-1".split()
+    run_script("base_train", *args, "--compile=False", "--dtype=float32", "--device_type=cpu")
+    assert [path.name for path in sorted((old / "checkpoints").iterdir())] == ["step_000001", "step_000004"]
+    load_run("a", "cpu")
+    shifted = run_script(
+        "lora_train", *TINY, "--model_tag=b", "--timestep_shift=3", "--num_iterations=0", "--base_step=1"
+    )
+    assert shifted["process"].timestep_shift == load_run("b", "cpu").process.timestep_shift == 3

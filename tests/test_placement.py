@@ -82,7 +82,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     cond = evaluation.conditioning(model_config, x0, y)
     terms = process.losses(model, x0, t, noise, **cond)
     (terms["loss"] * weight).mean().backward()
-    evaluation.quartile_sums(t, terms["loss"], process)
+    evaluation.quartile_sums(t, terms["loss"], weight, process)
     for bucket in optimizer.buckets:  # sync_grads compares addresses, which fake tensors lack
         bucket.grad = torch.zeros_like(bucket.flat)
         for view, p in zip(bucket.views(bucket.grad), bucket.params):

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from configurator import Config
-from nanodiff.common import UserError
+from nanodiff.common import StopSignal, UserError
+from nanodiff.diffusion.sampling import rank_batches
 from nanodiff.training.checkpoint import save_checkpoint
-from nanodiff.training.run import RunLog, StepTerms, cut_batch, largest_batch, resume_point
+from nanodiff.training.run import LossTerms, RunLog, check_wandb, cut_batch, largest_batch, resume_point, run_folder
 
 
 def test_micro_steps_and_ranks_make_up_the_batch():
@@ -41,6 +42,9 @@ class Memory(nn.Module):
         self.w = nn.Parameter(torch.zeros(()))
         self.config = SimpleNamespace(num_classes=0, low_res=0)
         self.num_timesteps = 0
+
+    def shift(self, t):
+        return t
 
     def losses(self, model, x0, t, noise):
         self.tried.append(len(x0))
@@ -86,15 +90,51 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
             find(Memory(8), 16)
 
 
-def test_sums_by_quarter_of_t():
-    """Means by quarter, weighted for the loss; the whole mean is over all micro-steps; an empty quarter is NaN."""
-    terms = StepTerms()
-    terms.add(torch.tensor([0.1, 0.2]), torch.tensor([1.0, 3.0]), {"loss": torch.tensor([1.0, 1.0])})
-    terms.add(torch.tensor([0.6, 1.0]), torch.tensor([1.0, 0.5]), {"loss": torch.tensor([2.0, 4.0])})
-    found = terms.summary(SimpleNamespace(num_timesteps=0), torch.device("cpu"))
+def test_means_since_the_last_log_line():
+    """The mean loss is over all images of all steps, with their weights; means by quarter are weighted means; an empty
+    quarter is NaN; the timestep sampler gets the present step alone, unweighted."""
+    terms = LossTerms(SimpleNamespace(num_timesteps=0))
+    terms.add(torch.tensor([0.1, 0.2]), torch.tensor([1.0, 3.0]), {"loss": torch.tensor([1.0, 2.0])})
+    t, losses = terms.end_step()
+    assert losses.tolist() == [1, 2] and len(t) == 2
+    terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([2.0])})
+    terms.add(torch.tensor([1.0]), torch.tensor([0.5]), {"loss": torch.tensor([4.0])})
+    assert terms.end_step()[1].tolist() == [2, 4]
+    found = terms.summary(torch.device("cpu"))
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
-    assert found == {"train/loss": 2.0, "train/loss_q0": 2.0, "train/loss_q2": 2.0, "train/loss_q3": 2.0}
-    assert terms.all("loss").tolist() == [1, 1, 2, 4] and len(terms.all("t")) == 4
+    assert found == {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
+    terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([3.0])})
+    terms.end_step()
+    assert terms.summary(torch.device("cpu"))["train/loss"] == 3  # it starts anew
+
+
+@pytest.mark.parametrize("tag", ["a/b", "..", ".", "a\nb", "-a", "", "a b"])
+def test_a_model_tag_is_a_name(base, tag):
+    with pytest.raises(UserError, match="model_tag="):
+        run_folder(tag)
+    assert run_folder("a.b+c=1_d-2") == base / "runs" / "a.b+c=1_d-2"
+
+
+def test_a_signal_ends_an_evaluation_after_its_batch():
+    stop, done = StopSignal(), []
+    with stop.interrupts():
+        for ids in rank_batches(100, 10):
+            done += ids.tolist()
+            if len(done) == 30:
+                stop.received = 15
+    assert stop.interrupted == 15 and done == list(range(30))
+    assert sum(len(ids) for ids in rank_batches(25, 10)) == 25  # outside, nothing stops it
+
+
+def test_wandb_without_a_login_is_one_line(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "login", lambda **options: False)
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
+    with pytest.raises(UserError, match="no API key"):
+        check_wandb("name")
+    check_wandb("dummy")
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline")))
+    check_wandb("name")
 
 
 def config_of(defaults, **changed):
@@ -104,7 +144,7 @@ def config_of(defaults, **changed):
 
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):
-    described = {"config": config_of({"lr": 1, "rank": 3}, lr=2)}
+    described = {"config": config_of({"lr": 1, "rank": 3}, lr=2), "num_iterations": 3}
     log = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 0, None)
     for step in (1, 2, 3):
         log.metrics({"step": step, "train/loss": 0.0, "train/grad_norm": float("inf")})
@@ -112,13 +152,25 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["changed_from"] == {"lr": 1}
+    written = (tmp_path / "a" / "config.json").read_text()
+    assert json.loads(written)["changed_from"] == {"lr": 1}
+    # What was recorded stays; what is changed is appended with its step
+    for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
+        described = {"config": config_of({"lr": 1, "rank": 3}, lr=lr), "num_iterations": 9}
+        RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 2, None)
+        record = json.loads((tmp_path / "a" / "config.json").read_text())
+        assert len(record["changes"]) == num_changes
+        assert record["changes"][-1] == {"step": 2, "config": {"lr": lr}, "num_iterations": 9}
+        assert record | {"changes": None} == json.loads(written) | {"changes": None}
 
 
 def test_where_to_resume(tmp_path):
     config = config_of({"lr": 1, "depth": 4})
     assert resume_point(tmp_path, "auto", config, ()) == resume_point(tmp_path, "never", config, ()) == (None, {})
-    for resume, fault in (("later", "resume='later': accepted are auto, never or"), ("3", "no checkpoint of step 3")):
+    for resume, fault in (
+        ("later", "resume='later': accepted are auto, never, changed or"),
+        ("3", "no checkpoint of step 3"),
+    ):
         with pytest.raises(UserError, match=fault):
             resume_point(tmp_path, resume, config, ())
 
@@ -128,8 +180,11 @@ def test_a_setting_that_a_checkpoint_does_not_know_has_its_default(tmp_path, cap
     path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
     defaults, fixed = {"lr": 1, "depth": 4, "new": 7}, ("depth", "new")
     assert resume_point(tmp_path, "auto", config_of(defaults), fixed) == (path, meta)
-    resume_point(tmp_path, "1", config_of(defaults, lr=2), fixed)
-    assert capsys.readouterr().out.splitlines()[1].endswith("now with lr=2 (was 1)")
+    for resume in ("1", "changed"):
+        resume_point(tmp_path, resume, config_of(defaults, lr=2), fixed)
+        assert capsys.readouterr().out.splitlines()[-1].endswith("now with lr=2 (was 1)")
+    with pytest.raises(UserError, match=r"lr=2 \(was 1\); give --model_tag=NAME .* or --resume=changed"):
+        resume_point(tmp_path, "auto", config_of(defaults, lr=2), fixed)
     with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
         resume_point(tmp_path, "auto", config_of(defaults, lr=2, depth=3, new=8), fixed)
     with pytest.raises(UserError, match="resume=never"):

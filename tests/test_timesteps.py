@@ -10,9 +10,10 @@ import torch.multiprocessing as mp
 from conftest import golden
 
 from nanodiff.common import UserError
+from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.timesteps import LossSecondMoment, make_timesteps
 
-FLOW = SimpleNamespace(num_timesteps=0)  # all that a sampler asks of a process
+FLOW = FlowMatching()
 
 
 def gaussian(T):
@@ -49,6 +50,22 @@ def test_logit_normal_quantiles():
     assert (weight == 1).all()
     ends, _ = make_timesteps("logit-normal", FLOW).sample(torch.tensor([0.0, 1 - 2**-24]))
     assert (ends >= 0).all() and (ends <= 1).all()
+
+
+@pytest.mark.parametrize("shift, median", [(3.0, 0.75), (5.0, 5 / 6), (math.exp(0.8), 0.69), (1.0, 0.5)])
+def test_timestep_shift(shift, median):
+    """Medians of t in DiffSynth-Studio's FLUX, Wan and Qwen schedules; the ends stay; samplers take the same steps."""
+    process = FlowMatching(timestep_shift=shift)
+    t, _ = make_timesteps("uniform", process).sample(grid(1001))
+    assert t[500].item() == pytest.approx(median, abs=2e-3) and t.min() > 0 and t.max() < 1
+    t, _ = make_timesteps("logit-normal", process).sample(torch.tensor([0.5]))
+    assert t.item() == pytest.approx(median, abs=2e-3)
+    t, weight = make_timesteps("bell", process).sample(grid(4000))
+    assert weight.mean().item() == pytest.approx(1, abs=1e-3) and t[weight.argmax()] == pytest.approx(0.5, abs=1e-3)
+    seen = []
+    model = lambda x, t, **cond: seen.append(t[0].item() / 1000) or torch.zeros_like(x)
+    process.sample(model, torch.zeros(1, 1, 2, 2), 2, "euler")
+    assert seen == pytest.approx([1, median], abs=2e-3)
 
 
 def test_second_moment_equals_the_published():

@@ -9,6 +9,7 @@ $NANODIFF_BASE_DIR/data/<name>/
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
@@ -67,6 +68,7 @@ class Dataset:
             dtype = DTYPES[self.meta["kind"]]
             self._shards = [open_npy(path, entry, dtype, (entry["num_images"], *size)) for entry in part["shards"]]
             _, self.channels, self.resolution, _ = self._shards[0].shape
+            self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()  # of its files' hashes
             self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
             self.num_images = int(self._ends[-1])
             self._labels = np.zeros(self.num_images, np.int64)
@@ -104,17 +106,23 @@ class Dataset:
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
-    """Map class names to the model's class numbers: by name if all are known, else by position.
+    """Map class names to the model's class numbers: by name if all are known, or by order (see same_order).
 
-    By position because published models call their classes "0", "1", ... `what` begins the UserError.
+    `what` begins the UserError.
     """
     if set(names) <= set(known):
         return [known.index(name) for name in names]
-    if len(names) != len(known):
-        unknown = next(name for name in names if name not in known)
-        counts = f"the {len(names)} classes here is none of the {len(known)} classes there"
-        raise UserError(f"{what}: {unknown!r} of {counts}")
-    return list(range(len(names)))
+    if same_order(names, known):
+        return list(range(len(names)))
+    unknown = next(name for name in names if name not in known)
+    counts = f"the {len(names)} classes here is none of the {len(known)} classes there"
+    raise UserError(f"{what}: {unknown!r} of {counts}; accepted: classes called {', '.join(known[:5])}, ...")
+
+
+def same_order(names: list[str], known: list[str]) -> bool:
+    """Do equally many classes, of which one side's are called "0", "1", ..., stand for each other by order?"""
+    numbers = [str(i) for i in range(len(known))]
+    return len(names) == len(known) and (list(names) == numbers or list(known) == numbers)
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:

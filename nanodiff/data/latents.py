@@ -128,7 +128,7 @@ def open_matching(path: str, info: dict):
 def data_facts(dataset) -> dict:
     """What a model must know of the set that it was trained on, to be sampled from without it."""
     facts = {"name": dataset.name, "kind": dataset.meta["kind"]}
-    facts |= {"channels": dataset.channels, "resolution": dataset.resolution}
+    facts |= {"channels": dataset.channels, "resolution": dataset.resolution, "sha256": dataset.sha256}
     return facts | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
 
 
@@ -148,6 +148,7 @@ def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
     if theirs.get("sha256") != ours.get("sha256"):
         names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
         raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
+    old = {"sha256": facts["sha256"]} | old  # checkpoints did not always know what their images were
     changed = [key for key in facts if key not in ("name", "latents") and facts[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
     if changed:

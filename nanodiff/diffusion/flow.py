@@ -3,6 +3,7 @@
 x_t = (1 - t) x0 + t noise, t in [0, 1]; the velocity v = dx_t/dt = noise - x0 is what the network learns.
 """
 
+import math
 from itertools import pairwise
 
 import torch
@@ -56,16 +57,26 @@ class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
+    `timestep_shift` s moves t towards the noise in both, by `shift`.
     """
 
     num_timesteps = 0  # t is continuous
     t_end = 1000.0  # the network sees t in [0, t_end)
     samplers, default_sampler = SAMPLERS, "heun"
 
-    def __init__(self, prediction: str = "v"):
+    def __init__(self, prediction: str = "v", timestep_shift: float = 1.0):
         if prediction not in ("v", "x0"):
             raise UserError(f"flow_prediction={prediction!r} is unknown; accepted: v, x0")
+        if not 0 < timestep_shift < math.inf:
+            raise UserError(f"timestep_shift={timestep_shift}; accepted: a number > 0")
         self.prediction = prediction
+        self.timestep_shift = timestep_shift
+
+    def shift(self, t):
+        """t' = s t / (1 + (s - 1) t): the same noise level for an image of s^2 times as many pixels (Esser et al. 2024,
+        arXiv:2403.03206, eq. 23). The median of uniform t becomes s / (1 + s)."""
+        s = self.timestep_shift
+        return t if s == 1 else s * t / (1 + (s - 1) * t)
 
     def out_channels(self, channels: int) -> int:
         return channels
@@ -84,12 +95,12 @@ class FlowMatching:
 
     @torch.no_grad()
     def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0):
-        """Integrate from noise at t = 1 to images at t = 0 in `steps` equal steps; (N, C, H, W) fp32.
+        """Integrate from noise at t = 1 to images at t = 0 in `steps` steps, equal before the shift; (N, C, H, W) fp32.
 
         progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta is for DDIM alone.
         """
         velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
-        x, times = noise.float(), torch.linspace(1, 0, steps + 1).tolist()
+        x, times = noise.float(), self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = SAMPLERS[sampler](velocity, x, t, t_next, generator)
             if progress is not None:

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, get_dist, make_generator, sum_over_ranks
+from nanodiff.common import (
+    StackedGenerator,
+    gather_objects,
+    get_dist,
+    heed_signals,
+    make_generator,
+    sum_over_ranks,
+)
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.png import make_grid
@@ -38,11 +45,12 @@ def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
     return cond
 
 
-def quartile_sums(t, values, process) -> torch.Tensor:
-    """(2, 4) fp64, CPU: the sum of `values` (N,) and their number in each quarter of the range of t (N,)."""
-    quarter = (t.cpu().double() * 4 / (process.num_timesteps or 1)).long().clamp(max=3)
-    values_and_ones = torch.stack([values.detach().cpu().double(), torch.ones(len(t), dtype=torch.float64)])
-    return torch.zeros(2, 4, dtype=torch.float64).index_add_(1, quarter, values_and_ones)
+def quartile_sums(t, values, weight, process) -> torch.Tensor:
+    """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
+    quarter = (t * 4 / (process.num_timesteps or 1)).long().clamp(max=3)
+    is_in = quarter[:, None] == torch.arange(4, device=t.device)  # (N, 4)
+    weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
+    return (weighted[:, :, None] * is_in).sum(1)
 
 
 def stored_images(dataset, ids, codec, device, generator=None):
@@ -52,28 +60,43 @@ def stored_images(dataset, ids, codec, device, generator=None):
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
 
 
+def rank_batches(num_images: int, batch_size: int):
+    """This rank's batches of the ids 0 ... num_images - 1, dealt out in turn; (n,) int64 tensors.
+
+    Between two batches a signal to any rank ends the evaluation on all of them, see StopSignal.interrupts.
+    """
+    rank, _, world = get_dist()
+    batches = torch.arange(num_images).split(batch_size)
+    for first in range(0, len(batches), world):
+        heed_signals()  # as often on every rank, whether it has a batch left or not
+        if first + rank < len(batches):
+            yield batches[first + rank]
+
+
 @torch.no_grad()
-def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
+def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, timesteps: str):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
-    An image's noise depends on its index, its t on (seed, index), evenly spread: alike for any model, ranks and batch.
+    t has the distribution that training has, so the two losses can be compared; loss-second-moment, whose weights make
+    the training loss a mean over uniform t, stands for uniform. An image's noise depends on its index, its t on (seed,
+    index), evenly spread: alike for any model, ranks and batch.
     """
-    device, (rank, _, world) = device_of(model), get_dist()
+    device = device_of(model)
     n = min(num_images, len(val_set))
-    timesteps = make_timesteps("uniform", process)
+    distribution = make_timesteps("uniform" if timesteps == "loss-second-moment" else timesteps, process)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     sums = torch.zeros(2, 4, dtype=torch.float64)
-    for start in range(rank * batch_size, n, world * batch_size):
-        count = min(batch_size, n - start)
-        ids = np.minimum(np.arange(start, start + batch_size), n - 1)  # filled up: a compiled model knows one shape
+    for ids in rank_batches(n, batch_size):
+        count = len(ids)
+        ids = torch.cat([ids, ids[-1:].expand(batch_size - count)]).numpy()  # a compiled model knows one shape
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator)
         noise = generator.randn(x0.shape, device)
-        t, _ = timesteps.sample(u[ids].to(device))
+        t, weight = distribution.sample(u[ids].to(device))
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
-        sums += quartile_sums(t[:count], loss[:count], process)
-    total, count = sum_over_ranks(sums, device)
-    return float(total.sum() / count.sum()), (total / count).tolist()
+        sums += quartile_sums(t[:count], loss[:count], weight[:count], process).cpu()
+    total, weights = sum_over_ranks(sums, device)
+    return float(total.sum() / n), (total / weights).tolist()
 
 
 @torch.no_grad()
@@ -82,10 +105,10 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
 
     An image's noise depends on its index alone. progress(n) follows each batch of n.
     """
-    device, (rank, _, world) = device_of(model), get_dist()
+    device = device_of(model)
     n = min(num_images, len(val_set))
     sums = {}
-    for part in torch.arange(n).tensor_split(world)[rank].split(batch_size):
+    for part in rank_batches(n, batch_size):
         ids = part.numpy()
         x0, labels = stored_images(val_set, ids, codec, device)
         terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **conditioning(model.config, x0, labels))
@@ -135,10 +158,11 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
     return sum(num_images)
 
 
-def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray:
+def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
     """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Super-resolution shows triplets of `val_set`: low resolution, sample, truth.
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. Drawn by all ranks, so that none waits
+    long for another; None on all but the first.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4
@@ -151,10 +175,19 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
     if not num_classes:
         settings = replace(settings, cfg_scale=1.0)
-    images = sample_images(model, process, range(n), cond, codec.shape, settings, batch_size)
-    if low_res:
-        low = F.interpolate(cond["low_res"], size=codec.shape[-1], mode="nearest")
-        images = torch.stack([low, images, truth], dim=1).flatten(0, 1)
-        columns = 9
-    pixels = codec.to_pixels(images).numpy()
-    return make_grid(pixels, columns, scale=max(1, 48 // pixels.shape[-1]))  # small images are enlarged
+    rank, _, world = get_dist()
+    per_batch = min(batch_size, -(-n // world))  # every rank draws something
+    parts = {}  # first image of a batch -> its pictures, (k, C, H, W) uint8
+    for ids in rank_batches(n, per_batch):
+        inputs = {name: value[ids] for name, value in cond.items()}
+        images = sample_images(model, process, ids.tolist(), inputs, codec.shape, settings, per_batch)
+        if low_res:
+            low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
+            images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
+        parts[int(ids[0])] = codec.to_pixels(images).numpy()
+    for others in gather_objects(parts):
+        parts |= others
+    if rank > 0:
+        return None
+    pixels = np.concatenate([parts[first] for first in sorted(parts)])
+    return make_grid(pixels, 9 if low_res else columns, scale=max(1, 48 // pixels.shape[-1]))  # small ones are enlarged

@@ -13,38 +13,41 @@ import torch.distributed as dist
 from nanodiff.common import UserError, collective
 
 
-def uniform(u, T: int):
-    """t = floor(u T), int64; t = u for flow matching, whose T is 0."""
-    t = (u * T).long().clamp(max=T - 1) if T else u
+def uniform(u, process):
+    """t = floor(u T), int64; for flow matching t = u, shifted."""
+    T = process.num_timesteps
+    t = (u * T).long().clamp(max=T - 1) if T else process.shift(u)
     return t, torch.ones_like(u)
 
 
-def bell(u, T: int):
-    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, scaled to mean 1 over t in [0, 1].
+def bell(u, process):
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, scaled to mean 1.
 
     DiffSynth-Studio fine-tunes flow matching with it.
     """
-    t, _ = uniform(u, T)
-    end = math.exp(-0.5)
-    mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - end
-    height = torch.exp(-2 * (t.float() / (T or 1) - 0.5).square())
-    return t, (height - end).clamp(min=0) / mean
+
+    def height(t):
+        return (torch.exp(-2 * (t.float() / (process.num_timesteps or 1) - 0.5).square()) - math.exp(-0.5)).clamp(min=0)
+
+    t, _ = uniform(u, process)
+    everywhere, _ = uniform((torch.arange(1000, device=u.device) + 0.5) / 1000, process)
+    return t, height(t) / height(everywhere).mean()
 
 
-def logit_normal(u, T: int):
-    """t = sigmoid(z), z standard normal: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+def logit_normal(u, process):
+    """t = sigmoid(z), z standard normal, shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = math.sqrt(2) * torch.erfinv(2 * u - 1)  # the normal's inverse CDF; MPS lacks torch.special.ndtri
-    return torch.sigmoid(z), torch.ones_like(u)
+    return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
 class Timesteps:
     """A distribution without memory, on the part [low, high] of the range of t."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
-        self.draw, self.num_timesteps, self.low, self.high = draw, process.num_timesteps, low, high
+        self.draw, self.process, self.low, self.high = draw, process, low, high
 
     def sample(self, u):
-        return self.draw(self.low + (self.high - self.low) * u, self.num_timesteps)
+        return self.draw(self.low + (self.high - self.low) * u, self.process)
 
     def update(self, t, losses) -> None: ...
 
@@ -107,6 +110,9 @@ TIMESTEPS = {
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps | LossSecondMoment:
+    """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
+    if name == "auto":
+        name = "uniform" if process.num_timesteps else "logit-normal"
     if name not in TIMESTEPS:
         raise UserError(f"timesteps={name!r} is unknown; accepted: {', '.join(TIMESTEPS)}")
     if name == "logit-normal" and process.num_timesteps:

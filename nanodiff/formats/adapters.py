@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
+from nanodiff.data.dataset import same_order
 from nanodiff.models.lora import ClassTable, LoRALinear, add_classes, class_table
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
@@ -40,7 +41,8 @@ def identity(loaded) -> dict:
 
 
 def match_classes(loaded, dataset, train_classes: str = "new"):
-    """Match a data set's classes with a model's by name; classes that the model lacks are added to it.
+    """Match a data set's classes with a model's by name, or by order (see same_order); classes that the model lacks are
+    added to it.
 
     Returns the data set with the model's label numbers, the names of the model's classes, and the rows of the class
     table to train, by `train_classes`: "new", "all" (the null class too), "none", or names. Unlabelled images get the
@@ -49,15 +51,16 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     known = loaded.data["class_names"] if loaded.num_classes else []
     if not known:
         return dataset, [], []
-    new = [name for name in dataset.class_names if name not in known]
+    own_names = known if same_order(dataset.class_names, known) else dataset.class_names
+    new = [name for name in own_names if name not in known]
     names = [*known, *new]
     null = [len(names)] if len(class_table(loaded.model)[1].weight) > len(known) else []
-    numbers = [names.index(name) for name in dataset.class_names] or null
+    numbers = [names.index(name) for name in own_names] or null
     if not numbers:
         raise UserError(f"data={dataset.name!r} has no labels, and {loaded.source} has no null class")
     if new and train_classes == "none":
         raise UserError(f"train_classes=none, but {loaded.source} lacks class {new[0]!r} of {dataset.name!r}")
-    chosen = {"new": new, "all": dataset.class_names, "none": []}.get(train_classes, train_classes.split(","))
+    chosen = {"new": new, "all": own_names, "none": []}.get(train_classes, train_classes.split(","))
     for name in chosen:
         if name not in names:
             raise UserError(f"train_classes: no class {name!r}; accepted: new, all, none, {', '.join(names[:100])}")
@@ -81,6 +84,30 @@ def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, clas
     metadata |= dict(base=origin["name"], base_sha256=origin["sha256"], sha256=fingerprint(tensors))
     path.parent.mkdir(parents=True, exist_ok=True)
     save_safetensors(tensors, path, metadata)
+
+
+@torch.no_grad()
+def start_from_adapters(model, path: str, origin: dict, class_names: list[str]) -> None:
+    """Copy a file's adapters into those that add_lora made, for the same base, layers and rank."""
+    tensors, classes, alpha_over_rank = read_adapters(path, origin)
+    mine = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    theirs = {key.removeprefix(PREFIX).removesuffix(A) for key in tensors if key.endswith(A)}
+    if theirs != mine.keys():
+        name = min(theirs ^ mine.keys())
+        raise UserError(f"init_from={path!r} has adapters on other layers, such as {name}; see targets")
+    for name, module in mine.items():
+        x = tensors[PREFIX + name + A]
+        if x.shape != module.lora_A.weight.shape:
+            raise UserError(f"init_from={path!r} has adapters of rank {len(x)}; give --rank={len(x)}")
+        module.lora_A.weight.copy_(x)
+        module.lora_B.weight.copy_(tensors[PREFIX + name + B] * (alpha_over_rank / module.lora_scale))
+    rows = [x for key, x in tensors.items() if key.endswith(ROWS)]
+    table = class_table(model)[1] if rows else None
+    for class_name, row in zip(classes, rows[0] if rows else []):
+        number = len(class_names) if class_name is None else class_names.index(class_name)
+        if not isinstance(table, ClassTable) or number not in table.rows.tolist():
+            raise UserError(f"init_from={path!r} has learned class {class_name!r}; name it in train_classes")
+        table.delta[table.rows.tolist().index(number)] = row.to(table.weight) - table.weight[number]
 
 
 def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], list, float]:

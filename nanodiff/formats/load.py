@@ -118,8 +118,19 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published=Publishe
     adapters = path / "adapters" / f"step_{meta['step']:06d}.safetensors"
     apply_adapters(loaded, str(adapters))
     check_data(meta["data"], checkpoint, loaded.model.config)
+    shift = meta["config"].get("timestep_shift")
+    if shift:
+        shift_timesteps(loaded, shift)
     facts = dict(data=meta["data"], step=meta["step"], source=str(checkpoint), weights="raw")
     return dataclasses.replace(loaded, **facts, weights_path=adapters, run_dir=path)
+
+
+def shift_timesteps(loaded: Loaded, timestep_shift: float) -> None:
+    """Give a flow model another timestep_shift than it was trained with."""
+    if loaded.process.num_timesteps:
+        raise UserError(f"timestep_shift={timestep_shift}: {loaded.source} is no flow model; accepted: 0")
+    loaded.config = loaded.config | {"timestep_shift": timestep_shift}
+    loaded.process = make_process(loaded.config, loaded.data)
 
 
 def read_exported(path: Path) -> tuple[dict, dict]:

@@ -5,7 +5,6 @@ A network is Inception (for fid) or a Classifier (for fd_classifier): features(i
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import Progress, UserError, collective, get_dist, make_generator, print0
+from nanodiff.common import Progress, UserError, gather_objects, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, rank_batches, sample_images
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
 from nanodiff.metrics.distances import (
@@ -135,28 +134,23 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
     `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Batches are dealt out in turn, so the result
     depends on the number of ranks only by the order of float64 sums. `label` names the progress.
     """
-    rank, _, world = get_dist()
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
-    batches = list(enumerate(torch.arange(num_images).split(batch_size)))[rank::world]
     stats = FeatureStats(network.num_features)
-    rows = {}  # number of a batch -> its features to keep, its logits
-    with Progress(sum(len(ids) for _, ids in batches), "images", label) as bar:
-        for k, ids in batches:
+    rows = {}  # first image of a batch -> its features to keep, its logits
+    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
+        for ids in rank_batches(num_images, batch_size):
             x, logits = network.features(images_of(ids.numpy()))  # (n, F), (n, K)
             stats.update(x)
-            rows[k] = x[is_kept[ids]], logits
+            rows[int(ids[0])] = x[is_kept[ids]], logits
             bar.update(len(ids))
     if dist.is_initialized():
         stats.all_reduce()
-        parts = [None] * world if rank == 0 else None
-        with collective("the gathering of features"):
-            dist.gather_object(rows, parts)
-        if rank > 0:
-            return None
-        for part in parts:
-            rows |= part
+    for others in gather_objects(rows):
+        rows |= others
+    if get_dist()[0] > 0:
+        return None
     some = torch.cat([rows[k][0] for k in sorted(rows)])
     logits = torch.cat([rows[k][1] for k in sorted(rows)])
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
@@ -196,21 +190,20 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     return result
 
 
-class FrechetDistance:
-    """Measures how far a model in training is from the training images of `data`, as base_eval does; `metric` is "fid"
+class SampleQuality:
+    """Compares samples of a model in training with the training images of `data`, as base_eval does; `metric` is "fid"
     or "fd_classifier". Called by all ranks."""
 
     def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
         if model_config.low_res or codec.undecodable:
             raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
+        self.metric = metric
         self.num_images = num_images
         self.network = load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 
-    def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> float:
-        """The distance of samples of seed 0; NaN on all ranks but the first."""
+    def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
+        """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
         found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
-        if found is None:
-            return math.nan
-        return frechet_distance(found.mu, found.sigma, self.reference.mu, self.reference.sigma)
+        return {} if found is None else compare(self.metric, found, self.reference)

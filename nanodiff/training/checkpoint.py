@@ -19,6 +19,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic
 
+IN_USE = "in_use"  # a file in a checkpoint that adapters need: it is not deleted for newer ones
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
@@ -78,9 +79,15 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
         for old_step, old in found:
-            if old_step < intact[-keep:][0]:
+            if old_step < intact[-keep:][0] and not (old / IN_USE).exists():
                 shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def keep_checkpoint(checkpoint: Path) -> None:
+    """Mark a checkpoint that adapters need, so that a run that goes on there does not delete it."""
+    with contextlib.suppress(OSError):  # in a folder that cannot be written to nobody deletes
+        (checkpoint / IN_USE).touch()
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

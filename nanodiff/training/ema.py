@@ -21,7 +21,7 @@ def parse_rates(rates: str) -> tuple[float, ...]:
 
 
 class EMA:
-    """average <- rate * average + (1 - rate) * weights, in fp32, of every trainable parameter, for each of `rates`.
+    """average <- rate * average + (1 - rate) * weights, in fp32, of every parameter, for each of `rates`.
 
     With `ramp` the rate of step s is min(rate, (1 + s) / (10 + s)), so that an average soon forgets the initial weights
     (TensorFlow's ExponentialMovingAverage with num_updates); without it, it is constant, as in the papers of DDPM,
@@ -31,7 +31,7 @@ class EMA:
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, rates: str = "0.999", ramp: bool = True):
         self.rates, self.ramp = parse_rates(rates), ramp
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = dict(model.named_parameters())
         self.names, self.params = list(named), list(named.values())
         self.averages = {rate: [p.detach().float().clone() for p in self.params] for rate in self.rates}
 
@@ -68,7 +68,12 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take averages of the same rates and names; the first mismatch is refused before anything is changed."""
+        """Take averages of the same names; the first mismatch is refused before anything is changed.
+
+        The average of a rate that `state` lacks starts from the weights.
+        """
+        weights = dict(zip(self.names, self.params))
+        state = {rate: state.get(rate, weights) for rate in self.state_dict()}
         for rate, mine in self.state_dict().items():
             for name in sorted(mine.keys() ^ state[rate].keys()):
                 raise UserError(f"ema {rate}: {name!r} is {'missing' if name in mine else 'unknown here'}")

@@ -3,13 +3,14 @@
 import base64
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, collective, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import UserError, base_dir, collective, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.device import can_compile, environment, peak_memory_gb
 from nanodiff.diffusion.sampling import conditioning, quartile_sums
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -21,14 +22,32 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 # Start and resume
 
 
-def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...]) -> tuple[Path | None, dict]:
-    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start. `resume`: auto, never, a step.
+# Settings that do not shape the weights: a run resumes with others without being asked
+FREE = {
+    "run", "model_tag", "resume", "device_type", "compile", "device_batch_size", "checkpointing", "autoencoder",
+    "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images", "fid_metric",
+    "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "save_every", "save_epochs",
+    "checkpoints_kept", "log_every",
+}  # fmt: skip
 
-    Settings in `fixed` must agree with the checkpoint's; other changes are printed. A setting that the checkpoint does
-    not know had its default, so that a new setting does not stop older runs.
+
+def run_folder(model_tag: str) -> Path:
+    """The folder of the run `model_tag`, a name and not a path: printed commands and the page find the run by it."""
+    if not re.fullmatch(r"[\w.+=,@-]+", model_tag) or model_tag.strip(".") == "" or model_tag.startswith("-"):
+        raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = , @ -, not - first")
+    return base_dir() / "runs" / model_tag
+
+
+def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...]) -> tuple[Path | None, dict]:
+    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start. `resume`: auto, never, changed,
+    a step.
+
+    Settings in `fixed` must agree with the checkpoint's. Others that shape the weights must agree unless `resume` is
+    "changed" or a step: a second run with another learning rate would go on with the first. A setting that the
+    checkpoint does not know had its default, so that a new setting does not stop older runs.
     """
-    if resume not in ("auto", "never") and not resume.isdigit():
-        raise UserError(f"resume={resume!r}: accepted are auto, never or the step of a checkpoint")
+    if resume not in ("auto", "never", "changed") and not resume.isdigit():
+        raise UserError(f"resume={resume!r}: accepted are auto, never, changed or the step of a checkpoint")
     checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
     if checkpoint is None:
         return None, {}
@@ -45,6 +64,10 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
     refused = ", ".join(changed[key] for key in fixed if key in changed)
     if refused:
         raise UserError(f"{run_dir.name} was trained with other settings: {refused}; use another model_tag")
+    differing = ", ".join(text for key, text in changed.items() if key not in FREE)
+    if differing and resume == "auto":
+        hint = "--model_tag=NAME for a run of its own, or --resume=changed to go on with them"
+        raise UserError(f"{run_dir.name} was trained with other settings: {differing}; give {hint}")
     print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
     return checkpoint, meta
 
@@ -119,31 +142,73 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
 # Logs
 
 
-class StepTerms:
-    """The loss terms of one step, micro-batch by micro-batch, for the log and for the timestep sampler."""
+class LossTerms:
+    """The loss terms of the steps since the last log line, as sums; those of the present step also image by image."""
 
-    def __init__(self):
-        self.parts = []  # {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-step
+    def __init__(self, process):
+        self.process = process
+        self.parts = []  # of the present step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
+        self.sums = {}  # name -> (2, 4): see quartile_sums
+        self.num_images = 0
 
     def add(self, t, weight, terms: dict[str, torch.Tensor]) -> None:
+        """Take in a micro-batch."""
         self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
 
-    def all(self, name: str) -> torch.Tensor:
-        return torch.cat([part[name] for part in self.parts])
+    def end_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
+        step = {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
+        t, weight = step.pop("t"), step.pop("weight")
+        for name, x in step.items():
+            self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
+        self.num_images += len(t)
+        self.parts = []
+        return t, step["loss"]
 
-    def summary(self, process, device) -> dict[str, float]:
-        """{"train/loss": mean over ranks and micro-steps, "train/loss_q0": mean in the first quarter of t, ...}, with
-        importance weights; the same for the other terms. A collective."""
+    def summary(self, device) -> dict[str, float]:
+        """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
+        importance weights; the same for the other terms. Starts anew. A collective."""
         line = {}
-        for name in self.parts[0]:
-            if name in ("t", "weight"):
-                continue
-            x = self.all(name) * self.all("weight") if name == "loss" else self.all(name)
-            sums, counts = sum_over_ranks(quartile_sums(self.all("t"), x, process), device)
-            if name == "loss":
-                line["train/loss"] = float(sums.sum() / counts.sum())
-            line |= {f"train/{name}_q{i}": float(sums[i] / counts[i]) for i in range(4)}
+        total, num_images = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), device), self.num_images
+        line["train/loss"] = float(total[0]) / (num_images * get_dist()[2])
+        for name, sums in self.sums.items():
+            weighted, weights = sum_over_ranks(sums.cpu().double(), device)
+            line |= {f"train/{name}_q{i}": float(weighted[i] / weights[i]) for i in range(4)}
+        self.sums, self.num_images = {}, 0
         return line
+
+
+def check_wandb(run: str) -> None:
+    """Refuse, before anything is built, a wandb run that could not log."""
+    if run == "dummy" or get_dist()[0] > 0:
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+        hint = "`wandb login`, WANDB_MODE=offline or --run=dummy"
+        raise UserError(f"run={run!r} logs to wandb, which has no API key here; accepted: {hint}")
+
+
+def record(path: Path, described: dict, step: int) -> None:
+    """Write config.json at the start of a run. A run that resumes from `step` with other settings appends them to its
+    list "changes": what was recorded is not rewritten."""
+    try:
+        past = json.loads(path.read_bytes()) if step else None
+        known = dict(past["config"]) if past else {}
+        for change in past.get("changes", []) if past else ():
+            known |= change["config"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged: the new one is whole
+        past = None
+    if past is None:
+        write_atomic(path, json.dumps(described, indent=1).encode())
+        return
+    changed = {key: value for key, value in described["config"].items() if known.get(key) != value and key != "resume"}
+    if changed:
+        change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
+        past["changes"] = [*past.get("changes", []), change]
+        write_atomic(path, json.dumps(past, indent=1).encode())
 
 
 class RunLog:
@@ -159,16 +224,13 @@ class RunLog:
             return
         config = described["config"]
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
-        described = described | {"changed_from": changed, "environment": environment(device)}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        write_atomic(run_dir / "config.json", json.dumps(described, indent=1).encode())
+        record(run_dir / "config.json", described | {"changed_from": changed, "environment": environment(device)}, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
-            try:
-                import wandb
-            except ImportError:
-                raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
+            import wandb
+
             resumed = dict(id=wandb_id, resume="allow", dir=run_dir)
             self.wandb = wandb.init(project="nanodiff", name=run, config=config, **resumed)
             self.wandb_id, self.html = self.wandb.id, wandb.Html
@@ -185,7 +247,9 @@ class RunLog:
             self.wandb.log(line, step=line["step"])
 
     def grid(self, grid, step: int) -> None:
-        """A picture (H, W, C) uint8 to samples/, to wandb, and to the terminal if it is one."""
+        """A picture (H, W, C) uint8 to samples/, to wandb, and to the terminal if it is one; on rank 0."""
+        if self.file is None:
+            return
         png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
         write_atomic(path, png)
         if self.wandb:  # as HTML, since wandb.Image would need Pillow
