@@ -15,17 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-PICTURE = re.compile(r"(\x1b\[38;2;\d+;\d+;\d+;48;2;\d+;\d+;\d+m▀)+\x1b\[0m")  # a line of png.terminal_preview
+PICTURE = r"^(?:\x1b\[38;2[\d;]+m▀)+\x1b\[0m$"  # a line of png.terminal_preview, which may pass
+CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # steers a terminal, or has no encoding
 
 
 def printable(text: str) -> str:
     """`text` for a terminal: names in it may come from files, and control characters could steer it."""
-    lines = text.split("\n")
-    for i, line in enumerate(lines):
-        if not PICTURE.fullmatch(line):
-            lines[i] = "".join(c if c.isprintable() or c == "\t" else "?" for c in line)
-    return "\n".join(lines)
+    return re.sub(f"(?m){PICTURE}|{CONTROL}", lambda found: found[0] if len(found[0]) > 1 else "?", text)
 
 
 class UserError(ValueError):
@@ -43,7 +39,7 @@ class LostRank(RuntimeError):
 
 
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
     advice = ""

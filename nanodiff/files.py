@@ -104,13 +104,9 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
 
 def read_small(path: Path, most: int = 2**22) -> bytes:
     """A regular file of at most `most` bytes: a FIFO would hang, a larger one fill the memory once it is parsed."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing or not a regular file")
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise UserError(f"{path} has more than the {most:,} bytes that are accepted")
-    return data
+    if not path.is_file() or path.stat().st_size > most:
+        raise UserError(f"{path} is not a regular file of at most {most:,} bytes")
+    return path.read_bytes()
 
 
 def sha256_of(path: Path) -> str:

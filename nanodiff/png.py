@@ -6,8 +6,6 @@ import zlib
 
 import numpy as np
 
-MAX_PIXELS = 2**26  # of a file to read: 8192 x 8192
-
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -39,8 +37,8 @@ def decode_png(data: bytes) -> np.ndarray:
             chunks[kind] = data[at + 8 : at + 8 + size]
             at += 12 + size
         width, height, _, colour_type = struct.unpack_from(">IIBB", chunks[b"IHDR"])
-        if width * height > MAX_PIXELS:
-            raise ValueError(f"{width:,} x {height:,} pixels")
+        if width * height > 2**26:
+            raise ValueError(f"{width:,} x {height:,} pixels, more than 8192 x 8192")
         row = 1 + width * {0: 1, 2: 3, 6: 4}[colour_type]
         pixels = zlib.decompressobj().decompress(chunks[b"IDAT"], height * row + 1)  # may inflate to gigabytes
         rows = np.frombuffer(pixels, np.uint8).reshape(height, row)

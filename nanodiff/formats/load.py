@@ -25,7 +25,7 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 # What wrong settings and shapes raise
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
-DIFFUSERS = "diffusion_pytorch_model"  # its weight files, a .safetensors or .bin beside a config.json
+DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 MAX_SIZE = 2**20  # of any number in a model_config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024
 
@@ -93,11 +93,10 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published=Publishe
     `tuned`: the checkpoints of fine-tunes that led to this base.
     """
     path = find_run(run)
-    for suffix in (".safetensors", ".bin"):
-        if (path / (DIFFUSERS + suffix)).is_file():
-            path = path / (DIFFUSERS + suffix)
+    if (path / DIFFUSERS).is_file():
+        path = path / DIFFUSERS
     if not path.is_dir():
-        is_exported = path.suffix == ".safetensors" and path.stem != DIFFUSERS
+        is_exported = path.suffix == ".safetensors" and path.name != DIFFUSERS
         meta, tensors = read_exported(path) if is_exported else read_published(path, published)
         return build(meta, tensors, device, path, meta["ema"], path)
 
@@ -139,8 +138,7 @@ def read_exported(path: Path) -> tuple[dict, dict]:
 
 
 def read_published(path: Path, told: Published) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's `DiT-XL-2-256x256.pt` or training checkpoints, of diffusers' DiT, or of OpenAI's
-    `ema_0.9999_500000.pt`."""
+    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
     tensors = load_safetensors(path)[0] if path.suffix == ".safetensors" else load_tensors(path)
     if isinstance(tensors, dict) and isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
         tensors = tensors["ema"]

@@ -45,35 +45,27 @@ def rename(name: str, pairs) -> str:
     return name
 
 
-def from_classic(theirs: dict, pairs, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
-    """A classic DiT whose names are ours replaced by `pairs`; its images have `tokens` on a side."""
-    to_ours = [(new, old) for old, new in reversed(pairs)]
-    ours = {rename(name, to_ours): value for name, value in theirs.items()}
-    width, in_channels, patch_size, _ = ours["patch_embed.weight"].shape
-    classes = ours.get("y_embed.weight")  # (num_classes + 1, width)
+def from_meta(state_dict: dict, heads: int = 0, tokens: int = 0) -> tuple[DiTConfig, dict]:
+    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S, B, L, XL by width, else width / 64. tokens=0 on a side: as in
+    its pos_embed."""
+    width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
+    classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(
-        image_size=tokens * patch_size,
+        image_size=(tokens or math.isqrt(state_dict["pos_embed"].shape[1])) * patch_size,
         in_channels=in_channels,
-        out_channels=ours["final.linear.weight"].shape[0] // patch_size**2,
+        out_channels=state_dict["final_layer.linear.weight"].shape[0] // patch_size**2,
         patch_size=patch_size,
         width=width,
-        depth=1 + max(int(name.split(".")[1]) for name in ours if name.startswith("blocks.")),
-        heads=heads,
+        depth=1 + max(int(name.split(".")[1]) for name in state_dict if name.startswith("blocks.")),
+        heads=heads or META_HEADS.get(width, max(1, width // 64)),
         num_classes=0 if classes is None else len(classes) - 1,
         block="classic",
-        mlp_ratio=ours["blocks.0.fc1.weight"].shape[0] / width,
+        mlp_ratio=state_dict["blocks.0.mlp.fc1.weight"].shape[0] / width,
     )
+    to_ours = [(theirs, ours) for ours, theirs in reversed(META)]
+    ours = {rename(name, to_ours): value for name, value in state_dict.items()}
     ours["patch_embed.weight"] = ours["patch_embed.weight"].flatten(1)  # (C, ch, p, p) -> (C, ch*p*p)
-    return config, ours
-
-
-def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S, B, L, XL by width, else width / 64."""
-    table = state_dict["pos_embed"][0]  # (T, width)
-    heads = heads or META_HEADS.get(table.shape[1], max(1, table.shape[1] // 64))
-    config, ours = from_classic(state_dict, META, math.isqrt(len(table)), heads)
-    del ours["pos_embed"]
-    if not torch.allclose(table.float(), sincos_table(config), atol=1e-4):
+    if not tokens and not torch.allclose(ours.pop("pos_embed")[0].float(), sincos_table(config), atol=1e-4):
         raise UserError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -125,21 +117,18 @@ def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
 
 
 def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
-    """For a DiTTransformer2DModel with its config.json, whose blocks hold copies of one embedding of t and y.
-
-    t is embedded as in the published DiT, from which most of these files were converted: see to_diffusers.
-    """
+    """For a DiTTransformer2DModel and its config.json; t is embedded as published: see to_diffusers."""
     theirs = {}
     for name, value in state_dict.items():
         name = name.split(".norm1.emb.")[-1]
-        if ".attn1.to_q." in name:
-            value = torch.cat([state_dict[name.replace("to_q", f"to_{part}")] for part in "qkv"])
-            name = name.replace("attn1.to_q", "qkv")
         if not torch.equal(value, theirs.setdefault(name, value)):
             raise UserError(f"{name} differs between blocks; accepted: copies of one")
-    theirs = {name: value for name, value in theirs.items() if ".attn1.to_k." not in name and ".to_v." not in name}
-    tokens = settings["sample_size"] // settings["patch_size"]
-    return from_classic(theirs, DIFFUSERS, tokens, settings["num_attention_heads"])
+    for name in [name for name in theirs if ".attn1.to_q." in name]:
+        matrices = [theirs.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
+        theirs[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
+    pairs = [(new, old) for old, new in reversed(DIFFUSERS)]
+    theirs = {rename(name, (*pairs, *META)): value for name, value in theirs.items()}
+    return from_meta(theirs, settings["num_attention_heads"], settings["sample_size"] // settings["patch_size"])
 
 
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
