@@ -116,5 +116,5 @@ for row in rows:
 if loaded.run_dir:
     path = loaded.run_dir / f"eval_samplers_{loaded.step:06d}.json"
     write_atomic(path, json.dumps(result, indent=1).encode())
-    LiveReport(loaded.run_dir).refresh(last=True)
+    LiveReport(loaded.run_dir).refresh()
     print0(f"written to {path} and, with a chart, to {loaded.run_dir / 'report.html'}")

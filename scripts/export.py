@@ -54,10 +54,9 @@ if form == "improved_diffusion" and arch != "unet":
 plain = arch == "dit_classic" and model_config.num_classes and not model_config.low_res
 if form in ("meta", "diffusers") and not plain:
     raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {given}")
-objective, variance = loaded.config["objective"], loaded.config.get("variance")
-if form != "safetensors" and (objective != "eps" or variance == "learned"):  # sampled from as something else
-    has = f"{loaded.source} has objective={objective}, variance={variance}"
-    raise UserError(f"form={form} names no objective, and is read as eps, variance fixed or learned_range; {has}")
+has = (loaded.config["objective"], loaded.config.get("variance"))
+if form != "safetensors" and (has[0] != "eps" or has[1] == "learned"):  # sampled from as something else
+    raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not as {', '.join(has)}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write

@@ -240,9 +240,8 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
         ((), ("--out=model.pt",), r"model\.pt.*safetensors"),
         ((), ("--out=file/x.safetensors",), "file/x"),
         (CLASSIC, ("--form=meta", "--out=folder.pt"), "folder.pt"),
-        (("--arch=dit_classic",), ("--form=meta",), "read as eps.* has objective=flow"),
-        ((*CLASSIC[:2], "--objective=v"), ("--form=diffusers",), "read as eps.* has objective=v"),
-        ((*UNET, "--variance=learned"), ("--form=improved_diffusion",), "variance=learned"),
+        ((*CLASSIC[:2], "--objective=flow"), ("--form=meta",), "read as objective=eps.* not as flow"),
+        ((*CLASSIC[:3], "--variance=learned"), ("--form=diffusers",), "not as eps, learned"),
     ],
 )
 def test_refused_exports_write_nothing(run_script, export, tmp_path, monkeypatch, more, args, named):

