@@ -54,7 +54,7 @@ if form == "improved_diffusion" and arch != "unet":
 plain = arch == "dit_classic" and model_config.num_classes and not model_config.low_res
 if form in ("meta", "diffusers") and not plain:
     raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {given}")
-has = (loaded.config["objective"], loaded.config.get("variance"))
+has = (loaded.config["objective"], loaded.config.get("variance", ""))
 if form != "safetensors" and (has[0] != "eps" or has[1] == "learned"):  # sampled from as something else
     raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not as {', '.join(has)}")
 

@@ -175,7 +175,7 @@ def test_curves_are_where_the_data_are(base, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
 def test_sliders_of_compared_runs_move_together_on_either_axis(base, tmp_path):
-    """A slider shows of every run the grid that is nearest in images seen; in log, 100 is as far from 10 as 10 from 1."""
+    """A slider shows of every run the grid that is nearest in images seen; in log, 100 : 10 is as far as 10 : 1."""
     path = base / "page.html"
     write_report([fake_run(base, "a"), fake_run(base, "b", total_batch_size=16)], path)
     browser = Browser(tmp_path / "profile")
