@@ -15,6 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+PICTURE = r"^(?:\x1b\[38;2[\d;]+m▀)+\x1b\[0m$"  # a line of png.terminal_preview, which may pass
+CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # steers a terminal, or has no encoding
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: names in it may come from files, and control characters could steer it."""
+    return re.sub(f"(?m){PICTURE}|{CONTROL}", lambda found: found[0] if len(found[0]) > 1 else "?", text)
+
 
 class UserError(ValueError):
     """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2.
@@ -22,8 +30,8 @@ class UserError(ValueError):
     Any function of the package may raise it.
     """
 
-    def __str__(self):  # one line without control characters: names in it come from files
-        return "".join(c if c.isprintable() else "?" for c in " ".join(super().__str__().splitlines()))
+    def __str__(self):
+        return printable(" ".join(super().__str__().splitlines()))
 
 
 class LostRank(RuntimeError):
@@ -31,7 +39,7 @@ class LostRank(RuntimeError):
 
 
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
     advice = ""
@@ -40,7 +48,7 @@ def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     if isinstance(error, torch.OutOfMemoryError):
         advice = "; give --device_batch_size=0 (as many images as fit), then --checkpointing"
     if advice or isinstance(error, (UserError, LostRank)):
-        print("error: " + " ".join(str(error).splitlines()) + advice, file=sys.stderr, flush=True)
+        print("error: " + printable(" ".join(str(error).splitlines())) + advice, file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UserError) else 1)
     otherwise(kind, error, traceback)
 
@@ -54,11 +62,11 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0, flushed. Once the reader is gone (`| head`, a closed terminal), a program goes on in silence."""
+    """print on rank 0, flushed, printable. Once the reader is gone (`| head`, a closed terminal), a program goes on."""
     if get_dist()[0] > 0:
         return
     try:
-        print(*args, **kwargs, flush=True)
+        print(*(printable(str(arg)) for arg in args), **kwargs, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise

@@ -102,6 +102,13 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
     return file
 
 
+def read_small(path: Path, most: int = 2**22) -> bytes:
+    """A regular file of at most `most` bytes: a FIFO would hang, a larger one fill the memory once it is parsed."""
+    if not path.is_file() or path.stat().st_size > most:
+        raise UserError(f"{path} is not a regular file of at most {most:,} bytes")
+    return path.read_bytes()
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, get_dist
+from nanodiff.common import Progress, UserError, get_dist, print0
 from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -108,13 +108,13 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
 described = f"{second_order}, {reference_settings.steps} steps"
 result = {"metric": "samplers"} | loaded.described() | {"rows": rows, "cfg_scale": guidance, "seed": seed}
 result |= {"dtype": dtype, "reference": described, "error_images": error_images, "num_images": num_images}
-print(f"{loaded.source}, guidance {guidance:g}; error against {described}, {error_images} images")
-print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+print0(f"{loaded.source}, guidance {guidance:g}; error against {described}, {error_images} images")
+print0(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
 for row in rows:
     cells = ["" if value is None else f"{value:.3g}" if type(value) is float else str(value) for value in row.values()]
-    print(f"| {' | '.join(cells)} |")
+    print0(f"| {' | '.join(cells)} |")
 if loaded.run_dir:
     path = loaded.run_dir / f"eval_samplers_{loaded.step:06d}.json"
     write_atomic(path, json.dumps(result, indent=1).encode())
-    LiveReport(loaded.run_dir).refresh(last=True)
-    print(f"written to {path} and, with a chart, to {loaded.run_dir / 'report.html'}")
+    LiveReport(loaded.run_dir).refresh()
+    print0(f"written to {path} and, with a chart, to {loaded.run_dir / 'report.html'}")

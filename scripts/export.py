@@ -12,6 +12,7 @@ A .safetensors holds all that sampling needs, the other forms weights alone: the
 
 import io
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,6 +54,9 @@ if form == "improved_diffusion" and arch != "unet":
 plain = arch == "dit_classic" and model_config.num_classes and not model_config.low_res
 if form in ("meta", "diffusers") and not plain:
     raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {given}")
+has = (loaded.config["objective"], loaded.config.get("variance", ""))
+if form != "safetensors" and (has[0] != "eps" or has[1] == "learned"):  # sampled from as something else
+    raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not as {', '.join(has)}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
@@ -91,7 +95,7 @@ except OSError as e:
 num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
 if form == "safetensors":
-    print0(f"to sample: python -m scripts.sample --run={path}")
+    print0(f"to sample: python -m scripts.sample --run={shlex.quote(str(path))}")
 else:
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
     process = {name: loaded.config.get(name) for name in names}

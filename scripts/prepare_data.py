@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from configurator import configure
-from nanodiff.common import Progress, UserError
+from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
 from nanodiff.data.images import Options
 from nanodiff.data.sources import open_source
@@ -39,7 +39,7 @@ verify = ""  # name or folder of a set: only check it against its checksums
 def main():
     if verify:
         count, size = dataset.verify(dataset.open_dataset(verify))
-        print(f"data set {verify!r} is intact: {count} files, {size / 1e6:,.1f} MB, each matches its SHA-256")
+        print0(f"data set {verify!r} is intact: {count} files, {size / 1e6:,.1f} MB, each matches its SHA-256")
         return
     if source == "auto" and not path:
         raise UserError("give --path=... of the images, or --source=shapes or --source=cifar10")
@@ -64,9 +64,9 @@ def main():
                 writer.append("val", images[is_val], ids[is_val])
                 bar.update(len(images))
         for line in images_in.skipped[:3]:
-            print(f"skipped {line}")
+            print0(f"skipped {line}")
         if images_in.skipped or images_in.left_out:
-            print(f"skipped {len(images_in.skipped):,} unreadable files and {images_in.left_out:,} in no split")
+            print0(f"skipped {len(images_in.skipped):,} unreadable files and {images_in.left_out:,} in no split")
         if not writer.num_images["train"]:
             raise UserError(f"path={path!r} holds no image that can be read for training")
 
@@ -74,7 +74,7 @@ def main():
     counts = {split: n for split, n in writer.num_images.items() if n}
     channels, size = writer.meta["channels"], writer.meta["resolution"]
     labelled = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
-    print(
+    print0(
         f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "
         f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {channels}x{size}x{size}, {labelled}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"

@@ -1,5 +1,6 @@
 """The ground floor: seeds that mean something, files that are whole, mistakes of one line, signals."""
 
+import errno
 import io
 import os
 import signal
@@ -14,7 +15,8 @@ import torch
 
 from nanodiff import common
 from nanodiff.common import LostRank, Progress, StackedGenerator, StopSignal, collective, make_generator
-from nanodiff.files import write_atomic
+from nanodiff.files import read_small, write_atomic
+from nanodiff.png import terminal_preview
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +54,31 @@ def test_a_mistake_is_one_line_with_exit_code_2():
 
 def test_a_mistake_cannot_steer_the_terminal():
     assert str(common.UserError("a\x1b[2J\u202e\ud800.png\nis damaged")) == "a?[2J??.png is damaged"
+
+
+def test_only_pictures_colour_the_terminal(capsys):
+    """A line of nothing but coloured half blocks passes; a name that holds the same sequences does not."""
+    picture = terminal_preview(np.full((4, 3, 3), 7, np.uint8), width=3)
+    common.print0("class", f"\x1b]0;title\x07\r\x9b31m\ttab\n{picture}\nx{picture}", 3)
+    said = capsys.readouterr().out
+    assert said.startswith(f"class ?]0;title???31m\ttab\n{picture}\nx?[38;2;7;7;7;48;2;7;7;7m▀?[38")
+    assert said.endswith(f"?[0m\n{picture.splitlines()[1]} 3\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_is_one_line(number, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        common._excepthook(OSError, OSError(number, os.strerror(number), "runs/a\x1b"), None)
+    assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a?; what was complete before is intact\n"
+
+
+def test_only_small_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")  # to open it would hang
+    (tmp_path / "large").write_bytes(bytes(11))
+    for name in ("fifo", "large", "missing", ""):
+        with pytest.raises(common.UserError, match=f"{name} is not a regular file of at most 10"):
+            read_small(tmp_path / name, 10)
+    assert read_small(tmp_path / "large", 11) == bytes(11)
 
 
 def test_other_exceptions_keep_their_traceback(capsys):

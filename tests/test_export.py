@@ -9,11 +9,12 @@ from tiny_runs import TIMELESS, make_data, make_run, randomise
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import Published, load_run
-from nanodiff.formats.published import to_meta
+from nanodiff.formats.published import from_diffusers, to_diffusers, to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
-from nanodiff.safetensors import save_safetensors
+from nanodiff.safetensors import load_safetensors, save_safetensors
 
+DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 CLASSIC = ("--arch=dit_classic", "--depth=2", "--objective=eps", "--variance=learned_range")
 UNET = ("--arch=unet", "--num_res_blocks=1", "--attention_resolutions=8", "--heads=2", "--objective=eps")
 
@@ -150,6 +151,52 @@ def test_diffusers_loads_the_folder_and_predicts_the_same(export, tmp_path, size
     assert difference(t) < 1e-4
 
 
+def test_a_diffusers_folder_comes_back_unchanged(export, tmp_path):
+    meta_file(tmp_path / "dit.pt", heads=4)
+    told = Published(num_heads=4)
+    folder = tmp_path / "folder"
+    run = load_run(str(tmp_path / "dit.pt"), "cpu", published=told)
+    settings, theirs = to_diffusers(run.model.state_dict(), run.model.config)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_safetensors(theirs, folder / "diffusion_pytorch_model.safetensors")
+    for path in (folder, folder / "diffusion_pytorch_model.safetensors"):
+        loaded = load_run(str(path), "cpu")
+        assert loaded.model.config == run.model.config and loaded.config == run.config and loaded.data == run.data
+        assert torch.equal(outputs(loaded.model), outputs(run.model))
+    again = load_safetensors(export(folder, "--form=diffusers", f"--out={tmp_path / 'b'}") / DIFFUSERS_FILE)[0]
+    assert_equal(again, theirs)
+
+
+def test_diffusers_names_by_hand():
+    """The modules of diffusers.DiTTransformer2DModel, written down from its source: each becomes ours of that shape."""
+    block = {"norm1.emb.timestep_embedder.linear_1": (64, 256), "norm1.emb.timestep_embedder.linear_2": (64, 64)}
+    block |= {f"attn1.{name}": (64, 64) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    block |= {"norm1.linear": (6 * 64, 64), "ff.net.0.proj": (256, 64), "ff.net.2": (64, 256)}
+    shapes = {"proj_out_1": (128, 64), "proj_out_2": (2 * 2 * 8, 64), "pos_embed.proj": (64, 4, 2, 2)}
+    shapes |= {f"transformer_blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    theirs = {}
+    for name, shape in shapes.items():
+        theirs |= {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(shape[:1])}
+    classes = "norm1.emb.class_embedder.embedding_table.weight"
+    theirs |= {f"transformer_blocks.{i}.{classes}": torch.ones(6, 64) for i in range(2)}
+    config, ours = from_diffusers(theirs, {"sample_size": 8, "patch_size": 2, "num_attention_heads": 2})
+    DiT(config).load_state_dict(ours)
+    assert (config.image_size, config.depth, config.heads, config.num_classes) == (8, 2, 2, 5)
+    theirs[f"transformer_blocks.1.{classes}"] = torch.zeros(6, 64)
+    with pytest.raises(UserError, match="differs between blocks"):
+        from_diffusers(theirs, {"sample_size": 8, "patch_size": 2, "num_attention_heads": 2})
+
+
+def test_a_diffusers_file_without_its_settings(tmp_path):
+    save_safetensors({"pos_embed.proj.weight": torch.zeros(2)}, tmp_path / DIFFUSERS_FILE)
+    for settings in (None, "{", "[]", '{"sample_size": 8, "patch_size": 0}'):
+        if settings:
+            (tmp_path / "config.json").write_text(settings)
+        with pytest.raises(UserError, match="holds no published model"):
+            load_run(str(tmp_path), "cpu")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # improved-diffusion's UNet
 
@@ -193,6 +240,8 @@ def test_a_run_in_improved_diffusions_format(run_script, export, capsys):
         ((), ("--out=model.pt",), r"model\.pt.*safetensors"),
         ((), ("--out=file/x.safetensors",), "file/x"),
         (CLASSIC, ("--form=meta", "--out=folder.pt"), "folder.pt"),
+        ((*CLASSIC[:2], "--objective=flow"), ("--form=meta",), "read as objective=eps.* not as flow"),
+        ((*CLASSIC[:3], "--variance=learned"), ("--form=diffusers",), "not as eps, learned"),
     ],
 )
 def test_refused_exports_write_nothing(run_script, export, tmp_path, monkeypatch, more, args, named):

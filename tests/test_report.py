@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import struct
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
 from nanodiff.png import encode_png
+from nanodiff.training.checkpoint import lock_run
 from nanodiff.web.report import BINS, MAX_BYTES, LiveReport, data_url, smooth, thin, write_report
 
 QUARTERS = "loss by quarter of t, q0 next to the images"
@@ -110,7 +113,7 @@ def test_page_is_one_file_that_loads_nothing(base):
     names = [attrs.get("name") for tag, attrs in page.tags if tag == "meta"]
     assert "viewport" in names and "prefers-color-scheme: dark" in page.source
     assert len(page.images()) == 3 and [a["data-step"] for a in page.images()] == ["0", "100", "200"]
-    for text in ("400 of 400", "depth", "--nproc_per_node=2", "scripts.sample --run=a", "0.25"):
+    for text in ("a: finished, step 400 of 400", "depth", "--nproc_per_node=2", "scripts.sample --run=a", "0.25"):
         assert text in page.text()
     assert os.listdir(base / "runs") == ["a"] and len(list((base / "runs/a").iterdir())) == 6  # no temporary file
 
@@ -169,6 +172,28 @@ def test_curves_are_where_the_data_are(base, tmp_path):
     np.testing.assert_allclose(points[:, 0], np.linspace(25, 1000, 40), atol=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
+def test_sliders_of_compared_runs_move_together_on_either_axis(base, tmp_path):
+    """A slider shows of every run the grid that is nearest in images seen; in log, 100 : 10 is as far as 10 : 1."""
+    path = base / "page.html"
+    write_report([fake_run(base, "a"), fake_run(base, "b", total_batch_size=16)], path)
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(path.as_uri())
+        shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
+        assert browser.run(shown) == [200, 200]  # the newest
+        for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (1, 2, [200, 200]), (0, 0, [0, 0])):
+            slider = f"const r = document.querySelectorAll('.strip input')[{strip}]; r.value = {position}; r.oninput();"
+            assert browser.run(slider + shown) == steps
+        browser.click("#log")
+        ticks = "[...document.querySelector('.chart').querySelectorAll('.xtick')]"
+        places = browser.run(f"return {ticks}.map(tick => parseFloat(tick.getAttribute('x')))")
+        assert np.diff(places) == pytest.approx(100 / math.log10(6400 / 80)) and browser.logs() == []
+    finally:
+        browser.close()
+
+
 def test_a_long_run_with_many_grids_stays_small(base):
     folder = fake_run(base, grids=0)
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -217,11 +242,108 @@ def test_what_is_torn_or_missing_is_left_out(base, metrics):
     if metrics is not None:
         (folder / "metrics.jsonl").write_bytes(metrics)
     page = report(folder)
-    assert page.text().count("None so far") == 2 and not page.images()
+    assert "step " in page.text() and "skipped:" not in page.text() and not page.images()
     curves = [curve for chart in page.charts().values() for curve in chart["curves"]]
     assert all(math.isfinite(value) for curve in curves for value in curve["y"])
     (folder / "config.json").write_text("{}")
     report(folder)
+
+
+def put(value, *keys):
+    """A change of the object in config.json."""
+
+    def change(folder):
+        facts = json.loads((folder / "config.json").read_text())
+        within = facts
+        for key in keys[:-1]:
+            within = within[key]
+        within[keys[-1]] = value
+        (folder / "config.json").write_text(json.dumps(facts))
+
+    return change
+
+
+def bomb(folder):
+    """A PNG of 16 GB of zeros by its header, in the place of the newest grid."""
+    (folder / "samples" / "step_000200.png").write_bytes(png()[:16] + struct.pack(">II", 2**16, 2**16) + png()[24:])
+
+
+def fifo(name):
+    def change(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def write(name, *parts):
+    return lambda folder: (folder / name).write_bytes(b"".join(parts))
+
+
+EVAL = b'{"metric": 1, "step": 2, "rows": %s}'
+ODD = [None, "x", -1, 2**60, 10**4000, [], [[]], {}, {"a": {}}, True, 1e300]
+DAMAGE = [
+    *(put(value, key) for value in ODD for key in ("config", "changed_from", "environment", "num_iterations")),
+    *(put(value, "config", "total_batch_size") for value in ODD),
+    *(put(value, "environment", key) for value in ODD for key in ("command", "world_size")),
+    *(write("eval_x_000005.json", EVAL % json.dumps(value).encode()) for value in ODD),
+    write("eval_x_000005.json", EVAL % b'[{"sampler": 1, "steps": 1, "evaluations": 1, "error": NaN}]'),
+    write("eval_x_000005.json", b"[" * 10**6),
+    put("long " * 10**5, "config", "data"),
+    put({str(i): i for i in range(10**5)}, "data"),
+    lambda folder: (folder / "metrics.jsonl").write_bytes(b'{"step": 1, "a": [' + b"1," * 5 * 10**7),
+    write("metrics.jsonl", b'{"step": 1' + b"".join(b', "%d": 1' % i for i in range(10**5)) + b"}"),
+    write("metrics.jsonl", b'{"step": 1' + b"0" * 20 + b', "a": 1' + b"0" * 400 + b"}"),
+    bomb,
+    *(fifo(name) for name in ("metrics.jsonl", "eval_x_000005.json", "samples/step_000300.png", ".lock")),
+    lambda folder: (folder / "samples/step_²00300.png").write_bytes(png()),
+    lambda folder: (folder / "samples/step_000400.png").symlink_to("nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGE)))
+def test_damaged_files_cost_one_line_and_no_memory(base, number):
+    folder = fake_run(base, lines=5)
+    DAMAGE[number](folder)
+    tracemalloc.start()
+    write_report([folder], folder / "report.html")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    page = Page(folder / "report.html")  # asserts that the page is whole
+    assert peak < 60 * 2**20 and len(page.source) < MAX_BYTES
+    assert page.images() and page.text().count("skipped:") <= 3
+
+
+def test_no_report_of_a_pipe(base):
+    folder = fake_run(base)
+    fifo("config.json")(folder)
+    with pytest.raises(UserError, match="config.json is not a regular file"):
+        write_report([folder], base / "x.html")
+
+
+def test_a_run_is_running_while_a_process_holds_it(base):
+    folder = fake_run(base)
+    put(500, "num_iterations")(folder)
+    assert "a: stopped, step 400 of 500, 20" in report(folder).text()
+    with lock_run(folder):
+        assert "a: running, step 400 of 500, 20" in report(folder).text()
+        LiveReport(folder).refresh(last=True)  # the process that holds the lock is about to end
+        assert "a: stopped, step 400 of 500, 20" in Page(folder / "report.html").text()
+
+
+def test_what_people_look_at_comes_first(base):
+    source = report(fake_run(base)).source
+    order = [
+        "finished, step",
+        "<img",
+        '"title":"Loss"',
+        '"title":"Gradient',
+        "plain of a, step 5",
+        "What differs",
+        "scripts.sample",
+    ]
+    places = [source.index(word) for word in order]
+    assert places == sorted(places) and "break-inside: avoid" in source
 
 
 def test_thinned_curves_keep_extremes_and_ends():
@@ -259,14 +381,14 @@ def test_mistakes_are_one_line(base, run_script):
     fake_run(base)
     (base / "empty").mkdir()
     empty = [base / "empty", "a"]
-    for args, wanted in ((["b"], "known tags: a"), (["a"] * 9, "up to 8"), (empty, "holds no config.json")):
+    for args, wanted in ((["b"], "known tags: a"), (["a"] * 9, "up to 8"), (empty, "config.json is not a regular")):
         with pytest.raises(UserError, match=wanted):
             run_script("report", *args)
 
 
 def test_a_report_that_fails_ends_no_run(base, capsys, monkeypatch):
     folder = fake_run(base)
-    monkeypatch.setattr("nanodiff.web.report.make_page", lambda folders: 1 / 0)
+    monkeypatch.setattr("nanodiff.web.report.write_atomic", lambda path, page: 1 / 0)
     LiveReport(folder).refresh()
     assert "ZeroDivisionError" in capsys.readouterr().out and not (folder / "report.html").exists()
 
@@ -274,7 +396,7 @@ def test_a_report_that_fails_ends_no_run(base, capsys, monkeypatch):
 def test_a_report_takes_one_percent_of_the_time(monkeypatch):
     clock, written = [1000.0], []
 
-    def write(run_dirs, path):
+    def write(run_dirs, path, has_ended):
         written.append(clock[0])
         clock[0] += 2.0
 

@@ -14,9 +14,9 @@ import torch
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.dataset import check_latents
 from nanodiff.diffusion.process import make_process
-from nanodiff.files import check_fields, load_tensors, sha256_of
+from nanodiff.files import check_fields, load_tensors, read_small, sha256_of
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.published import from_improved_diffusion, from_meta
+from nanodiff.formats.published import from_diffusers, from_improved_diffusion, from_meta
 from nanodiff.models.build import empty_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
@@ -25,6 +25,7 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 # What wrong settings and shapes raise
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 MAX_SIZE = 2**20  # of any number in a model_config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024
 
@@ -87,13 +88,16 @@ def find_run(run: str) -> Path:
 def load_run(run: str, device, step: int = -1, ema: str = "", published=Published(), tuned=()) -> Loaded:
     """Load a model to sample from or to evaluate.
 
-    `run`: a run's folder or tag, a .safetensors of scripts/export.py, or a published file. Of a run, `step` chooses the
-    checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first rate. `tuned`: the checkpoints
-    of fine-tunes that led to this base.
+    `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file or diffusers' folder. Of a run,
+    `step` chooses the checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first rate.
+    `tuned`: the checkpoints of fine-tunes that led to this base.
     """
     path = find_run(run)
+    if (path / DIFFUSERS).is_file():
+        path = path / DIFFUSERS
     if not path.is_dir():
-        meta, tensors = read_exported(path) if path.suffix == ".safetensors" else read_published(path, published)
+        is_exported = path.suffix == ".safetensors" and path.name != DIFFUSERS
+        meta, tensors = read_exported(path) if is_exported else read_published(path, published)
         return build(meta, tensors, device, path, meta["ema"], path)
 
     checkpoint = find_checkpoint(path, None if step < 0 else step)
@@ -145,16 +149,19 @@ def read_exported(path: Path) -> tuple[dict, dict]:
 
 
 def read_published(path: Path, told: Published) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's `DiT-XL-2-256x256.pt` or training checkpoints, or OpenAI's `ema_0.9999_500000.pt`."""
-    tensors = load_tensors(path)
+    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
+    tensors = load_safetensors(path)[0] if path.suffix == ".safetensors" else load_tensors(path)
     if isinstance(tensors, dict) and isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
         tensors = tensors["ema"]
     check_tensors(tensors, path)
     try:
+        arch = "dit_classic"
+        config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
         if "x_embedder.proj.weight" in tensors:
-            arch = "dit_classic"
             model_config, tensors = from_meta(tensors, told.num_heads)
-            config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
+        elif "pos_embed.proj.weight" in tensors:
+            settings = json.loads(read_small(path.with_name("config.json")))
+            model_config, tensors = from_diffusers(tensors, settings)
         else:
             arch = "unet"
             model_config, tensors = from_improved_diffusion(tensors, told.image_size, told.num_heads)

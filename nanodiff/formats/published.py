@@ -45,12 +45,12 @@ def rename(name: str, pairs) -> str:
     return name
 
 
-def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S, B, L, XL by width, else width / 64."""
+def from_meta(state_dict: dict, heads: int = 0, tokens: int = 0) -> tuple[DiTConfig, dict]:
+    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S to XL by width, or width / 64; tokens=0 a side: by pos_embed."""
     width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
     classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(
-        image_size=math.isqrt(state_dict["pos_embed"].shape[1]) * patch_size,
+        image_size=(tokens or math.isqrt(state_dict["pos_embed"].shape[1])) * patch_size,
         in_channels=in_channels,
         out_channels=state_dict["final_layer.linear.weight"].shape[0] // patch_size**2,
         patch_size=patch_size,
@@ -64,7 +64,7 @@ def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
     to_ours = [(theirs, ours) for ours, theirs in reversed(META)]
     ours = {rename(name, to_ours): value for name, value in state_dict.items()}
     ours["patch_embed.weight"] = ours["patch_embed.weight"].flatten(1)  # (C, ch, p, p) -> (C, ch*p*p)
-    if not torch.allclose(ours.pop("pos_embed")[0].float(), sincos_table(config), atol=1e-4):
+    if not tokens and not torch.allclose(ours.pop("pos_embed")[0].float(), sincos_table(config), atol=1e-4):
         raise UserError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -82,7 +82,7 @@ def unfold_patches(state_dict: dict, config: DiTConfig) -> dict:
 
 
 def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
-    """(config.json, state dict) for a classic DiT with classes and without low_res.
+    """(config.json, state dict) for a classic DiT with classes and without low_res; from_diffusers is the way back.
 
     diffusers embeds t with frequencies 10000^(-i/127), the published DiT and we with 10000^(-i/128): outputs are equal
     after `block.norm1.emb.time_proj.downscale_freq_shift = 0` in each of its blocks.
@@ -113,6 +113,21 @@ def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
         norm_eps=1e-6,  # as published; their default is 1e-5
     )
     return settings, theirs
+
+
+def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
+    """For a DiTTransformer2DModel and its config.json; t is embedded as published: see to_diffusers."""
+    theirs = {}
+    for name, value in state_dict.items():
+        name = name.split(".norm1.emb.")[-1]
+        if not torch.equal(value, theirs.setdefault(name, value)):
+            raise UserError(f"{name} differs between blocks; accepted: copies of one")
+    for name in [name for name in theirs if ".attn1.to_q." in name]:
+        matrices = [theirs.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
+        theirs[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
+    pairs = [(new, old) for old, new in reversed(DIFFUSERS)]
+    theirs = {rename(name, (*pairs, *META)): value for name, value in theirs.items()}
+    return from_meta(theirs, settings["num_attention_heads"], settings["sample_size"] // settings["patch_size"])
 
 
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:

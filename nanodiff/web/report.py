@@ -1,10 +1,11 @@
 """The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
 
 It shows what can be read in the run folders: config.json, metrics.jsonl, samples/step_*.png and eval_*.json. Every
-number that was logged becomes a chart, which report.html draws.
+number that was logged becomes a chart, which report.html draws; what cannot be made of a damaged file is one line.
 """
 
 import base64
+import fcntl
 import json
 import re
 import shlex
@@ -16,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, brief
-from nanodiff.files import write_atomic
+from nanodiff.common import UserError, brief, print0
+from nanodiff.files import read_small, write_atomic
 from nanodiff.png import decode_png, encode_png
-from nanodiff.training.checkpoint import list_checkpoints
 
-MAX_BYTES = 5_000_000
+MAX_BYTES = 5_000_000  # of the page
+MAX_METRICS, MAX_LINE, MAX_KEYS = 2**26, 2**20, 100  # of metrics.jsonl: bytes read, bytes of a line, curves
 FEWEST_GRIDS = 12  # grids of samples are shrunk rather than fewer shown
 BINS = 300  # long curves are thinned to the minimum and the maximum of so many parts
-CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow, folded away
+CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "loss": ("Loss", ""),
     "fid": ("FID", ""),
     "fd_classifier": ("Fréchet distance in a classifier's features", ""),
@@ -42,6 +43,7 @@ class Run:
     folder: Path
     facts: dict  # config.json
     step: int = 0  # the last one logged
+    skipped: int = 0  # lines of metrics.jsonl that are torn
     logged: dict[str, dict[int, float]] = field(default_factory=dict)  # key of metrics.jsonl -> {step: finite value}
     per_step: int = 1  # what the x axis counts: 1 for steps, the batch size for images
 
@@ -55,19 +57,31 @@ def read_json(text: bytes) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def read_run(folder: Path) -> Run:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not the folder of a run: it holds no config.json")
-    facts = read_json((folder / "config.json").read_bytes())
+def count_of(facts, key: str, default: int) -> int:
+    value = facts.get(key) if isinstance(facts, dict) else default
+    return value if type(value) is int and 0 <= value < 2**53 else default  # what JavaScript counts exactly
+
+
+def read_run(folder: Path, over_images: bool) -> Run:
+    run = Run(folder.resolve(), read_json(read_small(folder / "config.json")))
+    run.per_step = count_of(run.facts.get("config"), "total_batch_size", 1) if over_images else 1
     metrics = folder / "metrics.jsonl"
-    lines = [read_json(text) for text in metrics.read_bytes().splitlines()] if metrics.exists() else []
-    lines = [line for line in lines if type(line.get("step")) is int and line["step"] >= 0]
-    run = Run(folder.resolve(), facts)
-    for line in sorted(lines, key=lambda line: line["step"]):
-        run.step = line.pop("step")
-        for key, value in line.items():
-            if type(value) in (int, float) and abs(value) < 1e99:  # NaN is not
-                run.logged.setdefault(key, {})[run.step] = float(value)
+    if not metrics.is_file():
+        return run
+    with open(metrics, "rb") as file:
+        file.seek(max(0, metrics.stat().st_size - MAX_METRICS))
+        while text := file.readline(MAX_LINE):  # what is longer comes in parts, of which none is an object
+            line = read_json(text)
+            step = count_of(line, "step", -1)
+            if step < 0:
+                run.skipped += 1
+                continue
+            run.step = max(run.step, step)
+            for key, value in line.items():
+                known = key in run.logged or (len(run.logged) < MAX_KEYS and len(key) <= 100 and key != "step")
+                if known and type(value) in (int, float) and abs(value) < 1e99:  # NaN is not
+                    run.logged.setdefault(key, {})[step] = float(value)
+    run.logged = {key: dict(sorted(points.items())) for key, points in run.logged.items()}
     return run
 
 
@@ -109,7 +123,7 @@ def curve(label: str, points: dict[int, float], colour: int, style: str = "") ->
 def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
     """Curves over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
     data = {"title": title, "unit": unit, "axis": axis, "curves": curves}
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n' if curves else ""
 
 
@@ -117,7 +131,7 @@ def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     overlay = len(runs) > 1
     logged = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
-    in_sight = folded = ""
+    page = ""
     for name in dict.fromkeys([*CHARTS, *map(chart_of, logged)]):
         title, axis = CHARTS.get(name, (name, ""))
         curves = {}  # title -> curves
@@ -133,49 +147,54 @@ def charts(runs: list[Run]) -> str:
                     if name in CHARTS and not overlay:
                         drawn.append(curve("not smoothed", points, i, "raw"))
                     points = dict(zip(points, smooth(points.values())))
-                drawn.append(curve(label, points, i + j, "" if key.startswith("train/") else "dots"))
-        drawn = "".join(chart(title, curves[title], axis, "images" if overlay else "step") for title in curves)
-        if name in CHARTS:
-            in_sight += drawn
-        else:
-            folded += drawn
-    if folded:
-        folded = f'<details><summary>More</summary><div class="charts">{folded}</div></details>'
-    return f'<div class="charts">{in_sight or "Nothing has been logged so far."}</div>{folded}'
+                drawn.append(curve(label, points, j if overlay else i, "" if key.startswith("train/") else "dots"))
+        page += "".join(chart(title, curves[title], axis, "images" if overlay else "step") for title in curves)
+    return page or "<p>Nothing has been logged so far.</p>"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text and tables. Whatever comes from a file goes through escape
 
 
+def part(make, *args) -> str:
+    """The HTML that `make` gives or, where a file holds what no run writes, one line in its place."""
+    try:
+        return make(*args)
+    except Exception as error:  # whatever it is, it must not end a run
+        return f'<p class="muted">{make.__name__} skipped: {type(error).__name__}: {escape(str(error)[:200])}</p>'
+
+
 def number(value) -> str:
     """For the eye: commas in integers and from 1,000 up, else four digits."""
     if type(value) is float:
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else escape(str(brief(value, 20))) or '""'
-
-
-def tiles(pairs: dict) -> str:
-    items = "".join(f"<div><dt>{escape(key)}</dt><dd>{number(value)}</dd></div>" for key, value in pairs.items())
-    return f'<dl class="tiles">{items}</dl>'
+    return f"{value:,}" if type(value) is int else escape(str(brief(value, 20))[:500]) or '""'
 
 
 def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
     """A row for each key, or only for those whose values differ."""
     lines = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))]
-    for key in dict.fromkeys(key for column in columns for key in column):
+    for key in list(dict.fromkeys(key for column in columns for key in column))[:500]:
         values = ["" if column.get(key) is None else number(column[key]) for column in columns]
         if not differing or len(set(values)) > 1:
             lines.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
     return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
-def figures(run: Run) -> dict:
-    """How far the run is, and the last values of the metrics in CHARTS."""
-    last = {key: list(points.values())[-1] for key, points in sorted(run.logged.items())}
-    found = {"step": f"{run.step:,} of {run.facts.get('num_iterations', 0):,}"}
-    found |= {key: value for key, value in last.items() if chart_of(key) in CHARTS and value}
-    return found | {"minutes in training": round(last.get("total_training_time_s", 0) / 60, 1)}
+def progress(run: Run, has_ended: bool) -> str:
+    """Whether a run is finished, stopped, or held by a process that trains it; how far it came, and when."""
+    total = count_of(run.facts, "num_iterations", 0)
+    state = "finished" if run.step >= total else "stopped"
+    lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
+    if state == "stopped" and not has_ended and lock.is_file():
+        with open(lock) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                state = "running"
+    at = time.localtime((metrics if metrics.is_file() else run.folder).stat().st_mtime)
+    text = f"{run.folder.name}: {state}, step {run.step:,} of {total:,}, {time.strftime('%Y-%m-%d %H:%M', at)}"
+    return f"<p>{escape(text)}{f'; {run.skipped:,} torn lines skipped' if run.skipped else ''}</p>"
 
 
 def flat(facts: dict) -> dict:  # config.json without its nesting
@@ -196,26 +215,18 @@ def commands(run: Run) -> str:
     text = f"""export NANODIFF_BASE_DIR={shlex.quote(str(run.folder.parent.parent))}
 {launcher} {resume}
 python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
-    return f"<h2>Resume and sample</h2><pre>{escape(text)}</pre>"
+    return f"<h2>Resume {escape(run.folder.name)}, and sample</h2><pre>{escape(text)}</pre>"
 
 
-def evaluations(run: Run) -> str:
-    found = ""
-    for path in sorted(run.folder.glob("eval_*.json")):
-        try:
-            found += evaluation(read_json(path.read_bytes()), run.folder.name)
-        except (KeyError, TypeError) as error:
-            found += f'<p class="muted">{escape(path.name)} skipped: {type(error).__name__}</p>'
-    return found
-
-
-def evaluation(e: dict, name: str) -> str:
+def evaluation(path: Path, run: Run) -> str:
     """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
+    e = read_json(read_small(path))
     rows = e.pop("rows", [])
-    heading = f"<h3>{number(e.pop('metric'))} <small>{escape(name)}, step {number(e.pop('step'))}</small></h3>"
+    heading = f"{e.pop('metric')} of {run.folder.name}, step {e.pop('step')}"
     measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
-    protocol = " · ".join(f"{key} {brief(value)}" for key, value in e.items() if key not in measured)
-    return f'{heading}{tiles(measured)}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
+    protocol = " · ".join(f"{key} {str(brief(value))[:500]}" for key, value in e.items() if key not in measured)
+    shown = table(list(measured), [{"": value} for value in measured.values()])
+    return f'<h2>{escape(heading)}</h2>{shown}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
 
 
 def samplers(rows: list[dict]) -> str:
@@ -249,14 +260,15 @@ def data_url(png: bytes, max_bytes: int) -> str:
 
 def strip(run: Run, budget: int) -> str:
     """A run's grids in `budget` bytes, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
-    paths = [path for path in sorted(run.folder.glob("samples/step_*.png")) if path.stem[5:].isdigit()]
+    paths = sorted(run.folder.glob("samples/step_*.png"))
+    paths = [path for path in paths if re.fullmatch("[0-9]{1,15}", path.stem[5:]) and path.is_file()]
     largest = max((path.stat().st_size for path in paths), default=0)
     count = min(len(paths), max(FEWEST_GRIDS, budget // (100 + 4 * largest // 3)))  # base64: 4 bytes for 3
     images = []
     for i in np.linspace(0, len(paths) - 1, count).round().astype(int):
         step = int(paths[i].stem[5:])
-        with suppress(ValueError):
-            url = data_url(paths[i].read_bytes(), budget // count)
+        with suppress(ValueError):  # the line below the grids says how many are shown
+            url = data_url(read_small(paths[i], 2**27), budget // count)
             where = f'data-step="{step}" data-x="{step * run.per_step}"'
             images.append(f'<img alt="samples at step {step}" {where} src="{url}" hidden>')
     if not images:
@@ -266,45 +278,39 @@ def strip(run: Run, budget: int) -> str:
 <small>{len(images)} of {len(paths)} grids, all of the same noise and classes</small></figure>"""
 
 
-def make_page(run_dirs: list[Path]) -> bytes:
-    runs = [read_run(folder) for folder in run_dirs]
+def settings(runs: list[Run]) -> str:
+    """Those that differ between the runs, or from the defaults; then all that config.json says."""
     names = [run.folder.name for run in runs]
-    everything = []
-    for run in runs:
-        checkpoints = [step for step, _ in list_checkpoints(run.folder)]
-        everything.append(flat(run.facts) | {"checkpoints": checkpoints})
-    foot = "".join(map(evaluations, runs)) or "None so far."
+    everything = [flat(run.facts) for run in runs]
+    differing = table(names, everything, differing=True)
     if len(runs) == 1:
-        facts = runs[0].facts
-        config = facts.get("config", {})
-        head = f'<progress max="{facts.get("num_iterations", 1)}" value="{runs[0].step}"></progress>'
-        head += f"{tiles(figures(runs[0]))}<h2>Changed settings</h2>"
-        head += table(["here", "default"], [config, config | facts.get("changed_from", {})], differing=True)
-        foot += commands(runs[0])
-    else:
-        for run, settings in zip(runs, everything):
-            run.per_step = settings.get("total_batch_size", 1)
-        head = f"{table(names, [figures(run) for run in runs])}<h2>What differs</h2>"
-        head += table(names, everything, differing=True)
-    title = escape(" and ".join(names))
-    head = f"""<h1>{title}</h1>{head}
-<details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>
-<h2>Curves</h2>{charts(runs)}<h2>Samples</h2>"""
-    foot = f"""<h2>Evaluations</h2>{foot}
-<footer class="muted">Training metrics are smoothed by a running average over 2% of the points. Long curves show the
-minimum and the maximum of each of {BINS} parts. The first 5% of a curve may leave its chart.</footer>"""
+        config = runs[0].facts.get("config", {})
+        differing = table(["here", "default"], [config, config | runs[0].facts.get("changed_from", {})], differing=True)
+    return f"""<h2>What differs</h2>{differing}
+<details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>"""
+
+
+def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
+    """`has_ended`: this process, although it still holds the lock, trains the run no more."""
+    runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
+    title = escape(" and ".join(run.folder.name for run in runs))
+    head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
+    drawn = part(charts, runs)
+    foot = ""
+    for run in runs:
+        foot += "".join(part(evaluation, file, run) for file in sorted(run.folder.glob("eval_*.json")))
+    foot += part(settings, runs) + "".join(part(commands, run) for run in runs)
 
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     top, bottom = template.replace("$title", title, 1).rsplit("$body", 1)
-    text_bytes = len((top + head + foot + bottom).encode("utf-8", "replace"))
+    text_bytes = len((top + head + drawn + foot + bottom).encode("utf-8", "replace"))
     budget = (MAX_BYTES - 100_000 - text_bytes) // len(runs)  # 100,000 for the markup around the grids
-    strips = "".join(strip(run, budget) for run in runs)
-    page = f'{top}{head}<div class="charts">{strips or "None so far."}</div>{foot}{bottom}'
-    return page.encode("utf-8", "replace")  # JSON can hold a lone surrogate, UTF-8 cannot: it becomes a question mark
-
-
-def write_report(run_dirs: list[Path], path: Path) -> None:
-    write_atomic(path, make_page(run_dirs))
+    strips = "".join(part(strip, run, budget) for run in runs)
+    page = f'{top}{head}<div class="charts">{strips}{drawn}</div>{foot}{bottom}'
+    page = page.encode("utf-8", "replace")  # JSON can hold a lone surrogate, UTF-8 cannot: it becomes a question mark
+    if len(page) > MAX_BYTES:
+        raise UserError(f"{path} would have {len(page):,} bytes; accepted: {MAX_BYTES:,}")
+    write_atomic(path, page)
 
 
 class LiveReport:
@@ -321,7 +327,7 @@ class LiveReport:
         if start < self.due and not last:
             return
         try:
-            write_report([self.run_dir], self.run_dir / "report.html")
+            write_report([self.run_dir], self.run_dir / "report.html", has_ended=last)
         except Exception as e:
-            print(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {self.run_dir}", flush=True)
+            print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(self.run_dir))}")
         self.due = start + 100 * (time.monotonic() - start)  # it takes seconds if metrics.jsonl is long
