@@ -1,6 +1,7 @@
 """The house: arrows go one way, run time needs four packages, and the two trainers share their step."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,3 +96,10 @@ def test_the_readme_shows_the_loop_as_it_is():
     rest = iter(script)
     assert len(shown) >= 15
     assert [line for line in shown if line not in rest] == []
+
+
+def test_a_script_also_runs_as_a_file(tmp_path):
+    """As users of DiT and improved-diffusion type it, from any folder."""
+    file = [sys.executable, ROOT / "scripts" / "export.py", "--help"]
+    done = subprocess.run(file, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--form" in done.stdout, done.stderr

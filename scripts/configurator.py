@@ -1,0 +1,11 @@
+"""Lets `python scripts/base_train.py` find the project, as `python -m scripts.base_train` does.
+
+Python then looks for modules in scripts/ and finds this one first: it hands over to the project's own configurator.
+"""
+
+import sys
+from pathlib import Path
+
+del sys.modules[__name__]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from configurator import configure  # noqa: E402, F401
