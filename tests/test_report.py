@@ -420,3 +420,6 @@ def test_base_train_writes_it(base, run_script):
     assert all(described["config"][name] != default for name, default in changed.items())
     page = Page(done["run_dir"] / "report.html")
     assert "2 of 2" in page.text() and len(page.charts()) >= 5 and not page.images()
+    run_script("base_train", *TINY, "--num_iterations=3", "--lr=0.125", "--resume=changed", "--eval_every=-1")
+    text = Page(done["run_dir"] / "report.html").text()
+    assert "3 of 3" in text and "from step 2" in text and "0.125" in text

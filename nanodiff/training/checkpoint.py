@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic
+from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic
 
 IN_USE = "in_use"  # a file in a checkpoint that adapters need: it is not deleted for newer ones
 STEP_DIR = re.compile(r"step_(\d{6,})")
@@ -100,7 +100,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
     """What is wrong with a checkpoint, or "" when every file has the manifest's size and hash."""
     name = "manifest.json"
     try:
-        manifest = json.loads((checkpoint / name).read_bytes())
+        manifest = json.loads(read_small(checkpoint / name))
         if not {"meta.json", "model.pt"} <= manifest.keys():
             return "manifest.json does not list the model"
         for name, entry in manifest.items():
@@ -142,7 +142,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
 def load_meta(checkpoint: Path) -> dict:
     path = checkpoint / "meta.json"
     try:
-        meta = json.loads(path.read_bytes())
+        meta = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     check_fields(meta, path, step=int, config=dict, arch=str, model_config=dict, data=dict, ema_rates=list, loop=dict)

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -266,5 +267,5 @@ def end(log: RunLog, step: int, stopping: int, train_time_s: float, device: torc
         print0(f"stopped by signal {stopping} after step {step}: the same command resumes")
     minutes, memory_gb, run_dir = train_time_s / 60, peak_memory_gb(device), log.run_dir
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
-    print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={run_dir.name}")
+    print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={shlex.quote(run_dir.name)}")
     leave_together()

@@ -183,7 +183,7 @@ def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
 
 def progress(run: Run, has_ended: bool) -> str:
     """Whether a run is finished, stopped, or held by a process that trains it; how far it came, and when."""
-    total = count_of(run.facts, "num_iterations", 0)
+    total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
     state = "finished" if run.step >= total else "stopped"
     lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
     if state == "stopped" and not has_ended and lock.is_file():
@@ -200,7 +200,7 @@ def progress(run: Run, has_ended: bool) -> str:
 def flat(facts: dict) -> dict:  # config.json without its nesting
     pairs = {}
     for key, value in facts.items():
-        if key not in ("changed_from", "command"):
+        if key not in ("changed_from", "changes", "command"):
             pairs |= flat(value) if isinstance(value, dict) else {key: value}
     return pairs
 
@@ -285,7 +285,11 @@ def settings(runs: list[Run]) -> str:
     differing = table(names, everything, differing=True)
     if len(runs) == 1:
         config = runs[0].facts.get("config", {})
-        differing = table(["here", "default"], [config, config | runs[0].facts.get("changed_from", {})], differing=True)
+        head, columns = ["default", "here"], [config | runs[0].facts.get("changed_from", {}), config]
+        for change in runs[0].facts.get("changes", []):  # of a run that went on with other settings
+            head.append(f"from step {change['step']:,}")
+            columns.append(columns[-1] | change["config"])
+        differing = table(head, columns, differing=True)
     return f"""<h2>What differs</h2>{differing}
 <details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>"""
 
