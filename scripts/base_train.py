@@ -81,10 +81,10 @@ num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter
 # Optimisation
-total_batch_size = 64  # >= 1: images per step, over all ranks
+total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = by the horizon, and lr and muon_lr follow
 device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many as fit into its memory
 optimizer = "muon"  # muon|adamw: Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all
-lr = 3e-3  # > 0: AdamW's learning rate
+lr = 3e-3  # > 0: AdamW's learning rate, for 64 images per step if total_batch_size is 0
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
@@ -163,22 +163,38 @@ num_params = sum(p.numel() for p in raw_model.parameters())
 flops_per_image = raw_model.estimate_flops()
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
-# The horizon: how many steps. Image tokens per parameter play the part of nanochat's text tokens per parameter: a model
-# of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
+# The horizon: how many images. Image tokens per parameter play the part of nanochat's text tokens per parameter: a
+# model of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
+tokens = model_config.num_tokens  # per image
+total_images = 0
+if num_iterations >= 0:
+    horizon = f"{num_iterations:,} steps"
+elif num_epochs > 0:
+    total_images = num_epochs * len(train_set)
+    horizon = f"{num_epochs:g} epochs x {len(train_set):,} images"
+elif target_flops > 0:
+    total_images = target_flops / flops_per_image
+    horizon = f"{target_flops:.3e} / {flops_per_image:.3e} FLOPs"
+elif target_param_data_ratio > 0:
+    total_images = target_param_data_ratio * num_params / tokens
+    horizon = f"{target_param_data_ratio:g} x {num_params:,} parameters / {tokens} tokens"
+else:
+    raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
+
+# The batch grows with the square root of the horizon in tokens (the longer a run, the finer the gradients that its end
+# needs), and the learning rates with the square root of the batch: never with the number of ranks. 64 images for 20
+# million tokens; this gives 64 at depth 3 on 64 tokens, and on 256 tokens 512 for DiT-B, 1,024 for DiT-XL.
+if total_batch_size == 0:
+    root = math.sqrt(total_images * tokens / 20e6) if total_images else num_iterations * 64 * tokens / 20e6
+    total_batch_size = 2 ** max(4, round(math.log2(max(64 * root, 1))))
+    scale = math.sqrt(total_batch_size / 64)
+    lr *= scale
+    muon_lr *= scale
+    print0(f"batch: 64 x {root:.2f}, the root of {horizon}: {total_batch_size:,} images; rates x {scale:.2f}")
+    config |= {"total_batch_size": total_batch_size, "lr": lr, "muon_lr": muon_lr}  # recorded as they are
 if num_iterations < 0:
-    if num_epochs > 0:
-        num_iterations = math.ceil(num_epochs * len(train_set) / total_batch_size)
-        print0(f"steps: {num_epochs:g} epochs x {len(train_set):,} / {total_batch_size:,} = {num_iterations:,}")
-    elif target_flops > 0:
-        num_iterations = round(target_flops / (flops_per_image * total_batch_size))
-        print0(f"steps: {target_flops:.3e} FLOPs / ({flops_per_image:.3e} x {total_batch_size:,}) = {num_iterations:,}")
-    elif target_param_data_ratio > 0:
-        tokens = model_config.num_tokens  # per image
-        num_iterations = round(target_param_data_ratio * num_params / (tokens * total_batch_size))
-        sizes = f"{num_params:,} / ({tokens} tokens x {total_batch_size:,})"
-        print0(f"steps: {target_param_data_ratio:g} x {sizes} = {num_iterations:,}")
-    else:
-        raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
+    num_iterations = round(total_images / total_batch_size)
+    print0(f"steps: {horizon} / {total_batch_size:,} = {num_iterations:,}")
 total_images = num_iterations * total_batch_size
 epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")

@@ -128,9 +128,32 @@ def test_horizons(tiny, run_script):
     a = run_script("base_train", *args, "--target_flops=1e10", "--model_tag=a")
     assert abs(a["step"] * 16 * a["flops_per_image"] - 1e10) <= 8 * a["flops_per_image"]
     c = run_script("base_train", *args, "--num_epochs=2.5", "--model_tag=c")
-    assert c["step"] == math.ceil(2.5 * 72 / 16)
+    assert c["step"] == round(2.5 * 72 / 16)
     b = run_script("base_train", *args, "--target_param_data_ratio=0.01", "--model_tag=b")
     assert abs(b["step"] * 16 * 16 - 0.01 * b["num_params"]) <= 8 * 16  # 16 tokens an image
+
+
+def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, capsys):
+    """64 images for 20 million tokens, the square root of that ratio times as many for others, as a power of two; rates
+    by the square root of the batch; the horizon in images stays."""
+    args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
+    args += ["--eval_every=-1", "--save_every=-1"]
+    for tokens, batch in ((5e6, 32), (1.25e6, 16), (20e6, 64)):
+        more = (f"--num_epochs={tokens / 16 / 72}", "--resume=changed", f"--model_tag=t{batch}", "--lr=0.001")
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nanodiff.training.run.cut_batch", interrupt)
+            run_script("base_train", *args, *more)
+        out = capsys.readouterr().out
+        assert f": {batch} images; rates x {math.sqrt(batch / 64):.2f}" in out
+    done = run_script("base_train", *args, "--num_iterations=2", "--save_every=0")
+    assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 / 2
+    # On resume the batch must be the same, whatever the new horizon would choose
+    with pytest.raises(UserError, match="total_batch_size=32"):
+        run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32", "--save_every=0")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_learning_rate_warms_up_and_down(tiny, run_script):
