@@ -30,7 +30,7 @@ def base(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shape", [(16, 16), (40, 24), (33, 71), (10, 12), (64, 64), (16, 100), (150, 131)])
 def test_crop_is_that_of_adm(shape):
     array = noise(*shape)
-    found = decode(encode_png(array), 16).transpose(1, 2, 0)
+    found = decode(encode_png(array), 16)[0].transpose(1, 2, 0)
     np.testing.assert_array_equal(found, reference_crop(Image.fromarray(array), 16))
 
 
@@ -79,7 +79,8 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution, m
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):
-    gray, rgb = noise(8, 8)[..., 0], noise(8, 8, 1)
+    gray3, rgb = noise(8, 8)[..., :1], noise(8, 8, 1)
+    gray = gray3[..., 0]
     deep = gray.astype(np.uint16) * 257
     folder = tmp_path / "in"
     folder.mkdir()
@@ -88,14 +89,14 @@ def test_colours_of_all_kinds_become_rgb(tmp_path):
     Image.fromarray(rgb).convert("CMYK").save(folder / "c.tif")
     palette = Image.fromarray(rgb).quantize(200)
     palette.save(folder / "d.gif")
-    Image.fromarray(np.dstack([rgb, gray])).save(folder / "e.png")  # alpha is dropped
+    Image.fromarray(np.dstack([rgb, (255 * (gray3 > 99)).astype(np.uint8)])).save(folder / "e.png")  # laid on white
     Image.fromarray(gray > 99).save(folder / "f.png")  # 1 bit
     frames = [Image.fromarray(gray), Image.fromarray(255 - gray)]
     frames[0].save(folder / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
     prepare(folder, val_fraction=0)
     images, _ = everything()
-    gray3 = gray[..., None]
-    expected = [gray3, gray3, rgb, palette.convert("RGB"), rgb, 255 * (gray3 > 99), gray3]
+    on_white = np.where(gray3 > 99, rgb, 255)
+    expected = [gray3, gray3, rgb, palette.convert("RGB"), on_white, 255 * (gray3 > 99), gray3]
     expected = [np.broadcast_to(np.asarray(e), (8, 8, 3)) for e in expected]
     np.testing.assert_array_equal(images, chw(expected))
     assert open_dataset("toy").num_classes == 0
@@ -110,7 +111,7 @@ def test_exif_orientation(orientation):
     exif[0x0112] = orientation
     image.save(file := io.BytesIO(), "PNG", exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))))
-    np.testing.assert_array_equal(decode(file.getvalue(), 0).transpose(1, 2, 0), expected)
+    np.testing.assert_array_equal(decode(file.getvalue(), 0)[0].transpose(1, 2, 0), expected)
 
 
 def encode(image, format):
