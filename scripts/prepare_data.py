@@ -5,6 +5,8 @@ python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos     
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     compares all files with their SHA-256
+
+Transparency is laid on white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 """
 
 import os
@@ -89,10 +91,9 @@ def main():
 def print_findings(images_in, per_class: np.ndarray) -> None:
     for line in images_in.skipped[:3]:
         print(f"skipped {line}")
-    if images_in.skipped or images_in.left_out:
-        print(
-            f"skipped {len(images_in.skipped):,} unreadable files, {images_in.left_out:,} in no split: see skipped.txt"
-        )
+    left_out = images_in.left_out
+    if images_in.skipped or left_out:
+        print(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
     if images_in.num_enlarged:
         print(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
     if images_in.class_names:

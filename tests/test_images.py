@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop
+from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
 
 from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
@@ -264,10 +264,7 @@ def test_only_regular_files_are_opened(tmp_path):
 def test_what_was_understood_is_printed(tmp_path):
     make_folder(tmp_path / "in", sizes=[(8, 8), (20, 20)])
     (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"broken")
-    with mock.patch("image_helpers.io.StringIO") as out:
-        out.return_value = io.StringIO()
-        prepare(tmp_path / "in", resolution=16)
-    out = out.return_value.getvalue()
+    out = report(tmp_path / "in", resolution=16)
     assert "classes: cat 4, dog 4\n" in out and "enlarged 4 images" in out and "skipped 'cat/bad.png'" in out
     assert "cat/bad.png" in (open_dataset("toy").path / "skipped.txt").read_text()
 

@@ -245,8 +245,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         labels = read_table(f"{path}/dataset.json", payload) or "none"
     elif labels not in LABELS:
         labels = read_table(labels, labels)
-    absent = [name for name in set(labels).difference(found) if is_image(name)] if isinstance(labels, dict) else []
-    if absent:
+    if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
         print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
     names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
     source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names), val_is_drawn=is_val is None)
