@@ -220,12 +220,13 @@ def brief(value, most: int = 50):
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; silent if not a terminal."""
+    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line, in a file one every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total, self.unit, self.label, self.done = total, unit, label, 0
         self.start = self.last = time.perf_counter()
-        self.shown = get_dist()[0] == 0 and sys.stderr.isatty()
+        self.shown = get_dist()[0] == 0
+        self.pause, self.before, self.after = (0.2, "\r\033[K", "") if sys.stderr.isatty() else (30.0, "", "\n")
 
     def __enter__(self):
         return self
@@ -233,15 +234,15 @@ class Progress:
     def update(self, n: int = 1) -> None:
         self.done += n
         now = time.perf_counter()
-        if self.shown and (now - self.last > 0.2 or self.done >= self.total):
+        if self.shown and (now - self.last > self.pause or (self.before and self.done >= self.total)):
             self.last = now
             rate = self.done / max(now - self.start, 1e-9)
             eta = max(self.total - self.done, 0) / max(rate, 1e-9)
             text = f"{self.label} {self.done:,}/{self.total:,} {self.unit} | {rate:,.0f}/s | eta {eta:.0f} s"
-            sys.stderr.write("\r\033[K" + text)
+            sys.stderr.write(self.before + text + self.after)
             sys.stderr.flush()
 
     def __exit__(self, *exc):
         if self.shown:
-            sys.stderr.write("\r\033[K")
+            sys.stderr.write(self.before)
             sys.stderr.flush()

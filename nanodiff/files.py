@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import urllib.request
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -143,15 +144,29 @@ def check_fields(record, source, /, **kinds) -> None:
             raise UserError(f"{source}: {key!r} is missing or not a {kind.__name__}")
 
 
+def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
+    """UserError if the files in a zip (.pt, .npz) with this ending of their names unpack to more than `most` bytes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(info.file_size for info in archive.infolist() if info.filename.endswith(ending))
+        if size > most:
+            raise UserError(f"{path} unpacks to {size:,} bytes; accepted here: {most:,}")
+
+
 def load_tensors(path: Path, device="cpu"):
     """The one torch.load of the package: tensors and plain containers, never code."""
+    torch._weights_only_unpickler._get_allowed_globals().pop("builtins.bytearray", None)  # of any length: no tensor
     try:
+        check_zip(path, os.path.getsize(path))  # torch.save does not compress
+        check_zip(path, 2**23, "data.pkl")
         # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickle protocols
             return torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
+    except UserError:
+        raise
     except Exception as error:  # pickle, zip and torch each raise their own kinds
         # The first sentence says what was refused, the next ones how to load it all the same
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]

@@ -5,9 +5,12 @@ python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos     
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     compares all files with their SHA-256
+
+Transparency is laid on white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 """
 
 import os
+import re
 import shutil
 import time
 
@@ -18,14 +21,16 @@ from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
 from nanodiff.data.images import Options
 from nanodiff.data.sources import open_source
+from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|folder|tar|zip: auto looks at the path
 path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
 name = ""  # of the set; "" = the source's, or that of the file or folder
-resolution = 0  # 0 or [4, 4096]: pixels per side; other sizes are scaled and cropped; 0 keeps images of one size
-labels = "auto"  # auto|folder|file|none: the class is a sub-folder, or the file name up to "_"; none ignores classes
+resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
+labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or the path of a table
+#                  (file, class): .csv, .jsonl, .json. auto = EDM's dataset.json if there is one, else folder
 classes = ""  # names of the classes to take, comma-separated; "" = all
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
@@ -58,15 +63,17 @@ def main():
         free = shutil.disk_usage(writer.folder).free
         if need > free:
             raise UserError(f"the images need {need / 1e9:,.1f} GB, {writer.path.parent} has {free / 1e9:,.1f} GB free")
+        per_class = np.zeros(len(images_in.class_names), np.int64)
         with Progress(images_in.num_images, "images", "preparing") as bar:
             for images, ids, is_val in images_in.blocks:
+                if images_in.class_names:
+                    per_class += np.bincount(ids, minlength=len(per_class))
                 writer.append("train", images[~is_val], ids[~is_val])
                 writer.append("val", images[is_val], ids[is_val])
                 bar.update(len(images))
-        for line in images_in.skipped[:3]:
-            print0(f"skipped {line}")
-        if images_in.skipped or images_in.left_out:
-            print0(f"skipped {len(images_in.skipped):,} unreadable files and {images_in.left_out:,} in no split")
+        print_findings(images_in, per_class)
+        if images_in.skipped:
+            write_atomic(writer.folder / "skipped.txt", "\n".join([*images_in.skipped, ""]).encode())
         if not writer.num_images["train"]:
             raise UserError(f"path={path!r} holds no image that can be read for training")
 
@@ -81,11 +88,26 @@ def main():
     )
 
 
+def print_findings(images_in, per_class: np.ndarray) -> None:
+    for line in images_in.skipped[:3]:
+        print(f"skipped {line}")
+    left_out = images_in.left_out
+    if images_in.skipped or left_out:
+        print(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
+    if images_in.num_enlarged:
+        print(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
+    if images_in.class_names:
+        found = ", ".join(f"{name} {n:,}" for name, n in zip(images_in.class_names[:20], per_class))
+        more = f", ...: {per_class.min():,} to {per_class.max():,} images per class" if len(per_class) > 20 else ""
+        print(f"classes: {found}{more}")
+
+
 def default_name() -> str:
     if not path:
         return f"shapes{resolution}" if source == "shapes" and resolution not in (0, 16) else source
     stem = os.path.basename(os.path.abspath(path))
-    return source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
+    stem = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
+    return re.sub(r"[^\w.+-]", "_", stem, flags=re.ASCII)
 
 
 def choose_classes(images_in) -> None:

@@ -19,12 +19,17 @@ RNG = np.random.default_rng(0)
 
 def prepare(path="", **settings):
     """Run scripts.prepare_data with these settings -> the last line that it prints."""
+    return report(path, **settings).splitlines()[-1]
+
+
+def report(path="", **settings):
+    """The same -> all that it prints."""
     settings = {"path": str(path), "name": "toy", "workers": 1, "overwrite": True, **settings}
     assert all(hasattr(prepare_data, key) for key in settings), settings
     settings["path"] = str(settings["path"])
     with mock.patch.multiple(prepare_data, **settings), contextlib.redirect_stdout(io.StringIO()) as out:
         prepare_data.main()
-    return out.getvalue().strip().splitlines()[-1]
+    return out.getvalue().strip()
 
 
 def everything(name="toy", split="train"):

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,20 @@ def test_files_that_torch_did_not_write(tmp_path):
         for name in ("a.pt", "missing.pt"):
             with pytest.raises(UserError, match=name):
                 load_tensors(tmp_path / name)
+
+
+@pytest.mark.parametrize("bomb", ["bytearray", "deflated", "pickle"])
+def test_a_small_file_of_tensors_that_unpacks_to_gigabytes_is_refused(tmp_path, bomb):
+    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pt")
+    pickled = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (12 * 10**9).to_bytes(5, "little") + b"\x85R."
+    packing = zipfile.ZIP_STORED if bomb == "bytearray" else zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(tmp_path / "a.pt") as a, zipfile.ZipFile(tmp_path / "b.pt", "w", packing) as b:
+        for name in a.namelist():
+            data = bytes(2**24) if bomb == "deflated" else b"]" * 2**24 if bomb == "pickle" else pickled
+            grown = name.endswith("data/0") if bomb == "deflated" else name.endswith("data.pkl")
+            b.writestr(name, data if grown else a.read(name))
+    with pytest.raises(UserError, match="bytearray" if bomb == "bytearray" else "unpacks to"):
+        load_tensors(tmp_path / "b.pt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

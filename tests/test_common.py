@@ -122,6 +122,9 @@ def test_progress_is_for_terminals(monkeypatch):
             assert stream.getvalue().endswith("\r\033[K") and "\n" not in stream.getvalue()  # wiped at the end
         else:
             assert stream.getvalue() == ""
+            bar.last -= 31  # seconds
+            bar.update(1)
+            assert stream.getvalue().count("\n") == 1 and "reading 1,001/1,000" in stream.getvalue()
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     monkeypatch.setenv("RANK", "1")
     with Progress(1, "images") as bar:

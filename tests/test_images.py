@@ -2,19 +2,21 @@
 
 import io
 import json
+import os
 import struct
 import tarfile
 import zipfile
+from unittest import mock
 
 import numpy as np
 import pytest
-from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop
+from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
 
 from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.images import Options, classify, val_mask
+from nanodiff.data.images import Options, classify, read_images, val_mask
 from nanodiff.data.sources import open_source
 from nanodiff.png import encode_png
 
@@ -30,7 +32,7 @@ def base(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shape", [(16, 16), (40, 24), (33, 71), (10, 12), (64, 64), (16, 100), (150, 131)])
 def test_crop_is_that_of_adm(shape):
     array = noise(*shape)
-    found = decode(encode_png(array), 16).transpose(1, 2, 0)
+    found = decode(encode_png(array), 16)[0].transpose(1, 2, 0)
     np.testing.assert_array_equal(found, reference_crop(Image.fromarray(array), 16))
 
 
@@ -79,7 +81,8 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution, m
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):
-    gray, rgb = noise(8, 8)[..., 0], noise(8, 8, 1)
+    gray3, rgb = noise(8, 8)[..., :1], noise(8, 8, 1)
+    gray = gray3[..., 0]
     deep = gray.astype(np.uint16) * 257
     folder = tmp_path / "in"
     folder.mkdir()
@@ -88,14 +91,14 @@ def test_colours_of_all_kinds_become_rgb(tmp_path):
     Image.fromarray(rgb).convert("CMYK").save(folder / "c.tif")
     palette = Image.fromarray(rgb).quantize(200)
     palette.save(folder / "d.gif")
-    Image.fromarray(np.dstack([rgb, gray])).save(folder / "e.png")  # alpha is dropped
+    Image.fromarray(np.dstack([rgb, (255 * (gray3 > 99)).astype(np.uint8)])).save(folder / "e.png")  # laid on white
     Image.fromarray(gray > 99).save(folder / "f.png")  # 1 bit
     frames = [Image.fromarray(gray), Image.fromarray(255 - gray)]
     frames[0].save(folder / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
     prepare(folder, val_fraction=0)
     images, _ = everything()
-    gray3 = gray[..., None]
-    expected = [gray3, gray3, rgb, palette.convert("RGB"), rgb, 255 * (gray3 > 99), gray3]
+    on_white = np.where(gray3 > 99, rgb, 255)
+    expected = [gray3, gray3, rgb, palette.convert("RGB"), on_white, 255 * (gray3 > 99), gray3]
     expected = [np.broadcast_to(np.asarray(e), (8, 8, 3)) for e in expected]
     np.testing.assert_array_equal(images, chw(expected))
     assert open_dataset("toy").num_classes == 0
@@ -110,7 +113,7 @@ def test_exif_orientation(orientation):
     exif[0x0112] = orientation
     image.save(file := io.BytesIO(), "PNG", exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))))
-    np.testing.assert_array_equal(decode(file.getvalue(), 0).transpose(1, 2, 0), expected)
+    np.testing.assert_array_equal(decode(file.getvalue(), 0)[0].transpose(1, 2, 0), expected)
 
 
 def encode(image, format):
@@ -189,3 +192,98 @@ def test_edm_zip(tmp_path):
         np.testing.assert_array_equal(everything()[0], chw(arrays.values()))
         assert open_dataset("toy").num_classes == classes
         assert everything()[1].tolist() == ([0, 1, 2, 0] if classes else [0] * 4)
+
+
+LABELS = {"0.png": "owl", "x/1.png": "bat", "2.png": "owl"}
+TABLES = {  # the same in each form
+    "a.csv": "file,label\n0.png,owl\nx/1.png,bat\n./2.png,owl\nabsent.png,eel\n",
+    "a.jsonl": "".join(json.dumps({"file": file, "label": label}) + "\n" for file, label in LABELS.items()),
+    "a.json": json.dumps(LABELS),
+    "b.json": json.dumps({"labels": list(LABELS.items())}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_labels_from_a_table(tmp_path, name):
+    (tmp_path / "in" / "x").mkdir(parents=True)
+    for i, file in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
+        (tmp_path / "in" / file).write_bytes(encode_png(noise(8, 8, i)))
+    (tmp_path / name).write_text(TABLES[name])
+    prepare(tmp_path / "in", labels=str(tmp_path / name), val_fraction=0)
+    assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
+    (tmp_path / "in" / "3.png").write_bytes(encode_png(noise(8, 8)))
+    with pytest.raises(UserError, match=r"lacks 1 of 4 images, such as '3\.png'"):
+        prepare(tmp_path / "in", labels=str(tmp_path / name))
+    for wrong in ("0.png\n[1", "[" * 9999):
+        (tmp_path / name).write_text(wrong)
+        with pytest.raises(UserError, match="not of the form"):
+            prepare(tmp_path / "in", labels=str(tmp_path / name))
+
+
+def test_labels_without_a_file_are_named(tmp_path, capsys):
+    make_folder(tmp_path / "in", classes=["a"], per_class=1)
+    (tmp_path / "in" / "dataset.json").write_text('{"labels": [["a/0.png", 10], ["a/1.png", 9]]}')
+    read_images(tmp_path / "in", "folder", Options())
+    assert "1 labels have no file" in capsys.readouterr().out
+
+
+def test_splits_in_any_case_and_images_are_no_classes():
+    _, names, _, is_val = classify(["Training/a/1.png", "Testing/a/2.png"], "auto", strip=False)
+    assert (names, is_val.tolist()) == (["a"], [False, True])
+    assert classify(["images/1.png", "images/2.png"], "auto", strip=False)[1] == []
+    assert classify(["images/train/a/1.png", "images/Val/b/2.png"], "auto", strip=False)[1] == ["a", "b"]
+    with pytest.raises(UserError, match="is no class"):
+        classify(["cat/1.png", "Test/2.png"], "auto", strip=False)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 255), (0, 65535), (-1000, 3000), (0, 10**9)])
+def test_integers_are_scaled_by_their_range(low, high):
+    array = np.linspace(low, high, 64).astype(np.int32).reshape(8, 8)
+    Image.fromarray(array).save(file := io.BytesIO(), "TIFF")
+    found = decode(file.getvalue(), 0)[0][0]
+    np.testing.assert_allclose(found, np.linspace(0, 255, 64).reshape(8, 8), atol=1)
+
+
+def test_an_unreadable_pick_does_not_cost_the_validation_split(tmp_path):
+    make_folder(tmp_path / "in", classes=["a"], per_class=10)
+    pick = np.flatnonzero(val_mask(10, Options()))[0]
+    (tmp_path / "in" / "a" / f"{pick}.png").write_bytes(b"broken")
+    prepare(tmp_path / "in")
+    assert len(open_dataset("toy", "train")) == 8 and len(open_dataset("toy", "val")) == 1
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    make_folder(tmp_path / "in", classes=["a"])
+    os.mkfifo(tmp_path / "in" / "a" / "pipe.png")
+    source = read_images(tmp_path / "in", "folder", Options())
+    assert sum(len(block[0]) for block in source.blocks) == 4 and "not a regular file" in source.skipped[0]
+    with pytest.raises(UserError, match="a pipe or a device"):
+        open_source("auto", str(tmp_path / "in" / "a" / "pipe.png"), Options())
+
+
+def test_what_was_understood_is_printed(tmp_path):
+    make_folder(tmp_path / "in", sizes=[(8, 8), (20, 20)])
+    (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"broken")
+    out = report(tmp_path / "in", resolution=16)
+    assert "classes: cat 4, dog 4\n" in out and "enlarged 4 images" in out and "skipped 'cat/bad.png'" in out
+    assert "cat/bad.png" in (open_dataset("toy").path / "skipped.txt").read_text()
+
+
+def test_tasks_are_bounded_by_bytes(tmp_path):
+    """One image of 16 MB per task, however many follow, and none is decoded that does not fit the first."""
+    sizes = []
+
+    def run(function, tasks, workers):
+        for size, task in tasks:
+            sizes.append((size, len(task[1])))
+            yield function(task)
+
+    large = Image.fromarray(np.zeros((2400, 2400, 3), np.uint8))
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        large.save(tmp_path / "in" / f"{i}.png")
+    with mock.patch.object(image_decode, "ordered_map", run):
+        assert sum(len(block[0]) for block in read_images(tmp_path / "in", "folder", Options()).blocks) == 4
+    assert [n for _, n in sizes] == [1] * 4
+    with mock.patch.object(image_decode, "MAX_SIDE", 2000), pytest.raises(UserError, match="above 2000 pixels"):
+        list(read_images(tmp_path / "in", "folder", Options()).blocks)

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import shlex
 import signal
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.images import Options
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
+from nanodiff.models.dit import DiTConfig
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data"
@@ -47,6 +49,22 @@ def raw_npz(tmp, header, size, name="arr_0.npy"):
         for _ in range(size // 2**20):
             f.write(bytes(2**20))
     return tmp / "a.npz"
+
+
+def bomb_labels(tmp):
+    """Labels of 4 images that unpack to 16 MB."""
+    path = raw_npz(tmp, SHAPE % ("<i8", "(2097152,)"), 2**24, "labels.npy")
+    with zipfile.ZipFile(path, "a") as z, z.open("arr_0.npy", "w") as f:
+        np.save(f, IMAGES)
+    return path
+
+
+def bomb_table(tmp):
+    path = tmp / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("a/0.png", b"")
+        z.writestr("dataset.json", b"[" + b"[]," * 2**23 + b"0]")
+    return path
 
 
 def file(tmp, name, data):
@@ -122,6 +140,10 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "differ"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "no array arr_0"),
     "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28), "goes on"),
+    "npz with labels that unpack to too much": (bomb_labels, "unpacks to"),
+    "npz of one image of 200 MB": (lambda t: raw_npz(t, SHAPE % ("|u1", "(1, 8192, 8192, 3)"), 2**28), "accepted"),
+    "zip with a table of millions": (bomb_table, "too large for a table"),
+    "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "npz with code as header": (lambda t: raw_npz(t, "__import__('os')", 0), "damaged"),
     "npz of more images than fit": (lambda t: lying_npz(t, (10**8, 1, 1, 3)), "cannot hold"),
     "IDX of more images than fit": (lambda t: file(t, "idx", idx(ZEROS)[:4] + struct.pack(">3I", 10**8, 1, 1)), "hold"),
@@ -164,6 +186,20 @@ def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch)
     with pytest.raises(OSError, match="No space left on device.*toy"):  # the program makes one line of it
         prepare(tmp_path / "in")
     assert os.listdir(base / "data") == [".toy.lock"]
+
+
+@pytest.mark.parametrize("size", [*range(4, 140), 251, 600, 4096])
+def test_the_command_that_is_printed_has_a_patch_for_every_size(size):
+    config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
+    assert size % config.patch_size == 0
+
+
+@pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])
+def test_an_odd_folder_gets_a_name_that_a_shell_takes(tmp_path, name):
+    make_folder(tmp_path / name)
+    line = prepare(tmp_path / name, name="")
+    (made,) = [p.name for p in (tmp_path / "base" / "data").iterdir() if not p.name.startswith(".")]
+    assert line.endswith(f" --data={made}") and shlex.quote(made) == made
 
 
 def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
@@ -227,7 +263,7 @@ def test_some_classes_alone(tmp_path):
 def test_real_cifar10_from_a_tar():
     source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), Options(workers=2))
     assert source.num_images == 60_000 and source.class_names == CIFAR10_CLASSES
-    images, labels, is_val = (np.concatenate(parts) for parts in zip(*itertools.islice(source.blocks, 25)))
+    images, labels, is_val = (np.concatenate(parts) for parts in zip(*itertools.islice(source.blocks, 15)))
     assert len(images) > 2000 and images.shape[1:] == (3, 32, 32)
     assert not labels.any() and not is_val.any()  # the archive begins with train/airplane
     with tarfile.open(REAL / "cifar10-jpg.tar.gz", "r|gz") as tar:

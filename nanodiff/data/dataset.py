@@ -1,7 +1,7 @@
 """Data sets on disk: written whole or not at all, read in any order through mmap.
 
 $NANODIFF_BASE_DIR/data/<name>/
-    train_images_000.npy ...   (n, C, H, W) uint8 images or fp16 latents, at most 256 MiB per file
+    train_images_000.npy ...   (n, C, H, W) uint8 images or fp16 latents, at most 128 MiB per file
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, and the size and SHA-256 of each file; written last
@@ -27,7 +27,7 @@ FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
-MAX_SHARD_BYTES = 2**28  # a writer holds a shard of each split in memory
+MAX_SHARD_BYTES = 2**27  # a writer holds a shard of each split in memory
 
 
 def data_dir() -> Path:

@@ -1,8 +1,8 @@
 """Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes. Needs Pillow."""
 
+import contextlib
 import functools
 import io
-import itertools
 import multiprocessing
 import os
 import signal
@@ -17,12 +17,16 @@ import numpy as np
 
 from nanodiff.common import UserError
 
-MAX_FILE_BYTES = 2**28  # larger files are skipped
+MAX_FILE_BYTES = 2**27  # larger files are skipped
 MAX_PIXELS = 2**26  # after scaling: a strip of 1 x 60,000 pixels is no picture
-CHUNK_BYTES = 2**22  # of pixels per task of a worker
+MAX_SIDE = 4096  # pixels; larger images are scaled or refused
+LARGE_PIXELS = 2**24  # images above it are decoded one at a time: with its copies, one of 80 megapixels takes 0.7 GB
+CHUNK_BYTES = 2**22  # of files and pixels per task of a worker
+QUEUE_BYTES = 2**26  # of tasks in flight per worker: an image of MAX_SIDE
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # by EXIF orientation  # fmt: skip
+_large = threading.Lock()  # of the one who decodes a large image; the workers share theirs
 
 
 def import_pillow():
@@ -48,59 +52,113 @@ def center_crop(image, size: int):
     return image.crop((left, top, left + size, top + size))
 
 
-def decode(payload, resolution: int) -> np.ndarray:
-    """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8; C = 3 for files. resolution 0: as it is.
+def to_rgb(file):
+    """An open image file -> PIL image in RGB, turned by EXIF, laid on white where it is transparent.
 
-    Applies EXIF rotation, drops alpha, keeps the upper 8 of 16 bits and the first frame of an animation.
+    Keeps the first frame of an animation. 16-bit values are scaled by their type's range; 32-bit ones by the range of 8
+    or 16 bits if it holds them, else by their own.
     """
     Image = import_pillow()
+    try:
+        turn = TURNS.get(file.getexif().get(0x0112))
+    except Exception:  # damaged EXIF data are no reason to lose the image
+        turn = None
+    image = file.transpose(Image.Transpose[turn]) if turn else file
+    image.load()
+    if image.mode == "F":
+        raise ValueError("floating-point pixels of unknown range")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        bits, image = image.mode, image.convert("I")
+        low, high = image.getextrema()
+        if bits != "I" or (low >= 0 and high < 2**16):
+            low, high = 0, 255 if bits == "I" and high < 256 else 2**16 - 1
+        scale = 256 / (high - low + 1)
+        image = image.point(lambda value: value * scale - low * scale).convert("L")
+        image.info.pop("transparency", None)  # a value of the old range
+    if image.mode.endswith(("A", "a")) or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGB", image.size, "white")
+        ground.paste(image, mask=image.getchannel("A"))
+        image = ground
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+
+
+def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
+    """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
+
+    C = 3 for files. resolution 0: as it is, up to MAX_SIDE.
+    """
+    Image = import_pillow()
+    if isinstance(payload, str) and not os.path.isfile(payload):  # opening a pipe would wait for ever
+        raise ValueError("not a regular file")
     if payload is None or (isinstance(payload, str) and os.path.getsize(payload) > MAX_FILE_BYTES):
         raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    if isinstance(payload, np.ndarray):
-        image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
-    else:
-        with Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS) as file:
-            try:
-                turn = TURNS.get(file.getexif().get(0x0112))
-            except Exception:  # damaged EXIF data are no reason to lose the image
-                turn = None
-            image = file.transpose(Image.Transpose[turn]) if turn else file
-            image.load()
-        if image.mode == "I" or image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-        if image.mode == "F":
-            raise ValueError("floating-point pixels of unknown range")
-        image = image.convert("RGB")
-    array = np.asarray(center_crop(image, resolution) if resolution else image)
-    return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1)
+    with contextlib.ExitStack() as stack:
+        if isinstance(payload, np.ndarray):
+            image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
+        else:
+            source = io.BytesIO(payload) if isinstance(payload, bytes) else payload
+            image = stack.enter_context(Image.open(source, formats=FORMATS))
+            if resolution == 0 and max(image.size) > MAX_SIDE:
+                raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels")
+            if image.width * image.height > LARGE_PIXELS:
+                stack.enter_context(_large)
+            image = to_rgb(image)
+        side = min(image.size)
+        array = np.asarray(center_crop(image, resolution) if resolution else image)
+    return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
 
 
-def decode_chunk(chunk: list, resolution: int) -> list:
-    """[(index, name, payload)] -> [(index, name, image)]; why not, as a str, in place of an unreadable image."""
+def decode_chunk(task: tuple, resolution: int) -> list:
+    """(side of the images, [(index, name, payload)]) -> [(index, name, image, its shorter side before scaling)].
+
+    In place of an unreadable image a str: why. An image of another size is the last, for `decode_all` refuses it.
+    """
     Image = import_pillow()
+    expected, chunk = task
     results = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         for index, name, payload in chunk:
             try:
-                image = decode(payload, resolution)
+                image, side = decode(payload, resolution)
+            except UserError as error:
+                raise UserError(f"image {name!r} is {error}; give --resolution=...") from None
             except Exception as error:  # Pillow raises nearly every kind on damaged files
-                image = str(error).splitlines()[0] if str(error) else type(error).__name__
-            results.append((index, name, image))
+                image, side = str(error).splitlines()[0] if str(error) else type(error).__name__, 0
+            results.append((index, name, image, side))
+            if side and image.shape[1:] != (expected, expected):
+                break
     return results
 
 
-def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, resolution: int, workers: int, skipped: list):
-    """(index, name, payload) in any order -> blocks as in Source; unreadable images are skipped, a line each."""
-    size = min(256, max(8, CHUNK_BYTES // (3 * (resolution or 128) ** 2)))  # images per task
-    chunks = iter(lambda: list(itertools.islice(items, size)), [])
+def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options, source) -> Iterator:
+    """(index, name, payload) in any order -> blocks as in Source, whose counts grow. Unreadable images are skipped;
+    one that was drawn for validation is replaced by the next."""
+    side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
+
+    def tasks():
+        chunk, size = [], 0
+        for item in items:
+            payload = item[2]
+            chunk.append(item)
+            size += 3 * side**2 + (payload.nbytes if isinstance(payload, np.ndarray) else len(payload or ""))
+            if size >= CHUNK_BYTES or len(chunk) == 256:
+                yield size, (side, chunk)
+                chunk, size = [], 0
+        if chunk:
+            yield size, (side, chunk)
+
     first = None  # description and shape of the first image
-    for results in ordered_map(functools.partial(decode_chunk, resolution=resolution), chunks, workers):
+    owed = num_train = 0
+    decoder = functools.partial(decode_chunk, resolution=options.resolution)
+    for results in ordered_map(decoder, tasks(), options.workers):
         images, rows = [], []
-        for index, name, image in results:
+        for index, name, image, shorter in results:
             if isinstance(image, str):
-                skipped.append(f"{name!r}: {image}")
+                source.skipped.append(f"{name!r}: {image}")
+                owed += int(source.val_is_drawn and is_val[index])
                 continue
             _, height, width = image.shape
             this = f"{name!r} is {width}x{height}"
@@ -109,32 +167,42 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, resoluti
                 raise UserError(f"image {this}, not square; give --resolution=...")
             if image.shape != first[1]:
                 raise UserError(f"images of several sizes: {first[0]}, {this}; give --resolution=...")
+            side = height
+            source.num_enlarged += shorter < options.resolution
             images.append(image)
             rows.append(index)
         if images:
-            yield np.stack(images), labels[rows], is_val[rows]
+            held_out = is_val[rows]
+            spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
+            held_out[spare] = True
+            owed -= len(spare)
+            num_train += np.sum(~held_out)
+            yield np.stack(images), labels[rows], held_out
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() by worker processes, with few tasks in flight."""
+    """map() of (bytes that it takes, task) by worker processes, with few tasks and bytes in flight."""
     if workers == 1:
-        yield from map(function, tasks)
+        yield from (function(task) for _, task in tasks)
         return
     pending = deque()
     try:
-        with ProcessPoolExecutor(workers, initializer=_init_worker) as pool:
-            for task in tasks:
-                pending.append(pool.submit(function, task))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            for future in pending:
-                yield future.result()
+        with ProcessPoolExecutor(workers, initializer=_init_worker, initargs=(multiprocessing.Lock(),)) as pool:
+            for size, task in tasks:
+                pending.append((size, pool.submit(function, task)))
+                del task  # else it stays while the next is read
+                while len(pending) > 2 * workers or sum(size for size, _ in pending) > workers * QUEUE_BYTES:
+                    yield pending.popleft()[1].result()
+            while pending:
+                yield pending.popleft()[1].result()
     except BrokenProcessPool:
         raise UserError(f"a worker died, probably out of memory; use fewer than workers={workers}") from None
 
 
-def _init_worker() -> None:
+def _init_worker(large) -> None:
     """Leave Ctrl-C to the parent, and end with it: workers of a killed parent would wait forever."""
+    global _large
+    _large = large
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent():

@@ -2,7 +2,9 @@
 
 import bz2
 import contextlib
+import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -15,11 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, print0
 from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
+TRAIN_FOLDERS = ("train", "training")  # in any case
+VAL_FOLDERS = ("val", "valid", "validation", "test", "testing")  # beside train/; the first that is there
+LABELS = ("auto", "folder", "file", "none")
+TABLES = (".csv", ".json", ".jsonl")  # of labels
+MAX_TABLE_BYTES = 2**26
 MAX_RATIO = 1032  # deflate shrinks no further: a header that claims more is damaged
 
 
@@ -43,6 +49,8 @@ class Source:
     blocks: Iterator
     skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files, grows with the blocks
     left_out: int = 0  # images in none of the splits
+    val_is_drawn: bool = True  # not the source's own split
+    num_enlarged: int = 0  # images smaller than the resolution, grows with the blocks
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
@@ -113,6 +121,7 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
 
 def open_tar(path: Path):
     """Two passes: the names, then the bytes, in the order of the archive."""
+    print0(f"listing the files in {path}")
 
     def fetch(wanted):
         left = set(wanted)
@@ -147,55 +156,80 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not hidden
 
 
-def classify(names: list[str], labels: str, strip: bool):
+def classify(names: list[str], labels: str | dict, strip: bool):
     """Classes and splits by name -> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
     A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
-    "folder"), or the file name up to its first "_" ("file"); "auto" is "folder" if there are folders. `strip` ignores
-    single folders around everything, which archives often have.
+    "folder"), or the file name up to its first "_" ("file"), or what a table {name: class} says; "auto" is "folder" if
+    there are folders. `strip` ignores single folders around everything, which archives often have.
     """
     paths = [name.split("/") for name in names]
-    while strip and all(len(p) > 2 and p[0] == paths[0][0] != "train" for p in paths):
+    paths = [[folder for folder in p[:-1] if folder.lower() != "images"] + p[-1:] for p in paths]  # no class
+    while strip and all(len(p) > 2 and p[0] == paths[0][0] and p[0].lower() not in TRAIN_FOLDERS for p in paths):
         paths = [p[1:] for p in paths]
     is_val = None
-    tops = {p[0] for p in paths if len(p) > 1}
-    if "train" in tops:
+    tops = [p[0].lower() if len(p) > 1 else "" for p in paths]
+    if set(tops) & {*TRAIN_FOLDERS}:
         val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-        kept = [i for i, p in enumerate(paths) if len(p) > 1 and p[0] in ("train", val)]
+        kept = [i for i, top in enumerate(tops) if top in (*TRAIN_FOLDERS, val)]
         names = [names[i] for i in kept]
-        is_val = np.array([paths[i][0] == val for i in kept]) if val else None
+        is_val = np.array([tops[i] == val for i in kept]) if val else None
         paths = [paths[i][1:] for i in kept]
+    elif labels in ("auto", "folder") and set(tops) & {*VAL_FOLDERS}:
+        raise UserError(f"a folder named as one of {', '.join(VAL_FOLDERS)} is no class, and has no 'train' beside it")
     if labels == "auto":
         labels = "folder" if any(len(p) > 1 for p in paths) else "none"
     if labels == "none":
         return names, [], np.zeros(len(names), np.int64), is_val
-    lacks = {"folder": "lies in no class folder", "file": "has no class before a '_'"}[labels]
+    is_table = isinstance(labels, dict)
+    lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
     classes = []
     for name, p in zip(names, paths):
-        first, *rest = p if labels == "folder" else p[-1].split("_")
+        if is_table and name not in labels:
+            count = len(set(names) - labels.keys())
+            raise UserError(f"the table of labels lacks {count:,} of {len(names):,} images, such as {name!r}")
+        first, *rest = (labels[name], "") if is_table else p if labels == "folder" else p[-1].split("_")
         if not rest:
             raise UserError(f"labels={labels!r}: image {name!r} {lacks}; --labels=none ignores classes")
         classes.append(first)
-    class_names = sorted(set(classes))
+    numeric = is_table and all(name.isdecimal() for name in classes)
+    class_names = sorted(set(classes), key=int if numeric else None)
     numbers = {name: i for i, name in enumerate(class_names)}
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
     return names, printable, np.array([numbers[name] for name in classes]), is_val
 
 
-def edm_labels(data: bytes, names: list[str], path: Path):
-    """EDM's dataset.json, {"labels": [["00000/img00000000.png", 6], ...]} or null -> class_names, labels (n,)."""
+def read_table(name: str, payload) -> dict[str, str]:
+    """A table of labels (a path, or its bytes) -> {file: class}, {} if it holds none.
+
+    .csv: rows of file, class; .jsonl: {"file": ..., "label": ...}; .json: {file: class}, or as EDM's dataset.json
+    {"labels": [[file, class], ...]} or null.
+    """
+    if isinstance(payload, str):
+        if not name.endswith(TABLES) or not os.path.isfile(payload):
+            raise UserError(f"labels={name!r}; accepted: {', '.join(LABELS)}, or a file in {', '.join(TABLES)}")
+        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_TABLE_BYTES else None
+    if payload is None or len(payload) > MAX_TABLE_BYTES or payload.count(b",") > 3e6:  # each can cost 200 bytes
+        raise UserError(f"{name} is too large for a table: above {MAX_TABLE_BYTES >> 20} MiB or 3 million commas")
+    lines = io.TextIOWrapper(io.BytesIO(payload), "utf-8-sig")
     try:
-        table = json.loads(data)["labels"]
-        if table is None:
-            return [], np.zeros(len(names), np.int64)
-        numbers = dict(table)
-        labels = np.array([numbers[name] for name in names])
-        if labels.dtype != np.int64 or labels.min() < 0 or labels.max() >= 2**20:
-            raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
-        wanted = "{'labels': [[file, class number], ...]} with all images"
-        raise UserError(f"{path}: dataset.json is not of the form {wanted}") from None
-    return [str(i) for i in range(labels.max() + 1)], labels
+        if name.endswith(".csv"):
+            rows = (row[:2] for row in csv.reader(lines) if row)
+        elif name.endswith(".jsonl"):
+            rows = ((record["file"], record["label"]) for record in map(json.loads, lines))
+        else:
+            rows = json.load(lines)
+            rows = rows.get("labels", rows)
+            rows = rows.items() if isinstance(rows, dict) else rows or ()
+        table = {}
+        for file, label in rows:
+            if type(label) not in (int, str):
+                raise TypeError(f"class {label!r}")
+            table[posixpath.normpath(file)] = str(label)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, csv.Error) as error:
+        wanted = "file, class; .jsonl {'file': ..., 'label': ...}; .json {'labels': [[file, class], ...]}"
+        raise UserError(f"{name} is not of the form {wanted}: {type(error).__name__}: {error}") from None
+    return table
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
@@ -205,17 +239,19 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     images = sorted({name for name in found if is_image(name)})
     if not images:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
-    if options.labels == "auto" and "dataset.json" in found:
-        ((_, table),) = fetch(["dataset.json"])
-        table = Path(table).read_bytes() if isinstance(table, str) else table
-        names, is_val = images, None
-        class_names, labels = edm_labels(table, names, path)
-    else:
-        names, class_names, labels, is_val = classify(images, options.labels, strip=kind != "folder")
+    labels = options.labels
+    if labels == "auto" and "dataset.json" in found:
+        ((_, payload),) = fetch(["dataset.json"])
+        labels = read_table(f"{path}/dataset.json", payload) or "none"
+    elif labels not in LABELS:
+        labels = read_table(labels, labels)
+    if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
+        print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
+    names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
+    source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names), val_is_drawn=is_val is None)
     if is_val is None:
         is_val = val_mask(len(names), options)
     index = {name: i for i, name in enumerate(names)}
     items = ((index[name], name, payload) for name, payload in fetch(names))
-    source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names))
-    source.blocks = decode_all(items, labels, is_val, options.resolution, options.workers, source.skipped)
+    source.blocks = decode_all(items, numbers, is_val, options, source)
     return source

@@ -13,9 +13,9 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
-from nanodiff.data.decode import decode_all
+from nanodiff.data.decode import MAX_FILE_BYTES, decode_all
 from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
-from nanodiff.files import download, sha256_of
+from nanodiff.files import check_zip, download, sha256_of
 
 SOURCES = ("shapes", "cifar10", "mnist", "idx", "npz", "folder", "tar", "zip")
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -24,6 +24,7 @@ CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 BLOCK_BYTES = 2**24  # read at once
+MAX_IMAGES = 2**24  # in a file of arrays
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which source, and opening it
@@ -58,8 +59,8 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
     else:
         file = Path(os.path.expanduser(path))
-    if not file.exists():
-        raise UserError(f"path={path!r} does not exist")
+    if not file.is_file() and not file.is_dir():
+        raise UserError(f"path={path!r} is {'a pipe or a device' if file.exists() else 'no file or folder'}")
     source = detect(file) if source == "auto" else source
     if sha256 == "auto":
         sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
@@ -77,11 +78,11 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         result = read_idx(file, options)
     if options.labels == "none":
         result.class_names = []
-    result.blocks = resize_blocks(result.blocks, options, result.skipped)
+    result.blocks = resize_blocks(result.blocks, options, result)
     return result
 
 
-def resize_blocks(blocks: Iterator, options: Options, skipped: list) -> Iterator:
+def resize_blocks(blocks: Iterator, options: Options, source: Source) -> Iterator:
     """Crop and scale to the resolution, like image files."""
     for images, labels, is_val in blocks:
         height, width = images.shape[2:]
@@ -89,7 +90,7 @@ def resize_blocks(blocks: Iterator, options: Options, skipped: list) -> Iterator
             yield images, labels, is_val
         else:
             items = ((i, f"image {i}", image.transpose(1, 2, 0)) for i, image in enumerate(images))
-            yield from decode_all(items, labels, is_val, options.resolution, options.workers, skipped)
+            yield from decode_all(items, labels, is_val, options, source)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,13 +154,15 @@ def check_shape(path: Path, shape: tuple) -> None:
     size = path.stat().st_size
     if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
+    if shape[0] > MAX_IMAGES or math.prod(shape[1:]) > MAX_FILE_BYTES:
+        raise UserError(f"{path} holds shape {shape}; accepted: {MAX_IMAGES:,} images of {MAX_FILE_BYTES:,} bytes")
 
 
 def idx_files(folder: Path) -> dict[str, Path]:
     """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, .gz or not."""
     files = {}
     for split, mark in (("train", "train-images"), ("val", "t10k-images"), ("val", "test-images")):
-        for path in sorted(folder.glob(f"*{mark}*idx*")):
+        for path in sorted(path for path in folder.glob(f"*{mark}*idx*") if path.is_file()):
             first = files.setdefault(split, path)
             if first.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
                 raise UserError(f"{folder} has {first.name} and {path.name}; give --path of one")
@@ -230,6 +233,7 @@ def open_npz(path: Path):
         check_shape(path, shape)
         for name in ("labels.npy", "arr_1.npy"):
             if name in members:
+                check_zip(path, 2**16 + 8 * shape[0], name)
                 labels = np.lib.format.read_array(archive.open(name), allow_pickle=False)
                 integers = labels.dtype.kind in "iu" and labels.shape == shape[:1]
                 if not integers or labels.min() < 0 or labels.max() >= 2**20:

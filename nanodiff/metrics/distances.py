@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, make_generator, sum_over_ranks
-from nanodiff.files import writing
+from nanodiff.files import check_zip, writing
 
 
 class FeatureStats:
@@ -69,6 +69,7 @@ def save_stats(path: Path, mu: torch.Tensor, sigma: torch.Tensor) -> None:
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64."""
     try:
+        check_zip(path, 2**28, ("mu.npy", "sigma.npy"))
         with np.load(path, allow_pickle=False) as file:
             mu = torch.from_numpy(file["mu"].astype(np.float64))
             sigma = torch.from_numpy(file["sigma"].astype(np.float64))

@@ -17,6 +17,7 @@ from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, rank_batches, sample_images
+from nanodiff.files import check_zip
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
 from nanodiff.metrics.distances import (
@@ -51,6 +52,7 @@ class SampleFile:
         self.shape = (c, h, w)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
         self.protocol = {"samples": str(path)}  # the file, and how it says that its images were drawn
+        check_zip(path, 2**24, "protocol.npy")
         try:
             with np.load(path, allow_pickle=False) as file:
                 self.protocol["samples_protocol"] = json.loads(str(file["protocol"]))
