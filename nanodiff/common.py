@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import math
 import os
 import re
 import signal
@@ -175,12 +176,17 @@ def brief(value, most: int = 50):
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; silent if not a terminal."""
+    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line of a terminal.
+
+    Where there is none, as in a batch job, a line every half minute.
+    """
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total, self.unit, self.label, self.done = total, unit, label, 0
         self.start = self.last = time.perf_counter()
-        self.shown = get_dist()[0] == 0 and sys.stderr.isatty()
+        is_first = get_dist()[0] == 0
+        self.shown = is_first and sys.stderr.isatty()
+        self.pause_s = 0.2 if self.shown else 30 if is_first else math.inf
 
     def __enter__(self):
         return self
@@ -188,12 +194,12 @@ class Progress:
     def update(self, n: int = 1) -> None:
         self.done += n
         now = time.perf_counter()
-        if self.shown and (now - self.last > 0.2 or self.done >= self.total):
+        if now - self.last > self.pause_s or (self.shown and self.done >= self.total):
             self.last = now
             rate = self.done / max(now - self.start, 1e-9)
             eta = max(self.total - self.done, 0) / max(rate, 1e-9)
-            text = f"{self.label} {self.done:,}/{self.total:,} {self.unit} | {rate:,.0f}/s | eta {eta:.0f} s"
-            sys.stderr.write("\r\033[K" + text)
+            text = f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s"
+            sys.stderr.write("\r\033[K" + text if self.shown else text + "\n")
             sys.stderr.flush()
 
     def __exit__(self, *exc):

@@ -14,10 +14,8 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     `facts`: a codec's. Predictions of x0 are clipped to [-1, 1] for images, not for latents.
     """
     objective = config["objective"]
-    if objective == "flow_x0":
-        return FlowMatching("x0")
-    if objective == "flow":
-        return FlowMatching(config.get("flow_prediction", "v"))  # checkpoints from before flow_x0 hold this key
+    if objective in ("flow", "flow_x0"):
+        return FlowMatching("x0" if objective == "flow_x0" else "v")
     return GaussianDiffusion(
         schedule=config["noise_schedule"],
         num_timesteps=config["num_timesteps"],
