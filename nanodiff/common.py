@@ -176,17 +176,13 @@ def brief(value, most: int = 50):
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line of a terminal.
-
-    Where there is none, as in a batch job, a line every half minute.
-    """
+    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA, or without a terminal a line every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total, self.unit, self.label, self.done = total, unit, label, 0
         self.start = self.last = time.perf_counter()
-        is_first = get_dist()[0] == 0
-        self.shown = is_first and sys.stderr.isatty()
-        self.pause_s = 0.2 if self.shown else 30 if is_first else math.inf
+        self.shown = get_dist()[0] == 0 and sys.stderr.isatty()
+        self.pause_s = 0.2 if self.shown else 30 if get_dist()[0] == 0 else math.inf
 
     def __enter__(self):
         return self

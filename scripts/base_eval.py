@@ -27,7 +27,7 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (t
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
-from nanodiff.formats.low_res import LowRes
+from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
 from nanodiff.web.report import LiveReport
@@ -134,11 +134,9 @@ else:
         codec = load_codec(loaded.data, device, autoencoder)
         if codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable}")
-        if low_res and not loaded.model.config.low_res:
-            raise UserError(f"low_res={low_res!r} would do nothing: {source} is no super-resolution model")
         settings = SampleSettings(steps, sampler, cfg_scale if loaded.has_null_class else 1.0)
         num_images = num_images or 400
-        small = LowRes(low_res, loaded, device, num_images, autoencoder) if loaded.model.config.low_res else None
+        small = open_low_res(low_res, loaded, device, autoencoder)
         measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
         names = loaded.data["class_names"]
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}

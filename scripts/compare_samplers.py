@@ -79,8 +79,7 @@ def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples with these numbers: the same noise and classes for every sampler."""
     cond = {"y": torch.as_tensor(ids) % num_classes} if num_classes else {}
     seeds = [(seed << 32) + int(i) for i in ids]
-    cost = evaluations(settings)
-    on_step = lambda i, steps, x0: bar.update(len(x0) * cost / steps)
+    on_step = lambda *_: bar.update(0)  # the line appears in the middle of a long sampling too
     with autocast:
         x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
     if not_finite := count_not_finite(x0):
@@ -90,22 +89,15 @@ def draw(ids, settings) -> torch.Tensor:
     return x0.float()
 
 
-def evaluations(settings) -> int:
-    """Forward passes per image; a guided pair counts once."""
-    return network_evaluations(model, process, SampleSettings(settings.steps, settings.sampler))
-
-
-NOISY = ("sde", "ddpm")  # samplers that add noise
 few = np.arange(error_images)
 rows = []
-total = error_images * sum(evaluations(s) for s in (reference_settings, *plan) if s.sampler not in NOISY)
-total += num_images * sum(evaluations(s) for s in plan)
-with Progress(total, "evaluations", "comparing") as bar:
+with Progress(len(plan) + 1, "samplings", "comparing") as bar:
     reference = draw(few, reference_settings)
+    bar.update()
     for settings in plan:
-        cost = evaluations(settings)
-        row = {"sampler": settings.sampler, "steps": settings.steps, "evaluations": cost, "error": None}
-        if settings.sampler not in NOISY:
+        evaluations = network_evaluations(model, process, SampleSettings(settings.steps, settings.sampler))
+        row = {"sampler": settings.sampler, "steps": settings.steps, "evaluations": evaluations, "error": None}
+        if settings.sampler not in ("sde", "ddpm"):
             row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
         if num_images:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
@@ -114,6 +106,7 @@ with Progress(total, "evaluations", "comparing") as bar:
             asked = class_numbers[torch.arange(num_images) % num_classes]
             row["class_accuracy"] = float((found.logits.argmax(1) == asked).double().mean())
         rows.append(row)
+        bar.update()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table, printed and in the run's report

@@ -29,7 +29,7 @@ from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, networ
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import Published, check_guide, load_run, parse_classes
-from nanodiff.formats.low_res import LowRes
+from nanodiff.formats.low_res import open_low_res
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
 from nanodiff.png import encode_png, make_grid
 
@@ -84,9 +84,7 @@ published = Published(num_heads, image_size, noise_schedule, num_timesteps, resc
 loaded = load_run(run, device, checkpoint_step, ema, published)
 apply_adapters(loaded, lora, lora_scale)
 model, process, num_classes = loaded.model, loaded.process, loaded.num_classes
-if low_res and not model.config.low_res:
-    raise UserError(f"low_res={low_res!r} would do nothing: {loaded.source} is no super-resolution model")
-small = LowRes(low_res, loaded, device, num_images, autoencoder) if model.config.low_res else None
+small = open_low_res(low_res, loaded, device, autoencoder)
 codec = load_codec(loaded.data, device, autoencoder)
 codec.keep_loaded()
 if codec.undecodable:
@@ -131,10 +129,10 @@ if out and Path(stem).is_dir():
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.facts.get("latents", {})
-channels = min(codec.shape[0], 3)
-side = codec.shape[1] if codec.undecodable else codec.image_size
+image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else codec.image_size) ** 2
 protocol = loaded.described() | {
     "data": loaded.data["name"],
+    "low_res": small.described if small else "",
     "sampler": settings.sampler,
     "steps": respacing or steps,
     "eta": eta,
@@ -145,7 +143,7 @@ protocol = loaded.described() | {
     "guide": guide.described() if guide else None,
     "lora": lora,
     "lora_scale": lora_scale if lora else "",
-    "classes": classes or "all, balanced",
+    "classes": classes or ("of the small images" if small else "all, balanced"),
     "class_names": loaded.data["class_names"][:num_classes],
     "num_images": num_images,
     "seed": seed,
@@ -157,15 +155,13 @@ protocol = loaded.described() | {
     "device": device_name(device) if device.type == "cuda" else device.type,
     "torch": torch.__version__,
 }
-if small:
-    protocol["low_res"] = small.described
 print0(f"protocol: {json.dumps(brief(protocol))}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Draw: each rank its parts of one batch, except those that an earlier run has drawn
 
 store = SampleStore(output, protocol, num_images, batch_size)
-finished = torch.tensor(int(rank == 0 and store.open(channels * side * side)))
+finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
 finished = bool(sum_over_ranks(finished, device))  # the other ranks wait here for the store
 todo = [] if finished else store.missing(rank, world)
 before = num_images if finished else store.num_drawn()

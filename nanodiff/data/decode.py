@@ -106,9 +106,9 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, resoluti
             this = f"{name!r} is {width}x{height}"
             first = first or (this, image.shape)
             if height != width:
-                raise UserError(f"image {this}, not square; give --resolution=...")
+                raise UserError(f"image {this}, not square; prepare_data's --resolution crops it")
             if image.shape != first[1]:
-                raise UserError(f"images of several sizes: {first[0]}, {this}; give --resolution=...")
+                raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
             images.append(image)
             rows.append(index)
         if images:

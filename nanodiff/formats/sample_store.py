@@ -49,23 +49,23 @@ class SampleStore:
         if written == self.protocol:
             return True
         if written is not None:
-            held = f"of another protocol ({changes(written, self.protocol)})" if written else "from elsewhere"
-            raise UserError(f"{self.output} holds images {held}: choose another out, or remove it")
+            raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
         num_images = sum(len(part) for part in parts.values())
         if old != self.protocol and num_images > 0:
-            held = f"{num_images:,} images of another protocol ({changes(old, self.protocol)})"
+            was, now = json.loads(old), json.loads(self.protocol)
+            changed = [f"{key}={was.get(key)}, now {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
+            held = f"{num_images:,} images of another protocol ({', '.join(changed)})"
             if num_images > GRID_IMAGES:
                 raise UserError(f"{self.folder} holds {held}: set that back, choose another out, or remove the folder")
             print0(f"{self.folder} held {held}: started afresh")
         needed = (2 * self.num_images - (num_images if old == self.protocol else 0)) * image_bytes
         free = shutil.disk_usage(self.folder).free
-        if self.output.suffix == ".npz":
-            need = f"{self.num_images:,} images need {needed / 1e6:,.1f} MB of disk until their parts are merged"
-            if needed > free:
-                if not parts:
-                    self.close()
-                raise UserError(f"{need}; {self.output.parent} has {free / 1e6:,.1f} MB: see num_images and out")
-            print0(f"{need}; {free / 1e6:,.1f} MB are free")
+        room = f"{self.num_images:,} images need {needed / 1e6:,.1f} MB of disk until the end, {free / 1e6:,.1f} MB"
+        if needed > free:
+            if not parts:
+                self.close()
+            raise UserError(f"{room} are free in {self.output.parent}: see num_images and out")
+        print0(f"{room} are free")
         for path, part in parts.items():
             if old != self.protocol or len(part) != len(self.ids(int(path.stem))):
                 path.unlink()
@@ -121,12 +121,6 @@ class SampleStore:
         """Remove the parts; call it once the file is there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.close()
-
-
-def changes(old: str, new: str) -> str:
-    """How two protocols differ: "steps=25, now 50"."""
-    was, now = json.loads(old), json.loads(new)
-    return ", ".join(f"{key}={was.get(key)}, now {now.get(key)}" for key in was | now if was.get(key) != now.get(key))
 
 
 def write_header(file, shape: tuple) -> None:
