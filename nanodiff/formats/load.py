@@ -286,8 +286,9 @@ def parse_classes(classes: str, class_names: list[str]) -> list[int]:
     for text in classes.split(","):
         number = class_names.index(text) if text in class_names and not text.isdecimal() else text
         if not str(number).isdecimal() or int(number) >= len(class_names):
-            some = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
-            known = f"{len(class_names)} classes; accepted: numbers from 0, names: {some}" if some else "no classes"
+            known = (
+                f"{len(class_names) or 'no'} classes; accepted: 0,3 (from 0) or names: {', '.join(class_names)[:200]}"
+            )
             raise UserError(f"classes={classes!r}: {text!r} is none, this model has {known}")
         chosen.append(int(number))
     return chosen

@@ -28,8 +28,10 @@ class LowRes:
             images, labels = read_small(where, loaded.data["class_names"][: loaded.num_classes])
             shapes = [(self.config.in_channels, side, side) for side in (self.config.low_res, self.config.image_size)]
             if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
-                accepted = f"{shapes[0]} or {shapes[1]}" if loaded.data["kind"] == "images" else "val"
-                raise UserError(f"low_res={where!r} holds {images.shape[1:]} (channels, sides); accepted: {accepted}")
+                accepted = f"{loaded.data['kind']} (channels, height, width) {shapes[0]} or {shapes[1]}"
+                raise UserError(
+                    f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}; val for latents"
+                )
             self.stored = images.__getitem__  # ids (n,) -> images (n, C, h, w)
             self.described = f"{where}, SHA-256 {hashlib.sha256(images.tobytes()).hexdigest()}"
         elif not name:
