@@ -238,7 +238,7 @@ class Progress:
             self.last = now
             rate = self.done / max(now - self.start, 1e-9)
             eta = max(self.total - self.done, 0) / max(rate, 1e-9)
-            text = f"{self.label} {self.done:,}/{self.total:,} {self.unit} | {rate:,.0f}/s | eta {eta:.0f} s"
+            text = f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s"
             sys.stderr.write(self.before + text + self.after)
             sys.stderr.flush()
 

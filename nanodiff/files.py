@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import http.client
 import os
+import re
 import shutil
 import tempfile
 import urllib.request
@@ -59,6 +60,15 @@ def write_atomic(path: Path, *parts) -> None:
     with writing(path) as file:
         for part in parts:
             file.write(part)
+
+
+def name_of_settings(stem: str, config, *apart: str) -> str:
+    """`stem` and all settings that were changed, but for those in `apart`: other settings make another file."""
+    for key, value in config.items():
+        if value != config.defaults[key] and key not in apart:
+            stem += f"_{key}={value}"
+    name = re.sub(r"[^\w.,=+-]+", "-", stem, flags=re.ASCII)[:150]
+    return name if name == stem else f"{name}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
 
 
 def publish_folder(temporary: Path, final: Path) -> None:

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0
+from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
-from nanodiff.files import write_atomic
+from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
+from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
 from nanodiff.web.report import LiveReport
@@ -46,6 +47,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 50  # >= 1: sampler steps
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to measure instead of the run
 # Only metric=fid|fd_classifier
 reference_split = "train"  # train|val: split to compare with, all of its images; usually the one trained on
@@ -68,9 +70,10 @@ loaded = None if samples or save_reference else load_run(run, device, checkpoint
 source = loaded.source if loaded else samples
 result = {"metric": metric} | (loaded.described() if loaded else {})
 
+measured = features.SampleFile(Path(samples).expanduser()) if samples else None
 name = data or (loaded.data["name"] if loaded else "")
-if samples and run and not name:  # the images of a file are compared with the set that its run was trained on
-    name = load_run(run, device, checkpoint_step, ema).data["name"]
+if samples and not name:  # the images of a file are compared with the set that its model was trained on
+    name = load_run(run, device, checkpoint_step, ema).data["name"] if run else measured.data
 dataset = None
 if not reference:
     if not name:
@@ -126,17 +129,17 @@ elif save_reference:
 else:
     # The images to measure: a file's, or samples of the model, drawn one batch at a time
     if samples:
-        measured = features.SampleFile(Path(samples).expanduser())
         num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
     else:
         sampler = choose_sampler(loaded.process, sampler, steps)
         codec = load_codec(loaded.data, device, autoencoder)
-        if loaded.model.config.low_res or codec.undecodable:
-            raise UserError(f"metric={metric}: {codec.undecodable or f'{source} is a super-resolution model'}")
+        if codec.undecodable:
+            raise UserError(f"metric={metric}: {codec.undecodable}")
         settings = SampleSettings(steps, sampler, cfg_scale if loaded.has_null_class else 1.0)
-        measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed)
         num_images = num_images or 400
+        small = open_low_res(low_res, loaded, device, autoencoder)
+        measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
         names = loaded.data["class_names"]
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}
@@ -165,6 +168,9 @@ else:
 
     with autocast:
         found = features.collect_features(measured.images, num_images, network, batch_size, "samples")
+    not_finite = int(sum_over_ranks(torch.tensor(0 if samples else measured.not_finite), device))
+    if not_finite:
+        raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")
     if rank == 0 and metric != "class_accuracy":
         result |= features.compare(metric, found, known)
     if rank == 0 and metric != "fid" and measured.num_classes:
@@ -178,12 +184,16 @@ else:
 # Every figure with its protocol, beside the run or the file
 
 for key, value in result.items():
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"metric={metric}: {key} of {source} is {value}, as its weights or predictions are not finite")
+for key, value in result.items():
     print0(f"{key:>30}  {brief(value)}")
 path = None
+apart = ("run", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
 if samples:
-    path = measured.path.with_name(f"eval_{metric}_{measured.path.stem}.json")
+    path = measured.path.with_name(name_of_settings(f"eval_{metric}_{measured.path.stem}", config, *apart) + ".json")
 elif loaded and loaded.run_dir:
-    path = loaded.run_dir / f"eval_{metric}_{loaded.step:06d}.json"
+    path = loaded.run_dir / (name_of_settings(f"eval_{metric}_{loaded.step:06d}", config, *apart) + ".json")
 if rank == 0 and path:
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())

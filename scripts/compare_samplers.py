@@ -19,8 +19,8 @@ from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
-from nanodiff.files import write_atomic
+from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
+from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
 from nanodiff.web.report import LiveReport
@@ -79,8 +79,14 @@ def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples with these numbers: the same noise and classes for every sampler."""
     cond = {"y": torch.as_tensor(ids) % num_classes} if num_classes else {}
     seeds = [(seed << 32) + int(i) for i in ids]
+    on_step = lambda *_: bar.update(0)  # the line appears in the middle of a long sampling too
     with autocast:
-        return sample_images(model, process, seeds, cond, codec.shape, settings, batch_size).float()
+        x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
+    if not_finite := count_not_finite(x0):
+        raise UserError(
+            f"{settings.sampler}, {settings.steps} steps: {not_finite} of {len(x0)} images are NaN or infinite"
+        )
+    return x0.float()
 
 
 few = np.arange(error_images)
@@ -114,7 +120,8 @@ for row in rows:
     cells = ["" if value is None else f"{value:.3g}" if type(value) is float else str(value) for value in row.values()]
     print0(f"| {' | '.join(cells)} |")
 if loaded.run_dir:
-    path = loaded.run_dir / f"eval_samplers_{loaded.step:06d}.json"
+    apart = ("run", "checkpoint_step", "batch_size", "device_type")  # they change no figure
+    path = loaded.run_dir / (name_of_settings(f"eval_samplers_{loaded.step:06d}", config, *apart) + ".json")
     write_atomic(path, json.dumps(result, indent=1).encode())
     LiveReport(loaded.run_dir).refresh()
     print0(f"written to {path} and, with a chart, to {loaded.run_dir / 'report.html'}")

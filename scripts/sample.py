@@ -6,6 +6,7 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     torchrun --standalone --nproc_per_node=8 -m scripts.sample -- --run=cifar10_dit_d12 --num_images=50000 --npz
     python -m scripts.sample --run=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
     python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
+    python -m scripts.sample --run=upsampler --low_res=base_samples.npz    # super-resolution of another model's samples
 
 Image i depends only on (seed, i) and its class. A run that was stopped or killed resumes with the same command, on any
 number of ranks, and ends with the same bytes.
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from configurator import configure
@@ -23,10 +25,11 @@ from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, le
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, sample_images
-from nanodiff.files import write_atomic
+from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
+from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import Published, check_guide, load_run, parse_classes
+from nanodiff.formats.low_res import open_low_res
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
 from nanodiff.png import encode_png, make_grid
 
@@ -39,7 +42,8 @@ lora_scale = "1"  # strength of the adapters: one number for all, or one each, c
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
-classes = ""  # class numbers, comma-separated, used in turn; "" = all
+classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
+low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 seed = 0  # >= 0: of the images
 # Sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
@@ -55,7 +59,7 @@ guide_step = -1  # >= -1: step of its checkpoint; -1 = the newest
 guide_ema = ""  # which of its weights; "" = the first rate
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
-out = ""  # path of the output, without suffix; "" = samples/ in the run's folder
+out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by what was changed
 # Machine
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
@@ -67,6 +71,7 @@ noise_schedule = "auto"  # auto|linear|cosine: of the process
 num_timesteps = 0  # >= 0: of the process; 0 = as published
 rescale_timesteps = "auto"  # auto|yes|no: does the model see t in [0, 1000)?
 config = configure(globals())
+APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # in the folder, the name or nowhere
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setup: the model, its guide, the sampler
@@ -79,8 +84,7 @@ published = Published(num_heads, image_size, noise_schedule, num_timesteps, resc
 loaded = load_run(run, device, checkpoint_step, ema, published)
 apply_adapters(loaded, lora, lora_scale)
 model, process, num_classes = loaded.model, loaded.process, loaded.num_classes
-if model.config.low_res:
-    raise UserError(f"{loaded.source} is a super-resolution model: its training run shows samples of it")
+small = open_low_res(low_res, loaded, device, autoencoder)
 codec = load_codec(loaded.data, device, autoencoder)
 codec.keep_loaded()
 if codec.undecodable:
@@ -107,8 +111,10 @@ settings = SampleSettings(
     weak_model=guide.model if guide else None,
     cfg_channels=cfg_channels or None,
 )
-chosen = parse_classes(classes, num_classes)
-labels = torch.tensor([chosen[i % len(chosen)] for i in range(num_images)])
+chosen = parse_classes(classes, loaded.data["class_names"][:num_classes])
+labels = torch.tensor(chosen)[torch.arange(num_images) % len(chosen)]
+if small and not classes:
+    labels = small.labels[torch.arange(num_images) % len(small.labels)]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output: where, and the protocol, which holds everything that an image depends on
@@ -116,11 +122,17 @@ labels = torch.tensor([chosen[i % len(chosen)] for i in range(num_images)])
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 folder = loaded.run_dir / "samples" if loaded.run_dir else Path(".")
-stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / f"sample_{loaded.step:06d}_seed{seed}")
+name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
+stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
+if out and Path(stem).is_dir():
+    raise UserError(f"out={out!r} is a folder; accepted: the path of a file in it, without suffix")
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.facts.get("latents", {})
+image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else codec.image_size) ** 2
 protocol = loaded.described() | {
+    "data": loaded.data["name"],
+    "low_res": small.described if small else "",
     "sampler": settings.sampler,
     "steps": respacing or steps,
     "eta": eta,
@@ -131,7 +143,7 @@ protocol = loaded.described() | {
     "guide": guide.described() if guide else None,
     "lora": lora,
     "lora_scale": lora_scale if lora else "",
-    "classes": classes or "all, balanced",
+    "classes": classes or ("of the small images" if small else "all, balanced"),
     "class_names": loaded.data["class_names"][:num_classes],
     "num_images": num_images,
     "seed": seed,
@@ -149,26 +161,34 @@ print0(f"protocol: {json.dumps(brief(protocol))}")
 # Draw: each rank its parts of one batch, except those that an earlier run has drawn
 
 store = SampleStore(output, protocol, num_images, batch_size)
-finished = torch.tensor(int(rank == 0 and store.open()))
+finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
 finished = bool(sum_over_ranks(finished, device))  # the other ranks wait here for the store
 todo = [] if finished else store.missing(rank, world)
 before = num_images if finished else store.num_drawn()
 if 0 < before < num_images:
     print0(f"{before:,} of {num_images:,} images are there already, in {store.folder}")
 stop = StopSignal()
+not_finite = torch.tensor(0)
 start = time.perf_counter()
 with Progress(num_images - before, "images", "sampling") as bar:
     for k in todo:
         ids = store.ids(k)
         seeds = [(seed << 32) + i for i in ids]
         cond = {"y": labels[list(ids)]} if num_classes else {}
+        if small:
+            cond["low_res"] = small.images(ids)
+        drawn = store.num_drawn() - before  # also by the other ranks
+        on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size)
+            x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
+        not_finite += count_not_finite(x0)
         store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
-        bar.update(store.num_drawn() - before - bar.done)  # also counts what the other ranks have drawn
         if stop.received:
             break
 stopped = stop.agreed()  # waits for the other ranks
+not_finite = int(sum_over_ranks(not_finite, device))
+if not_finite:
+    print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): weights, or {protocol['dtype']}, fail")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write a grid of the first images, and the file of all
@@ -183,9 +203,12 @@ elif rank == 0:
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
     images = store.first(GRID_IMAGES).transpose(0, 3, 1, 2)  # (n, C, H, W)
     columns = len(chosen) if 4 <= len(chosen) <= 10 else 8
+    if small:  # pairs: small, sample
+        pairs = np.stack([small.pixels(range(len(images))).numpy(), images], axis=1)  # (n, 2, C, H, W)
+        images, columns = pairs.reshape(-1, *images.shape[1:]), 8
     grid = make_grid(images, columns, scale=max(1, 48 // images.shape[-1]))
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
-    print0(f"{len(images)} images: {png}")
+    print0(f"{len(images)} images{' (small, sample, small, ...)' if small else ''}: {png}")
     if npz:
         store.write_npz(labels.numpy())
         print0(f"{num_images:,} images: {output}")

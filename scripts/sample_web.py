@@ -31,8 +31,9 @@ from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.diffusion.sampling import SampleSettings, sample_images
-from nanodiff.formats.load import find_run, load_run, parse_classes
+from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, sample_images
+from nanodiff.formats.load import find_run, load_run, parse_classes, translate
+from nanodiff.formats.low_res import open_low_res
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import Job, LocalHandler, LocalServer
@@ -43,13 +44,14 @@ max_images = 64  # >= 1: images in one request
 max_steps = 1000  # >= 1: sampler steps in one request
 max_queue = 4  # >= 1: requests that may wait
 batch_size = 64  # >= 1: images drawn at a time
+low_res = ""  # what super-resolution models enlarge: .npz, folder or val; "" = val, if there is one
 autoencoder = ""  # path of the VAE of latent models; "" = where it was when their latents were made
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 # A request: names as in scripts/sample.py, defaults. run "", checkpoint_step -1 and ema "" are the first on offer
 DEFAULTS = dict(
-    run="", checkpoint_step=-1, ema="", classes="", cfg_scale=2.0, sampler="auto", steps=50, seed=0, num_images=16
+    run="", checkpoint_step=-1, ema="", classes="", cfg_scale=2.0, sampler="auto", steps=10, seed=0, num_images=16
 )
 FRAMES = 20  # pictures of an image's denoising at most, the last included
 PREVIEW_SIZE = 64  # their size in pixels
@@ -71,11 +73,9 @@ def describe_run(path: Path) -> dict:
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
-    meta = load_meta(checkpoints[-1][1])
+    meta = translate(load_meta(checkpoints[-1][1]), path)
     try:
         num_classes = meta["model_config"]["num_classes"]
-        if meta["model_config"]["low_res"]:
-            raise UserError(f"{path} is a super-resolution model: its training run shows samples")
         offered = {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
             "emas": [*map(str, meta["ema_rates"]), "raw"],
@@ -83,6 +83,8 @@ def describe_run(path: Path) -> dict:
             "samplers": ["auto", *SAMPLERS],
             "max_steps": max_steps,
             "guided": num_classes > 0,
+            "enlarges": meta["model_config"]["low_res"]
+            > 0,  # its small images have the classes, unless some are chosen
         }
         if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
             process = make_process(meta["config"], meta["data"])
@@ -140,7 +142,7 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
     for name, (low, high) in limits.items():
         if not low <= s[name] <= high:
             raise UserError(f"{name}={str(s[name])[:40]} is not accepted; accepted: {low} to {high}")
-    parse_classes(s["classes"], len(offered["classes"]))
+    parse_classes(s["classes"], offered["classes"])
     s["cfg_scale"] = float(s["cfg_scale"]) if offered["guided"] else 1.0
     return s
 
@@ -151,11 +153,11 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
 
 @functools.lru_cache(maxsize=1)  # the old model is dropped when the new one is loaded: two in memory at most
 def load(path: Path, step: int, ema: str, mtime_ns: int, device):
-    """(Loaded, codec) of a checkpoint. `mtime_ns` distinguishes it from an older one of the same name."""
+    """(Loaded, codec, LowRes) of a checkpoint. `mtime_ns` distinguishes it from an older one of the same name."""
     loaded = load_run(str(path), device, step, ema)
     codec = load_codec(loaded.data, device, autoencoder)
     codec.keep_loaded()
-    return loaded, codec
+    return loaded, codec, open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
 
 
 def encode_images(images, texts) -> list[str]:
@@ -176,9 +178,10 @@ def draw(job: Job, device, compute_dtype) -> None:
     job.send(note=f"Loading {s['run']} at step {s['checkpoint_step']:,}")
     folder = dict(list_checkpoints(s["path"])).get(s["checkpoint_step"])
     mtime_ns = folder.stat().st_mtime_ns if folder else 0  # it may be gone since the request was checked
-    loaded, codec = load(s["path"], s["checkpoint_step"], s["ema"], mtime_ns, device)
-    chosen = parse_classes(s["classes"], loaded.num_classes)
-    labels = [chosen[i % len(chosen)] for i in range(n)]
+    loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], mtime_ns, device)
+    chosen = parse_classes(s["classes"], loaded.data["class_names"][: loaded.num_classes])
+    turns = small.labels.tolist() if small and not s["classes"] else chosen
+    labels = [turns[i % len(turns)] for i in range(n)]
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
     cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
     autocast = autocast_to(device, compute_dtype)
@@ -196,6 +199,9 @@ def draw(job: Job, device, compute_dtype) -> None:
 
     seeds = [(s["seed"] << 32) + i for i in range(n)]
     cond = {"y": torch.tensor(labels)} if loaded.num_classes else {}
+    if small:
+        cond["low_res"] = small.images(range(n))
+        job.send(images=encode_images(small.pixels(range(n)), [None] * n))  # the first frames: what is enlarged
     how = SampleSettings(s["steps"], sampler, cfg_scale)
     with autocast:
         x0 = sample_images(
@@ -207,7 +213,9 @@ def draw(job: Job, device, compute_dtype) -> None:
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images = encode_images(codec.to_pixels(x0), texts)
     seconds = time.perf_counter() - start
-    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=codec.undecodable)
+    bad = count_not_finite(x0)
+    warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
+    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=warning)
     print0(f"{n} images of {s['run']} at step {s['checkpoint_step']:,} in {seconds:.1f} s")
 
 

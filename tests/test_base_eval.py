@@ -14,6 +14,7 @@ from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.latents import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.formats import load
 from nanodiff.metrics import classifier, features
 from nanodiff.metrics.inception import Inception
 
@@ -33,7 +34,11 @@ def quick_classifier(monkeypatch):
 
 def evaluate(run_script, run_dir, metric, *args):
     run_script("base_eval", *TIMELESS, f"--metric={metric}", *args)
-    return json.loads((run_dir / f"eval_{metric}_000001.json").read_text())
+    return json.loads(newest(run_dir, f"eval_{metric}_*.json").read_text())
+
+
+def newest(folder, pattern):
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
 
 def test_validation_loss_does_not_depend_on_the_batch_size(run_dir, run_script):
@@ -51,7 +56,7 @@ def test_validation_loss_does_not_depend_on_the_batch_size(run_dir, run_script):
 def test_validation_loss_of_a_model_that_predicts_nothing(run_dir, run_script):
     """At step 0 the output is 0: under flow matching the loss is then E|noise - x0|^2 = 1 + E x0^2, whatever t."""
     run_script("base_eval", *TIMELESS, "--checkpoint_step=0")
-    loss = json.loads((run_dir / "eval_loss_000000.json").read_text())["loss"]
+    loss = json.loads(newest(run_dir, "eval_loss_000000_*.json").read_text())["loss"]
     x0 = to_model_range(torch.from_numpy(open_dataset("tiny", "val").images(range(24))))
     values = x0.numel()
     assert loss == pytest.approx(1 + float(x0.square().mean()), abs=5 * (2 / values + 4 / values) ** 0.5)
@@ -96,11 +101,51 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
     given |= dict(data="tiny", reference="tiny, train, 24 images", classes="all, balanced")
     assert given.items() <= drawn.items() and "classifier" in drawn["network"] and "rounding" in drawn
     run_script("sample", *TIMELESS, *FEW, "--npz", f"--out={tmp_path}/s")
-    run_script("base_eval", *TIMELESS, "--metric=fd_classifier", f"--samples={tmp_path}/s.npz", f"--run={run_dir.name}")
-    read = json.loads((tmp_path / "eval_fd_classifier_s.json").read_text())
-    assert read["samples_protocol"]["seed"] == 5 and read["num_images"] == 12
     figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "class_accuracy"]
-    assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
+    for more in ((), (f"--run={run_dir.name}",)):  # the file says which set its model was trained on
+        run_script("base_eval", *TIMELESS, "--metric=fd_classifier", f"--samples={tmp_path}/s.npz", *more)
+        read = json.loads(newest(tmp_path, "eval_fd_classifier_s_*.json").read_text())
+        assert read["samples_protocol"]["seed"] == 5 and read["num_images"] == 12
+        assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
+
+
+def test_a_figure_does_not_replace_one_of_other_settings(run_dir, run_script):
+    make_data("other")
+    for args in ((), ("--num_images=3",), ("--data=other",), ("--num_images=3",)):
+        run_script("base_eval", *TIMELESS, *args)
+    found = {path.name: json.loads(path.read_text()) for path in run_dir.glob("eval_loss_*")}
+    names = [f"eval_loss_000001{what}_dtype=float32.json" for what in ("", "_num_images=3", "_data=other")]
+    assert [found[name]["num_images"] for name in names] == [24, 3, 24] and len(found) == 3
+
+
+@pytest.mark.parametrize("metric", ["loss", "fd_classifier"])
+def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_classifier, monkeypatch, metric):
+    build = load.build
+
+    def spoiled(*args):
+        loaded = build(*args)
+        next(loaded.model.parameters()).data.fill_(float("nan"))
+        return loaded
+
+    monkeypatch.setattr(load, "build", spoiled)
+    with pytest.raises(UserError, match=f"metric={metric}: .*not finite"):
+        run_script("base_eval", *TIMELESS, f"--metric={metric}", "--num_images=12")
+    assert not list(run_dir.glob("eval_*"))
+
+
+def test_super_resolution(base, run_script, quick_classifier, tmp_path):
+    """From the validation set, or the same images in a file, with the classes of the images."""
+    make_data()
+    run_dir = make_run(run_script, "sr", "--low_res_size=8")
+    val = evaluate(run_script, run_dir, "fd_classifier", *FEW)
+    assert val["low_res"] == "tiny, val" and val["classes"] == "of the small images"
+    write_npz(tmp_path / "small.npz", open_dataset("tiny", "val"))
+    file = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--low_res={tmp_path}/small.npz")
+    assert {key: pytest.approx(val[key]) for key in ("fd_classifier", "class_accuracy_of")} == {
+        key: file[key] for key in ("fd_classifier", "class_accuracy_of")
+    }
+    given = dict.fromkeys(CLASS_NAMES[k] for k in open_dataset("tiny", "val").labels(range(12)))
+    assert file["class_accuracy_of"].keys() == given.keys()
 
 
 def test_the_set_itself_is_at_no_distance(base, run_script, quick_classifier, tmp_path):
@@ -111,7 +156,7 @@ def test_the_set_itself_is_at_no_distance(base, run_script, quick_classifier, tm
         found = {}
         for against in (split, other):
             run_script("base_eval", *TIMELESS, *to, f"--reference_split={against}", "--batch_size=5")
-            found[against] = json.loads((tmp_path / "eval_fd_classifier_s.json").read_text())
+            found[against] = json.loads(newest(tmp_path, "eval_fd_classifier_s_*.json").read_text())
         assert found[split]["fd_classifier"] < 1e-6 < found[other]["fd_classifier"]
         assert (found[split]["precision"], found[split]["recall"]) == (1, 1)
 
@@ -141,7 +186,7 @@ def test_fid(base, run_script, monkeypatch, tmp_path, capsys):
     run_script("base_eval", *TIMELESS, "--metric=fid", "--data=tiny", f"--save_reference={tmp_path}/ref.npz")
     write_npz(tmp_path / "s.npz", open_dataset("tiny"))
     run_script("base_eval", *TIMELESS, "--metric=fid", f"--samples={tmp_path}/s.npz", f"--reference={tmp_path}/ref.npz")
-    itself = json.loads((tmp_path / "eval_fid_s.json").read_text())
+    itself = json.loads(newest(tmp_path, "eval_fid_s_*.json").read_text())
     assert itself["fid"] < 1e-6 and itself["num_images"] == 12 and "kid" not in itself  # no features at hand
     capsys.readouterr()
     result = evaluate(run_script, run_dir, "fid", "--num_images=10", "--steps=2")
@@ -163,7 +208,7 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
     assert found.keys() == {1, 2}
     for step, figure in found.items():
         run_script("base_eval", *TIMELESS, *same, f"--checkpoint_step={step}")
-        result = json.loads((run_dir / f"eval_fd_classifier_{step:06d}.json").read_text())
+        result = json.loads(newest(run_dir, f"eval_fd_classifier_{step:06d}_*.json").read_text())
         assert result["fd_classifier"] == pytest.approx(figure, rel=1e-5)
         line = next(line for line in lines if line["step"] == step and "val/kd_classifier" in line)
         for name in ("kd_classifier", "precision", "recall"):
@@ -209,7 +254,7 @@ def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier
         one = evaluate(run_script, run_dir, metric, *args)
         stats.unlink(missing_ok=True)
         run_process("base_eval", *TIMELESS, f"--metric={metric}", *args, ranks=2)
-        two = json.loads((run_dir / f"eval_{metric}_000001.json").read_text())
+        two = json.loads(newest(run_dir, f"eval_{metric}_000001_*.json").read_text())
         assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == two
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_base_eval import quick_classifier  # noqa: F401
+from test_base_eval import newest, quick_classifier  # noqa: F401
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
@@ -11,7 +11,7 @@ from nanodiff.common import UserError
 
 def compared(run_script, run_dir, *args):
     run_script("compare_samplers", *TIMELESS, f"--run={run_dir}", "--error_images=3", *args)
-    return json.loads((run_dir / "eval_samplers_000001.json").read_text())["rows"]
+    return json.loads(newest(run_dir, "eval_samplers_000001_*.json").read_text())["rows"]
 
 
 def test_the_error_of_flow_samplers_falls_with_the_steps(base, run_script):

@@ -4,21 +4,25 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, command, kill_all
-from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run, randomise
+from tiny_runs import TIMELESS, TINY, make_autoencoder, make_data, make_run, randomise
 
 from nanodiff.common import UserError
 from nanodiff.data import latents as codec
+from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion import sampling as evaluation
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
@@ -32,6 +36,7 @@ from nanodiff.models.unet import UNet, UNetConfig
 
 def sample(run_script, out, *args):
     """(images (N, H, W, C) uint8, labels (N,), protocol) as scripts/sample.py writes them."""
+    Path(f"{out}.npz").unlink(missing_ok=True)  # a finished file is never replaced
     run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={out}", *args)
     with np.load(f"{out}.npz") as file:
         return file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
@@ -118,7 +123,8 @@ def test_what_is_written(flow, run_script, tmp_path):
     assert given.items() <= protocol.items()
     # by default beside the run, and without .npz
     run_script("sample", *TIMELESS, "--steps=1", "--num_images=1")
-    assert [p.name for p in (flow / "samples").iterdir()] == ["sample_000001_seed0.png"]
+    name = "sample_000001_seed0_num_images=1_steps=1_dtype=float32.png"
+    assert [p.name for p in (flow / "samples").iterdir()] == [name]
     with pytest.raises(UserError, match="num_images=257: a grid shows 256; --npz keeps more"):
         run_script("sample", *TIMELESS, "--num_images=257")
 
@@ -326,10 +332,120 @@ def test_what_is_there_is_not_drawn_again(flow, run_script, tmp_path, monkeypatc
     (tmp_path / "a.png").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "sample_images", None)
-        sample(run_script, tmp_path / "a", "--num_images=3")
+        run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", "--num_images=3")
         assert f"3 images of this protocol are there already: {tmp_path / 'a.npz'}" in capsys.readouterr().out
-    other, _, _ = sample(run_script, tmp_path / "a", "--num_images=3", "--seed=1")  # another protocol's is replaced
-    assert (other != first).any()
+    with pytest.raises(UserError, match=r"a\.npz holds images of another protocol: choose another out"):
+        run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", "--num_images=3", "--seed=1")
+    with np.load(tmp_path / "a.npz") as file:
+        assert (file["arr_0"] == first).all()
+
+
+def test_default_names_tell_what_differs(flow, run_script):
+    """So a small sample does not replace a large one, and the same command finds its own file again."""
+    few = (*TIMELESS, "--npz", "--steps=1")
+    for args in (["--num_images=4"], ["--num_images=2"], ["--num_images=2", "--classes=ring"], ["--num_images=2"]):
+        run_script("sample", *few, *args)
+    sizes = {}
+    for path in (flow / "samples").glob("*.npz"):
+        with np.load(path) as file:
+            sizes[path.name.removeprefix("sample_000001_seed0_")] = len(file["arr_0"])
+    rest = "steps=1_dtype=float32.npz"
+    assert sizes == {f"num_images=4_{rest}": 4, f"num_images=2_{rest}": 2, f"num_images=2_classes=ring_{rest}": 2}
+
+
+def test_classes_by_name(flow, run_script, tmp_path):
+    _, labels, _ = sample(run_script, tmp_path / "a", "--num_images=3", "--classes=cross,1")
+    assert labels.tolist() == [4, 1, 4]
+    with pytest.raises(UserError, match="classes='ring,rig': 'rig' is none, this model has 8 classes; .*circle, ring"):
+        run_script("sample", *TIMELESS, "--classes=ring,rig")
+
+
+def test_a_folder_is_no_output(flow, run_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (".", tmp_path):
+        with pytest.raises(UserError, match="is a folder; accepted: the path of a file in it, without suffix"):
+            run_script("sample", *TIMELESS, "--num_images=1", "--steps=1", f"--out={out}")
+
+
+def test_images_that_are_not_finite_are_counted(flow, run_script, monkeypatch, capsys):
+    """Two of five latents with NaN or infinity, in parts of two."""
+    draw = evaluation.sample_images
+
+    def spoiled(model, process, seeds, *args, **kwargs):
+        x0 = draw(model, process, seeds, *args, **kwargs)
+        x0[[seed % 2**32 in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
+        return x0
+
+    monkeypatch.setattr(evaluation, "sample_images", spoiled)
+    run_script("sample", *TIMELESS, "--num_images=5", "--batch_size=2", "--steps=1")
+    assert "warning: 2 of the images drawn are not finite" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Super-resolution
+
+
+def test_super_resolution(base, run_script, tmp_path, capsys):
+    """Trained for two steps; the validation set, a file and a folder of its small images give the same samples."""
+    Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
+    make_data()
+    args = [arg for arg in TINY if "num_iterations" not in arg]
+    run_script("base_train", *args, "--num_iterations=2", "--low_res_size=8", "--model_tag=sr")
+    advised = re.search(r"python -m scripts\.sample (.+)", capsys.readouterr().out)[1].split()
+    few = (*advised, "--num_images=26", "--batch_size=13")  # of 24 validation images
+    images, labels, protocol = sample(run_script, tmp_path / "val", *few)
+    val = open_dataset("tiny", "val")
+    assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == "tiny, val"
+    with Image.open(tmp_path / "val.png") as png:
+        grid = np.asarray(png)
+    small = F.interpolate(torch.from_numpy(val.images([0])).float(), size=8, mode="area").round()[0].permute(1, 2, 0)
+    assert np.abs(grid[2:50:6, 2:50:6].astype(int) - small.numpy()).max() <= 1  # pairs: small, sample
+    assert (grid[2:50:3, 52:100:3] == images[0]).all()
+
+    large = val.images(range(24)).transpose(0, 2, 3, 1)
+    np.savez(tmp_path / "base.npz", large, val.labels(range(24)))  # arr_0, arr_1: as improved-diffusion writes them
+    for k, label in enumerate(val.labels(range(24))):
+        folder = tmp_path / "folder" / val.class_names[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(large[k]).save(folder / f"{k:02d}.png")
+    for where in ("base.npz", "folder"):
+        out = tmp_path / f"from_{where[:4]}"
+        same, labels, protocol = sample(run_script, out, *few, f"--low_res={tmp_path / where}")
+        assert "SHA-256" in protocol["low_res"]
+        if where == "base.npz":
+            assert_same(same, images)
+        else:
+            assert (np.bincount(labels[:24]) == np.bincount(val.labels(range(24)))).all()
+
+
+def test_small_images_that_a_model_cannot_enlarge(flow, run_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(run_script, "sr", "--low_res_size=4")
+    for name, size, labels in (("five", 5, [0, 1]), ("plain", 4, []), ("ninth", 4, [0, 8])):
+        np.savez(f"{name}.npz", np.zeros((2, size, size, 3), np.uint8), *([np.array(labels)] if labels else []))
+    for where, message in (
+        ("five.npz", r"\(3, 5, 5\); accepted: .* \(3, 4, 4\) or \(3, 16, 16\)"),
+        ("plain.npz", "0 classes, the model 8"),
+        ("ninth.npz", "9 classes, the model 8"),
+        ("absent.npz", "is not there; accepted: an .npz file, a folder of images, val"),
+    ):
+        with pytest.raises(UserError, match=f"low_res='{where}'.*{message}"):
+            run_script("sample", *TIMELESS, "--run=sr", f"--low_res={where}")
+    with pytest.raises(UserError, match="low_res='val' would do nothing: .*flow.* is no super-resolution model"):
+        run_script("sample", *TIMELESS, "--run=flow", "--low_res=val")
+
+
+def test_the_published_cascade(base, run_script, tmp_path):
+    """improved-diffusion's base_samples.npz, arr_0 and arr_1, through its upsampler."""
+    unet_file(
+        tmp_path / "up.pt", channel_mult=(1,), attention_resolutions=(16,), out_channels=6, num_classes=3, low_res=4
+    )
+    np.savez(tmp_path / "base_samples.npz", np.full((2, 4, 4, 3), 99, np.uint8), np.array([2, 0]))
+    args = (f"--run={tmp_path / 'up.pt'}", f"--low_res={tmp_path / 'base_samples.npz'}", "--num_images=3")
+    images, labels, _ = sample(run_script, tmp_path / "a", *args)
+    assert images.shape == (3, 16, 16, 3) and labels.tolist() == [2, 0, 2]
+    with pytest.raises(UserError, match="names no data set .*give --low_res"):
+        run_script("sample", *TIMELESS, args[0])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Parts drawn by any rank, after any kill, become the file that numpy.savez would have written."""
 
+import argparse
 import json
 import os
 import resource
@@ -112,12 +113,26 @@ def test_what_is_there_already(tmp_path, expected):
     store = make(tmp_path)
     assert store.open() is True
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
-    assert make(tmp_path, PROTOCOL | {"steps": 51}).open() is False
+    with pytest.raises(UserError, match=r"a\.npz holds images of another protocol: choose another out"):
+        make(tmp_path, PROTOCOL | {"steps": 51}).open()  # and finished work is not replaced
+    assert (tmp_path / "a.npz").read_bytes() == expected
     for data in (b"", b"PK", expected[:-9], b"text"):  # whatever lay there is no reason to fail
         (tmp_path / "a.npz").write_bytes(data)
         store = make(tmp_path)
         assert store.open() is False
         store.lock.close()
+
+
+def test_images_that_the_disk_has_no_room_for_are_refused_at_the_start(tmp_path, monkeypatch, capsys):
+    """Parts and file exist together for a moment: 2 x 23 images of 1 MB, less those that are there."""
+    monkeypatch.setattr(sample_store.shutil, "disk_usage", lambda path: argparse.Namespace(free=45e6))
+    with pytest.raises(
+        UserError, match="23 images need 46.0 MB of disk .*45.0 MB are free in .*: see num_images and out"
+    ):
+        make(tmp_path).open(10**6)
+    assert not list(tmp_path.iterdir())
+    make(tmp_path).open(10**6 - 10**5)
+    assert "23 images need 41.4 MB" in capsys.readouterr().out
 
 
 def test_one_process_at_a_time(tmp_path):

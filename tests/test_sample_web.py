@@ -19,9 +19,11 @@ from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
+from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.png import decode_png
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import Job
+from scripts import sample_web
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
 CPU = torch.device("cpu")
@@ -131,15 +133,12 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     names = load_meta(flow / "checkpoints" / "step_000001")["data"]["class_names"]
     assert describe_run(flow) == {
         "checkpoint_steps": [1, 0], "emas": ["0.999", "raw"], "classes": names, "guided": True, "max_steps": 1000,
-        "samplers": ["auto", "euler", "heun", "sde"],
+        "samplers": ["auto", "euler", "heun", "sde"], "enlarges": False,
     }  # fmt: skip
     eps = make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--class_cond=False")
     facts = {"samplers": ["auto", "ddpm", "ddim", "dpm++"], "max_steps": 50, "classes": [], "guided": False}
     assert facts.items() <= describe_run(eps).items()
     assert not describe_run(make_run(run_script, "always", "--label_drop=0"))["guided"]
-    upsampler = make_run(run_script, "upsampler", "--low_res_size=8")
-    with pytest.raises(UserError, match="super-resolution"):
-        describe_run(upsampler)
     broken = eps.parent / "broken"
     (broken / "checkpoints" / "step_000001").mkdir(parents=True)
     (eps.parent / "not a run").mkdir()
@@ -148,6 +147,37 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     assert "not a run" not in runs
     for tag in ("eps", "always"):  # unconditional, and without a null class: no guidance
         assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
+
+
+def test_super_resolution(base, run_script, tmp_path):
+    """The page enlarges the validation set, as the script does, and shows first what it enlarges."""
+    make_data()
+    run_dir = make_run(run_script, "sr", "--low_res_size=8")
+    first, *_, last = (event for event in drawn(run_dir, steps=2, num_images=3) if "images" in event)
+    run_script("sample", *TIMELESS, "--npz", "--steps=2", "--num_images=3", f"--out={tmp_path / 'a'}")
+    with np.load(tmp_path / "a.npz") as file:
+        assert (pixels(last["images"]) == file["arr_0"]).all()
+        assert last["classes"] == [CLASS_NAMES[label] for label in file["labels"]]
+    small = pixels(first["images"])
+    assert (small[:, ::2, ::2] == small[:, 1::2, 1::2]).all()
+
+
+def test_images_that_are_not_finite_are_told(flow, monkeypatch):
+    draw_them = sample_web.sample_images
+    monkeypatch.setattr(sample_web, "sample_images", lambda *args: draw_them(*args).log())
+    *_, last = drawn(flow, steps=1, num_images=2)
+    assert last["warning"] == "2 of the images are not finite (NaN)"
+
+
+def test_older_runs_are_understood(flow):
+    """As formats/load reads them: flow_prediction=x0 is today's objective flow_x0."""
+    checkpoint = flow / "checkpoints" / "step_000001"
+    meta = load_meta(checkpoint)
+    meta["config"]["flow_prediction"] = "x0"
+    meta["model_config"]["low_res"] = False
+    save_checkpoint(flow, 2, {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}, meta)
+    assert not describe_run(flow)["enlarges"]
+    assert drawn(flow, steps=1, num_images=1)[-1]["images"] != drawn(flow, steps=1, num_images=1, checkpoint_step=1)
 
 
 def test_a_run_of_adapters_is_offered_too(flow, run_script):
@@ -318,9 +348,31 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert browser.run("return [$('dialog').open, $('title').textContent]") == [True, "circle, image 5"]
         assert browser.run("return [$('download').href, $('large').src]") == [images[5]] * 2
         assert "--classes=3,0 --cfg_scale=2 --sampler=heun --steps=40" in browser.run("return $('command').textContent")
-        link = browser.run("return $('link').href")
+        link = browser.run("return location.href")
         browser.press("\ue00c")  # Escape
         assert not browser.run("return $('dialog').open")
+
+        # two settings side by side; the back button returns to the first, without drawing
+        browser.click("#compare")
+        browser.run("field.steps.value = 10; draw()")
+        browser.wait("result && result.settings.steps == 10")
+        assert "40 steps" in browser.run("return $('kept').textContent")
+        assert "10 steps" in browser.run("return $('what').textContent")
+        clicked = "const click = HTMLAnchorElement.prototype.click; window.files = [];"
+        clicked += "HTMLAnchorElement.prototype.click = function() { files.push([this.download, this.href]); };"
+        browser.run(clicked + "downloadAll();")
+        files = browser.wait("files.length == 6 && files")
+        assert [href for _, href in files] == browser.run(f"return {shown}") != images
+        assert [name for name, _ in files] == [f"flow_1_seed0_{i}.png" for i in range(6)]
+        browser.call("POST", "/back", {})
+        browser.wait("result.settings.steps == 40")
+        assert browser.run(f"return {shown}") == images and browser.run("return [drawing, field.steps.value]") == [
+            None,
+            "40",
+        ]
+        browser.call("POST", "/refresh", {})  # fills in the form, and draws nothing unasked
+        browser.wait("info && field.steps.value == 40")
+        assert browser.run("return [drawing, result]") == [None, None]
 
         browser.open(link)  # draws again, and shows the image
         browser.wait("result && $('dialog').open")
@@ -331,7 +383,7 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert "8 classes" in browser.wait("$('error').textContent")
         browser.run("field.num_images.value = 64; field.steps.value = 1000; chooseClasses([])")
         browser.run("document.activeElement.blur(); draw()")
-        browser.wait("$('progress').value > 0")
+        browser.wait("$('steps').textContent.match(/step \\d+ of 1000, \\d+ s left/)")
         browser.press("\ue00c")
         assert browser.wait("!drawing && $('status').textContent") == "Stopped"
         server.line("a client left")

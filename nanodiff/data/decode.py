@@ -164,9 +164,9 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options,
             this = f"{name!r} is {width}x{height}"
             first = first or (this, image.shape)
             if height != width:
-                raise UserError(f"image {this}, not square; give --resolution=...")
+                raise UserError(f"image {this}, not square; prepare_data's --resolution crops it")
             if image.shape != first[1]:
-                raise UserError(f"images of several sizes: {first[0]}, {this}; give --resolution=...")
+                raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
             side = height
             source.num_enlarged += shorter < options.resolution
             images.append(image)

@@ -296,14 +296,17 @@ def inputs_of(loaded: Loaded) -> dict:
     }
 
 
-def parse_classes(classes: str, num_classes: int) -> list[int]:
-    """Class numbers, comma-separated; "" is all of them, or [0] for a model without classes."""
+def parse_classes(classes: str, class_names: list[str]) -> list[int]:
+    """Classes by number or name, comma-separated; "" is all of them, or [0] for a model without classes."""
     if not classes:
-        return list(range(max(num_classes, 1)))
-    try:
-        chosen = [int(c) for c in classes.split(",")]
-    except ValueError:
-        chosen = [-1]
-    if min(chosen) < 0 or max(chosen) >= num_classes:
-        raise UserError(f"classes={classes!r}: this model has {num_classes or 'no'} classes; accepted: 0,3 (from 0)")
+        return list(range(max(len(class_names), 1)))
+    chosen = []
+    for text in classes.split(","):
+        number = class_names.index(text) if text in class_names and not text.isdecimal() else text
+        if not str(number).isdecimal() or int(number) >= len(class_names):
+            known = (
+                f"{len(class_names) or 'no'} classes; accepted: 0,3 (from 0) or names: {', '.join(class_names)[:200]}"
+            )
+            raise UserError(f"classes={classes!r}: {text!r} is none, this model has {known}")
+        chosen.append(int(number))
     return chosen

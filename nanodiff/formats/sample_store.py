@@ -32,20 +32,24 @@ class SampleStore:
         self.num_parts = -(-num_images // size)
         self.folder = output.with_name(f".{output.name}.parts")
 
-    def open(self) -> bool:
+    def open(self, image_bytes: int = 0) -> bool:
         """Lock the folder and remove corrupt parts; True if `output` is there already, with the same protocol.
 
-        Parts of another protocol are removed too; UserError if they are more than a grid.
+        Parts of another protocol are removed too; UserError if they are more than a grid, if `output` is an .npz of
+        another protocol, or if the disk has no room for the images, of `image_bytes` each.
         """
         busy = f"another process is sampling in {self.folder}; stop it or choose another out"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
         protocol_file = self.folder / "protocol.json"
         old = protocol_file.read_text() if protocol_file.exists() else "{}"
         parts = {path: load_part(path) for path in self.folder.glob("*.npy")}
-        if stored_protocol(self.output) == self.protocol:
-            if old == self.protocol or not parts:  # left by a process killed between write_npz and close
-                self.close()
+        written = stored_protocol(self.output)
+        if written is not None and (not parts or old == written == self.protocol):
+            self.close()  # parts may be left by a process that was killed between write_npz and close
+        if written == self.protocol:
             return True
+        if written is not None:
+            raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
         num_images = sum(len(part) for part in parts.values())
         if old != self.protocol and num_images > 0:
             was, now = json.loads(old), json.loads(self.protocol)
@@ -54,6 +58,14 @@ class SampleStore:
             if num_images > GRID_IMAGES:
                 raise UserError(f"{self.folder} holds {held}: set that back, choose another out, or remove the folder")
             print0(f"{self.folder} held {held}: started afresh")
+        needed = (2 * self.num_images - (num_images if old == self.protocol else 0)) * image_bytes
+        free = shutil.disk_usage(self.folder).free
+        room = f"{self.num_images:,} images need {needed / 1e6:,.1f} MB of disk until the end, {free / 1e6:,.1f} MB"
+        if needed > free:
+            if not parts:
+                self.close()
+            raise UserError(f"{room} are free in {self.output.parent}: see num_images and out")
+        print0(f"{room} are free")
         for path, part in parts.items():
             if old != self.protocol or len(part) != len(self.ids(int(path.stem))):
                 path.unlink()
@@ -124,10 +136,10 @@ def load_part(path: Path) -> np.ndarray:
         return np.zeros((0, 0, 0, 0), np.uint8)
 
 
-def stored_protocol(npz: Path) -> str:
-    """The protocol in a file that write_npz wrote; "" for any other file, or none."""
+def stored_protocol(npz: Path) -> str | None:
+    """The protocol in a file that write_npz wrote; "" for another .npz, None for any other file, or none."""
     try:
         with np.load(npz, allow_pickle=False) as file:
-            return str(file["protocol"])
-    except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile):
-        return ""
+            return str(file["protocol"]) if "protocol" in file else ""
+    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):
+        return None

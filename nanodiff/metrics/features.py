@@ -16,7 +16,13 @@ from nanodiff.common import Progress, UserError, gather_objects, get_dist, make_
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations, rank_batches, sample_images
+from nanodiff.diffusion.sampling import (
+    SampleSettings,
+    count_not_finite,
+    network_evaluations,
+    rank_batches,
+    sample_images,
+)
 from nanodiff.files import check_zip
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
@@ -59,7 +65,9 @@ class SampleFile:
         except (KeyError, ValueError, OSError):
             pass  # a file from elsewhere has none
         drawn = self.protocol.get("samples_protocol")
-        self.class_names = drawn.get("class_names") if isinstance(drawn, dict) else None
+        drawn = drawn if isinstance(drawn, dict) else {}
+        self.class_names = drawn.get("class_names")
+        self.data = str(drawn.get("data", ""))  # the set that the model was trained on
 
     def labels(self, ids) -> torch.Tensor:
         return torch.from_numpy(self._labels[ids])
@@ -77,13 +85,15 @@ class ModelSamples:
     """Samples of a model, drawn when asked for, under the caller's autocast. Sample i is the one that scripts/sample.py
     draws: a function of (seed, i) and its class, i modulo num_classes."""
 
-    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0):
+    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None):
         self.model = model
         self.process = process
         self.codec = codec
         self.num_classes = model.config.num_classes
         self.settings = settings if self.num_classes else replace(settings, cfg_scale=1.0)
         self.seed = seed
+        self.small = small  # LowRes: what a super-resolution model enlarges, and the classes
+        self.not_finite = 0  # images drawn with NaN or infinity
         self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
         codec.keep_loaded()
 
@@ -97,17 +107,21 @@ class ModelSamples:
             "classes": "all, balanced",
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
-        }
+        } | ({"low_res": self.small.described, "classes": "of the small images"} if self.small else {})
 
     def labels(self, ids) -> torch.Tensor:
         """Classes (n,) int64; zeros for an unconditional model."""
-        return torch.as_tensor(ids) % max(self.num_classes, 1)
+        ids = torch.as_tensor(ids)
+        return self.small.labels[ids % len(self.small.labels)] if self.small else ids % max(self.num_classes, 1)
 
     def images(self, ids) -> torch.Tensor:
         """(n,) ids -> (n, C, H, W) uint8 on the CPU."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
+        if self.small:
+            cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
         x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, self.settings, len(ids))
+        self.not_finite += count_not_finite(x0)
         return self.codec.to_pixels(x0)
 
 
