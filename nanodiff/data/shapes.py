@@ -29,22 +29,39 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
     `seed`: an integer >= 0 or a tuple of them; `classes` (num,): the shape in each image, None draws them evenly.
-    Colour, size, rotation and place (within the image) are uniform; a pixel is the mean of 4 x 4 points.
+    Colour, size, rotation and place (within the image) are uniform; see draw_masks.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
     colours = COLOURS[rng.integers(len(COLOURS), size=num)]  # (num, 3)
+    poses = draw_poses(num, rng)
+    if classes is not None:
+        labels = np.broadcast_to(np.asarray(classes, np.int64), (num,)).copy()
+    coverage = draw_masks(labels, poses, resolution)
+    images = np.empty((num, 3, resolution, resolution), np.uint8)
+    for channel, ground in enumerate(GROUND):
+        light = colours[:, channel, None, None] - ground
+        images[:, channel] = np.rint(ground + coverage * light)
+    return images, labels
+
+
+def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
+    """Random (num, 4) float64: radius, x and y of the centre, angle of shapes that lie within the image."""
     radius = rng.uniform(MIN_RADIUS, MAX_RADIUS, num)
     centre = radius + (1 - 2 * radius) * rng.uniform(size=(2, num))  # (2, num)
     angle = rng.uniform(0, 2 * np.pi, num)
+    return np.stack([radius, *centre, angle], 1)
+
+
+def draw_masks(labels: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
+    """The share of each pixel that a shape covers, of 4 x 4 points: (n, resolution, resolution) float32 for labels (n,)
+    and poses (n, 4), see draw_poses."""
+    radius, *centre, angle = poses.T
     cos = np.cos(angle) / radius
     sin = np.sin(angle) / radius
-    if classes is not None:
-        labels = np.broadcast_to(np.asarray(classes, np.int64), (num,)).copy()
-
     side = resolution * SUPERSAMPLES
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
-    images = np.empty((num, 3, resolution, resolution), np.uint8)
+    masks = np.empty((len(labels), resolution, resolution), np.float32)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for label, inside in enumerate(INSIDE.values()):
         members = np.flatnonzero(labels == label)
@@ -52,15 +69,13 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
             i = members[start : start + per_block]
             c = np.float32(cos[i])[:, None, None]
             s = np.float32(sin[i])[:, None, None]
-            x = grid[None, None, :] - np.float32(centre[0, i])[:, None, None]  # (n, 1, side)
-            y = grid[None, :, None] - np.float32(centre[1, i])[:, None, None]  # (n, side, 1)
+            x = grid[None, None, :] - np.float32(centre[0][i])[:, None, None]  # (n, 1, side)
+            y = grid[None, :, None] - np.float32(centre[1][i])[:, None, None]  # (n, side, 1)
             x, y = c * x + s * y, c * y - s * x  # (n, side, side)
             points = inside(x, y, x * x + y * y)
             points = points.reshape(len(i), resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
-            coverage = points.mean((2, 4), dtype=np.float32)[:, None]  # (n, 1, resolution, resolution)
-            pixels = GROUND[:, None, None] + coverage * (colours[i] - GROUND)[:, :, None, None]
-            images[i] = np.rint(pixels).astype(np.uint8)
-    return images, labels
+            masks[i] = points.mean((2, 4), dtype=np.float32)
+    return masks
 
 
 def draw_split(split: str, seed: int, resolution: int):
