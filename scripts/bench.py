@@ -9,12 +9,14 @@ Time training against the published recipe, side by side in one run; on request 
 The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
 AdamW, EMA in a loop over the parameters, DistributedDataParallel; for sampling the same model, eager, in fp32. Each
 candidate is a process of its own. They take turns, so that noise of the machine hits all; the tables show medians.
+first_step_s is of a cold start: nothing compiled before is reused.
 
 Whole steps are timed, and others in parts: forward, backward (with DDP's exchange), optim (exchange, clipping, update),
 ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
 """
 
 import collections
+import contextlib
 import itertools
 import json as json_format
 import multiprocessing
@@ -45,7 +47,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.build import build_model
+from nanodiff.models.build import build_model, compile_parts
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.training.ema import EMA
@@ -67,6 +69,7 @@ num_classes = 10  # >= 0: classes of synthetic images; 0 = unconditional
 patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
 # What to time
 training = True  # training steps
+reference = True  # False = without the published recipe; ratios are then to the first candidate
 sampling = False  # a batch of samples, guided, by the default sampler; latents are not decoded
 sample_steps = 10  # >= 1: steps of the sampler
 loading = False  # reading `data`, by default shapes, from the page cache and from the disk
@@ -106,10 +109,10 @@ def candidates(config: dict, table: str) -> list[dict]:
     groups = {}  # by reference, in the order of their first candidates
     for point in itertools.product(*values.values()):
         spec = config | dict(zip(values, point)) | {"reference": False}
-        reference = spec | PUBLISHED | {"reference": True}
+        published = spec | PUBLISHED | {"reference": True}
         if table == "training" and spec["arch"] == "dit":
-            reference["arch"] = "dit_classic"
-        groups.setdefault(str(reference), [reference]).append(spec)
+            published["arch"] = "dit_classic"
+        groups.setdefault(str(published), [published] if config["reference"] else []).append(spec)
     return list(itertools.chain(*groups.values()))
 
 
@@ -150,7 +153,7 @@ def open_data(spec: dict, device):
 
 
 def open_model(spec: dict, facts: dict, device):
-    """The backbone; the same, compiled if the spec says so; process; autocast."""
+    """The backbone, compiled if the spec says so; process; autocast."""
     # As published, all but ours learn the variance
     process = FlowMatching() if spec["arch"] == "dit" else GaussianDiffusion(variance="learned_range")
     shape = dict(image_size=facts["resolution"], in_channels=facts["channels"], num_classes=facts["num_classes"])
@@ -163,19 +166,19 @@ def open_model(spec: dict, facts: dict, device):
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
     dtype = devices.choose_dtype(spec["dtype"], device)
     autocast = devices.autocast_to(device, dtype)
-    return model, torch.compile(model, dynamic=False) if spec["compile"] else model, process, autocast
+    return compile_parts(model) if spec["compile"] else model, process, autocast
 
 
 def train(spec: dict, device):
     """Yields facts, then without end the name of each part of a training step when it is done: base_train's or, for the
     reference, the published one."""
     codec, batches = open_data(spec, device)
-    raw_model, model, process, autocast = open_model(spec, codec.facts, device)
+    model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
     noise = torch.randn(n, *codec.shape, generator=g).to(device)
     t, _ = make_timesteps("uniform", process).sample(torch.rand(n, generator=g).to(device))
     scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
-    params = list(raw_model.parameters())
+    params = list(model.parameters())
     num_params = sum(p.numel() for p in params)
     if spec["reference"]:
         optim = torch.optim.AdamW(params, lr=1e-4, weight_decay=0)
@@ -183,9 +186,9 @@ def train(spec: dict, device):
         model = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
         bytes_per_step = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
     else:
-        optim, ema = make_optimizer(raw_model, spec["optimizer"]), EMA(raw_model, "0.9999")
+        optim, ema = make_optimizer(model, spec["optimizer"]), EMA(model, "0.9999")
         bytes_per_step = optim.bytes_per_step
-    yield dict(num_params=num_params, flops_per_image=raw_model.estimate_flops(), bytes_per_step=bytes_per_step)
+    yield dict(num_params=num_params, flops_per_image=model.estimate_flops(), bytes_per_step=bytes_per_step)
 
     images, labels = next(batches)
     while True:
@@ -217,8 +220,8 @@ def train(spec: dict, device):
 def sample(spec: dict, device):
     """Yields facts, then without end "sample" after each batch."""
     codec, batches = open_data(spec, device)
-    raw_model, model, process, autocast = open_model(spec, codec.facts, device)
-    raw_model.eval()
+    model, process, autocast = open_model(spec, codec.facts, device)
+    model.eval()
     labels = next(batches)[1].cpu()
     cond = {"y": labels} if codec.facts["num_classes"] else {}
     settings = SampleSettings(spec["sample_steps"], process.default_sampler, 2.0 if cond else 1.0)
@@ -250,6 +253,13 @@ def run_step(split: bool = False) -> None:
             return
 
 
+def empty_compile_cache():
+    """A context in which torch.compile finds nothing compiled before, so that the first step is a cold one."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
 def prepare(table: str, spec: dict) -> None:
     """Open and warm up the candidate."""
     mine.device, mine.table = devices.init_device(spec["device_type"]), table
@@ -257,7 +267,8 @@ def prepare(table: str, spec: dict) -> None:
     mine.times = collections.defaultdict(list)
     mine.steps = train(spec, mine.device) if table == "training" else sample(spec, mine.device)
     mine.facts = next(mine.steps)
-    run_step()
+    with empty_compile_cache() if spec["compile"] else contextlib.nullcontext():
+        run_step()
     mine.facts["first_step_s"] = time.perf_counter() - start
     run_step()
     run_step(split=True)
@@ -274,6 +285,8 @@ def take_turn(num_steps: int) -> None:
         if mine.table == "training" and i % 2 == 0:
             run_step(split=True)
     mine.facts["memory_gb"] = devices.peak_memory_gb(mine.device)
+    if mine.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the others, which wait in their processes
 
 
 def take_profile(path: str) -> None:
@@ -413,11 +426,11 @@ def main():
     rows = []
     for table in tables:
         specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in candidates(config, table)]
-        for spec, (times, facts) in zip(specs, measure(table, specs, world)):
-            row = make_row(table, spec, times, facts, world, device)
-            if spec["reference"]:
-                reference = row["images_per_sec"]
-            rows.append(row | {"ratio": row["images_per_sec"] / reference})
+        for i, (times, facts) in enumerate(measure(table, specs, world)):
+            row = make_row(table, specs[i], times, facts, world, device)
+            if i == 0 or row["reference"]:
+                base = row["images_per_sec"]
+            rows.append(row | {"ratio": row["images_per_sec"] / base})
         show(table, rows)
     if loading:
         row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)

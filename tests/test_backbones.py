@@ -9,8 +9,9 @@ from figures import filled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanodiff.models.build import build_model
+from nanodiff.models.build import build_model, compile_parts
 from nanodiff.models.dit import DiTConfig
+from nanodiff.models.lora import add_lora
 from nanodiff.models.unet import UNetConfig
 
 DIT = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=2, num_classes=5)
@@ -90,17 +91,40 @@ def test_checkpointing_changes_no_gradient(config):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-@pytest.mark.slow
+def count_graphs(model):
+    """Graphs compiled in two training steps, and without gradients for two sizes of batch."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        model(*inputs()).square().mean().backward()
+    with torch.no_grad():
+        model.eval()(*inputs())
+        model(*inputs(2))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiles_as_one_graph(config, checkpointing):
+def test_compiling_by_parts_changes_no_gradient(config, checkpointing):
     """Without breaks, forward and backward (and without torch.compile's C++ compiler)."""
     eager = build(config, checkpointing=checkpointing)
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for m in (compiled, eager):
+    model = compile_parts(copy.deepcopy(eager), backend="aot_eager")
+    assert model.state_dict().keys() == eager.state_dict().keys()
+    for m in (model, eager):
         m(*inputs()).square().mean().backward()
     for p, q in zip(eager.parameters(), model.parameters()):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(config):
+    """Blocks of one shape share a graph, with adapters too; a UNet's levels repeat their blocks."""
+    found = []
+    name, depths = ("num_res_blocks", (2, 3)) if isinstance(config, UNetConfig) else ("depth", (2, 24))
+    for depth in depths:
+        model = build(config, **{name: depth})
+        add_lora(model, 2, 2.0, "qkv")
+        found.append(count_graphs(compile_parts(model, backend="eager")))
+    assert found[0] == found[1] > 0
 
 
 def test_super_resolution_reads_the_low_resolution_image_at_any_size(config):

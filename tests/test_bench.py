@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT, run_process
 from tiny_runs import TINY, make_autoencoder, make_data
@@ -66,6 +67,22 @@ def test_a_backbone_has_its_own_reference(run_bench):
     check(rows)
     order = [("dit_classic", True), ("dit", False), ("dit_classic", False), ("unet", True), ("unet", False)]
     assert [(row["arch"], row["reference"]) for row in rows] == order
+
+
+def test_without_the_reference_the_first_candidate_is_the_measure(run_bench):
+    rows = run_bench("--archs=dit", "--optimizers=adamw,muon", "--reference=False", "--rounds=1", "--steps=1")["rows"]
+    assert [row["optimizer"] for row in rows] == ["adamw", "muon"] and not any(row["reference"] for row in rows)
+    assert [row["ratio"] for row in rows] == [row["images_per_sec"] / rows[0]["images_per_sec"] for row in rows]
+
+
+def test_the_first_step_is_a_cold_one(run_bench, monkeypatch, tmp_path):
+    """Parts are compiled in an empty cache; only from the second step on is the usual one seen."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    usual = []
+    look = lambda *_: usual.append(os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: self.register_forward_pre_hook(look))
+    run_bench("--archs=dit", "--compiles=True", "--reference=False", "--rounds=1", "--steps=1")
+    assert usual[:2] == [False, False] and all(usual[2:])  # a block and the last norm
 
 
 def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):

@@ -266,8 +266,6 @@ def test_missing_gradients_are_zero():
     assert torch.equal(model.blocks[1].qkv.weight, Toy().blocks[1].qkv.weight)
     opts[0].zero_grad()
     assert opts[0].sync_grads() == 0 and opts[0].bytes_per_step == 0
-    names = [[group["names"] for group in make_optimizer(m).param_groups] for m in (Toy(), torch.compile(Toy()))]
-    assert names[0] == names[1]
 
 
 def test_a_model_that_left_the_buffer_is_noticed():

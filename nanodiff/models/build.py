@@ -57,3 +57,21 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def compile_parts(model: torch.nn.Module, backend: str = "inductor") -> torch.nn.Module:
+    """Compile the model's blocks in place, each by itself; those of one shape share a graph, whatever the depth.
+
+    Names, state_dict and hooks stay; a batch of another size, or without gradients, is compiled when it comes.
+    """
+    # Imported here, as it takes seconds
+    from torch import _dynamo
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is None:
+        config.cpp.vec_isa_ok = True  # else 10 s of test programs: is the C++ compiler too old for this CPU?
+    # By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks
+    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
+    for part in model.parts():
+        part.compile(backend=backend, dynamic=False)
+    return model

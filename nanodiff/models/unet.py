@@ -241,6 +241,10 @@ class UNet(nn.Module):
             return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
         return block(*args)
 
+    def parts(self) -> list[nn.Module]:
+        """What torch.compile compiles, each by itself; the rest takes little time."""
+        return [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)] + [self.out]
+
     def estimate_flops(self) -> int:
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
         flops = 2 * sum(m.weight.numel() for m in self.time_embed[::2])

@@ -279,7 +279,6 @@ def make_optimizer(
     "adamw": AdamW for everything. Weight decay is decoupled and for tensors of 2 or more dimensions. `momentum_warmup`
     is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
     """
-    model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
         groups.append(dict(kind=kind, lr=rate, initial_lr=rate, weight_decay=decay, names=[], params=[]))

@@ -16,6 +16,7 @@ from nanodiff.device import can_compile, environment, peak_memory_gb
 from nanodiff.diffusion.sampling import conditioning, quartile_sums
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import names_file, write_atomic
+from nanodiff.models.build import compile_parts
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metrics
 
@@ -73,11 +74,11 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
     return checkpoint, meta
 
 
-def compiled(model: torch.nn.Module, device: torch.device):
-    """The model through torch.compile where that works here."""
+def compiled(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The model, compiled in place where torch.compile works here."""
     obstacle = can_compile(device)
     print0(f"not compiled: {obstacle}" if obstacle else "torch.compile: the first step takes longer")
-    return model if obstacle else torch.compile(model, dynamic=False)
+    return model if obstacle else compile_parts(model)
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
