@@ -18,7 +18,7 @@ import torch
 from configurator import configure
 from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset import SHAPES, EndlessShapes, open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
@@ -198,7 +198,10 @@ if num_iterations < 0:
 total_images = num_iterations * total_batch_size
 epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
-if epochs > 100:
+if epochs > 4 and train_set.name in SHAPES:
+    train_set = EndlessShapes(train_set.path, "train")
+    print0("shapes are drawn without end: no image comes twice")
+elif epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; more of them, or a shorter horizon?")
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint, so nothing to sample from or to resume")

@@ -15,6 +15,8 @@ from nanodiff.data.dataloader import DataLoader
 class Memory:
     """n images, each of which shows its own index."""
 
+    endless = False
+
     def __init__(self, n):
         self.n = n
 
@@ -113,3 +115,10 @@ def test_close_ends_the_thread_and_reading_ahead_is_bounded():
     loader.close()
     loader.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("world", "device_batch_size"), [(1, 24), (2, 6), (4, 1)])
+def test_position_p_of_an_endless_set_is_image_p(monkeypatch, world, device_batch_size):
+    monkeypatch.setattr(Memory, "endless", True)
+    assert take(5, 3, device_batch_size, 24, world)[2] == list(range(48, 72))
+    assert take(5, 1, device_batch_size, 24, world, start_step=2)[0] == list(range(48, 72))

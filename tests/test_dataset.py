@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nanodiff import files
 from nanodiff.common import UserError
 from nanodiff.data import dataset, shapes
-from nanodiff.data.dataset import DatasetWriter, match_labels, open_dataset, verify
+from nanodiff.data.dataset import DatasetWriter, EndlessShapes, match_labels, open_dataset, verify
 from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes
 
 RNG = np.random.default_rng(0)
@@ -260,3 +260,18 @@ def test_classes_are_matched_by_name_or_numbers_by_order():
     for names, known in ((["cat", "dog"], ["dog", "fox"]), (["n01", "n02"], ["0", "1", "2"])):
         with pytest.raises(UserError, match="accepted: classes called"):
             match_labels(names, known, "x")
+
+
+def test_endless_shapes_are_a_function_of_their_number():
+    """No image comes twice, the statistics are those of the set, and any part can be read by itself."""
+    make = lambda: EndlessShapes(open_dataset("shapes").path, "train")
+    images, labels = make().images(range(4000)), make().labels(range(4000))
+    some = [3999, 7, 250]
+    assert np.array_equal(make().images(some), images[some]) and np.array_equal(make().labels(some), labels[some])
+    assert len({image.tobytes() for image in images}) == 4000 and images.shape[1:] == (3, 16, 16)
+    finite, counts = open_dataset("shapes").images(range(4000)), np.bincount(labels)
+    assert len(counts) == 8 and (abs(counts - 500) < 5 * 500**0.5).all()
+    assert abs(images.mean((0, 2, 3)) - finite.mean((0, 2, 3))).max() < 1.5
+    for label in range(8):  # and the label is the shape's
+        alone = draw_shapes(300, 0, 16, classes=label)[0]
+        assert images[labels == label].mean() == pytest.approx(alone.mean(), rel=0.05)

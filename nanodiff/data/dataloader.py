@@ -17,6 +17,7 @@ class DataLoader:
     Position p of the stream is image perm[p % n] of epoch p // n; perm depends on (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
     on. So the images of a step depend neither on `world` nor on B, and starting at any step costs one permutation.
+    Of an endless set, position p is image p.
     `.data_wait`: seconds that the last next() waited.
     """
 
@@ -65,6 +66,8 @@ class DataLoader:
     def indices(self, step: int, micro_step: int) -> np.ndarray:
         """(B,) the images of this rank at a micro-step."""
         first = step * self.total_batch_size + (micro_step * self.world + self.rank) * self.device_batch_size
+        if self.dataset.endless:
+            return np.arange(first, first + self.device_batch_size) + (self.seed % 2**20 << 40)
         epochs, offsets = np.divmod(np.arange(first, first + self.device_batch_size), len(self.dataset))
         return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in np.unique(epochs)])
 

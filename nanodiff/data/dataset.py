@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.shapes import CLASS_NAMES, draw_split
+from nanodiff.data.shapes import CLASS_NAMES, draw_numbered, draw_split
 from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic, writing
 
 FORMAT = 1
@@ -50,6 +50,8 @@ def is_set(folder: str | Path) -> bool:
 
 class Dataset:
     """One split of a set, from open_dataset, which finds the set again by `.name`."""
+
+    endless = False  # it holds `len` images, shuffled anew each epoch
 
     def __init__(self, path: Path, split: str):
         self.path = path
@@ -103,6 +105,19 @@ class Dataset:
         other = copy.copy(self)
         other._labels = np.asarray(numbers, np.int64)[self._labels]
         return other
+
+
+class EndlessShapes(Dataset):
+    """The training split of an embedded set without end: image p of the stream is drawn when it is read, anew for each
+    position p, so no image comes twice."""
+
+    endless = True
+
+    def images(self, indices) -> np.ndarray:
+        return draw_numbered(np.asarray(indices), self.resolution)[0]
+
+    def labels(self, indices) -> np.ndarray:
+        return draw_numbered(np.asarray(indices), 1)[1]
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:

@@ -37,20 +37,47 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     poses = draw_poses(num, rng)
     if classes is not None:
         labels = np.broadcast_to(np.asarray(classes, np.int64), (num,)).copy()
+    return paint(labels, colours, poses, resolution), labels
+
+
+def draw_numbered(numbers: np.ndarray, resolution: int) -> tuple[np.ndarray, np.ndarray]:
+    """The images and labels of these numbers (n,) in an endless stream of shapes: each a function of its number."""
+    u = hashed_uniforms(numbers, 6)
+    labels = (u[:, 0] * len(CLASS_NAMES)).astype(np.int64)
+    colours = COLOURS[(u[:, 1] * len(COLOURS)).astype(np.int64)]
+    return paint(labels, colours, poses_of(*u[:, 2:].T), resolution), labels
+
+
+def hashed_uniforms(numbers: np.ndarray, count: int) -> np.ndarray:
+    """(n, count) float64 in [0, 1), a function of the numbers (n,): splitmix64 (Steele et al. 2014) as a hash."""
+    x = np.asarray(numbers, np.uint64)[:, None] * np.uint64(count) + np.arange(1, count + 1, dtype=np.uint64)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
+    """(n, 3, resolution, resolution) uint8: shapes of these labels (n,), colours (n, 3) and poses on the ground."""
     coverage = draw_masks(labels, poses, resolution)
-    images = np.empty((num, 3, resolution, resolution), np.uint8)
+    images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for channel, ground in enumerate(GROUND):
         light = colours[:, channel, None, None] - ground
         images[:, channel] = np.rint(ground + coverage * light)
-    return images, labels
+    return images
 
 
 def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
     """Random (num, 4) float64: radius, x and y of the centre, angle of shapes that lie within the image."""
-    radius = rng.uniform(MIN_RADIUS, MAX_RADIUS, num)
-    centre = radius + (1 - 2 * radius) * rng.uniform(size=(2, num))  # (2, num)
-    angle = rng.uniform(0, 2 * np.pi, num)
-    return np.stack([radius, *centre, angle], 1)
+    radius = rng.uniform(size=num)
+    x, y = rng.uniform(size=(2, num))
+    return poses_of(radius, x, y, rng.uniform(size=num))
+
+
+def poses_of(radius, x, y, angle) -> np.ndarray:
+    """Poses (n, 4) from uniform numbers (n,) each."""
+    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * radius
+    return np.stack([radius, radius + (1 - 2 * radius) * x, radius + (1 - 2 * radius) * y, 2 * np.pi * angle], 1)
 
 
 def draw_masks(labels: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
