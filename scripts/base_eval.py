@@ -4,6 +4,7 @@ Evaluate a trained model, or images in a file.
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion, also by timestep
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
+    python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
     python -m scripts.base_eval --metric=fd_classifier      # the same by a classifier of the data set: no download
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10
@@ -20,7 +21,7 @@ import torch
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
-from nanodiff.data.dataset import match_labels, open_dataset
+from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
@@ -30,10 +31,11 @@ from nanodiff.formats.load import load_run
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
+from nanodiff.metrics.well_formed import measure_form
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
-metric = "loss"  # loss|bpd|class_accuracy|fid|fd_classifier: what to measure
+metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier: what to measure
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # data set to evaluate on, or to compare with; "" = the one trained on
@@ -43,7 +45,7 @@ seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
-# Only metric=class_accuracy|fid|fd_classifier
+# Only metric=class_accuracy|well_formed|fid|fd_classifier
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 50  # >= 1: sampler steps
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
@@ -80,6 +82,8 @@ if not reference:
         raise UserError(f"{source or 'save_reference'} does not say which data set it belongs to: give data=...")
     dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else features.image_set(name, reference_split)
     result["data"] = dataset.name
+    if metric == "well_formed" and dataset.name not in SHAPES:
+        raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
 if metric in ("loss", "bpd"):
     if loaded.num_classes and not dataset.num_classes:
         raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
@@ -146,34 +150,41 @@ else:
     shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else measured.shape
     if measured.shape != shape:
         raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
-    if metric == "class_accuracy" and not measured.num_classes:
+    compared = metric in ("fid", "fd_classifier")  # with real images
+    if metric in ("class_accuracy", "well_formed") and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
-    if metric != "class_accuracy" and num_images < 10:
+    if compared and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     asked = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if metric != "fid" and measured.num_classes and names:  # in the data set's numbering
         asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
 
-    # The images to compare with
-    network = features.load_network(metric, name, device, inception)
-    result["network"] = network.title
-    if reference:
-        known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))
-        result["reference"] = reference
-    elif metric != "class_accuracy":
-        known = features.reference_features(dataset, network)
-        result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
-    if metric != "class_accuracy" and num_images < network.num_features:
-        print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
-
-    with autocast:
-        found = features.collect_features(measured.images, num_images, network, batch_size, "samples")
+if metric not in ("loss", "bpd") and not save_reference:
+    if metric == "well_formed":
+        with autocast:
+            images = features.gather_batches(measured.images, num_images, batch_size, "samples")
+    else:
+        # The images to compare with
+        network = features.load_network(metric, name, device, inception)
+        result["network"] = network.title
+        if reference:
+            known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))
+            result["reference"] = reference
+        elif compared:
+            known = features.reference_features(dataset, network)
+            result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
+        if compared and num_images < network.num_features:
+            print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
+        with autocast:
+            found = features.collect_features(measured.images, num_images, network, batch_size, "samples")
     not_finite = int(sum_over_ranks(torch.tensor(0 if samples else measured.not_finite), device))
     if not_finite:
         raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")
-    if rank == 0 and metric != "class_accuracy":
+    if rank == 0 and metric == "well_formed":
+        result |= measure_form(np.concatenate(images), asked.numpy())
+    if rank == 0 and compared:
         result |= features.compare(metric, found, known)
-    if rank == 0 and metric != "fid" and measured.num_classes:
+    if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
         right = (found.logits.argmax(1) == asked).double()  # (N,)
         result["class_accuracy"] = float(right.mean())
         by_class = {name: right[asked == k] for k, name in enumerate(dataset.class_names)}

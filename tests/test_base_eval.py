@@ -11,11 +11,12 @@ from conftest import run_process
 from tiny_runs import TIMELESS, TINY, make_data, make_run
 
 from nanodiff.common import UserError
+from nanodiff.data import dataset
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.latents import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
-from nanodiff.metrics import classifier, features
+from nanodiff.metrics import classifier, features, well_formed
 from nanodiff.metrics.inception import Inception
 
 
@@ -80,6 +81,20 @@ def test_class_accuracy_end_to_end(run_dir, run_script, quick_classifier):
     assert 0 <= result["class_accuracy"] <= 1 and 0 < result["classifier_accuracy_on_real_images"] <= 1
     given = dict(num_images=10, steps=2, sampler="heun", cfg_scale=3, seed=0, metric="class_accuracy")
     assert given.items() <= result.items()
+
+
+def test_well_formed_end_to_end(base, run_script, monkeypatch, tmp_path):
+    """A run's samples are not well formed, a file of real shapes with classes in another order is."""
+    monkeypatch.setattr(dataset, "SHAPES", {"tiny": 16})
+    monkeypatch.setattr(well_formed, "NUM_REAL", 8)
+    make_data()
+    run_dir = make_run(run_script, "a")
+    assert evaluate(run_script, run_dir, "well_formed", "--num_images=8", "--steps=1")["well_formed"] == 0
+    images, labels = draw_shapes(16, seed=3)
+    protocol = json.dumps({"class_names": CLASS_NAMES[::-1]})
+    np.savez(tmp_path / "s.npz", arr_0=images.transpose(0, 2, 3, 1), labels=7 - labels, protocol=protocol)
+    run_script("base_eval", *TIMELESS, "--metric=well_formed", f"--samples={tmp_path}/s.npz", "--data=tiny")
+    assert json.loads(newest(tmp_path, "eval_well_formed_s*.json").read_text())["well_formed"] >= 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,6 +241,7 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
         ("--metric=fid --samples=s.npz --data=tiny --inception=absent.pth", "no such file: absent.pth"),
         ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
         ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),
+        ("--metric=well_formed --samples=s.npz --data=tiny", "data='tiny'; accepted: shapes, shapes32, shapes64"),
     ],
 )
 def test_mistakes(run_dir, run_script, monkeypatch, arguments, message):

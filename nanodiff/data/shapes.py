@@ -29,7 +29,7 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
     `seed`: an integer >= 0 or a tuple of them; `classes` (num,): the shape in each image, None draws them evenly.
-    Colour, size, rotation and place (within the image) are uniform; see draw_masks.
+    Colour, size, rotation and place (within the image) are uniform; a pixel is the mean of 4 x 4 points.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
@@ -59,49 +59,44 @@ def hashed_uniforms(numbers: np.ndarray, count: int) -> np.ndarray:
 
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
     """(n, 3, resolution, resolution) uint8: shapes of these labels (n,), colours (n, 3) and poses on the ground."""
-    coverage = draw_masks(labels, poses, resolution)
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
-    for channel, ground in enumerate(GROUND):
-        light = colours[:, channel, None, None] - ground
-        images[:, channel] = np.rint(ground + coverage * light)
+    for label in range(len(CLASS_NAMES)):
+        i = np.flatnonzero(labels == label)
+        coverage = draw_masks(label, poses[i], resolution)[:, None]  # (n, 1, resolution, resolution)
+        pixels = GROUND[:, None, None] + coverage * (colours[i] - GROUND)[:, :, None, None]
+        images[i] = np.rint(pixels).astype(np.uint8)
     return images
 
 
 def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
-    """Random (num, 4) float64: radius, x and y of the centre, angle of shapes that lie within the image."""
+    """Random radius, x and y of the centre and angle of shapes within the image: (num, 4) float64."""
     radius = rng.uniform(size=num)
     x, y = rng.uniform(size=(2, num))
     return poses_of(radius, x, y, rng.uniform(size=num))
 
 
 def poses_of(radius, x, y, angle) -> np.ndarray:
-    """Poses (n, 4) from uniform numbers (n,) each."""
+    """Poses (n, 4), see draw_poses, from uniform numbers (n,) each."""
     radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * radius
     return np.stack([radius, radius + (1 - 2 * radius) * x, radius + (1 - 2 * radius) * y, 2 * np.pi * angle], 1)
 
 
-def draw_masks(labels: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
-    """The share of each pixel that a shape covers, of 4 x 4 points: (n, resolution, resolution) float32 for labels (n,)
-    and poses (n, 4), see draw_poses."""
-    radius, *centre, angle = poses.T
-    cos = np.cos(angle) / radius
-    sin = np.sin(angle) / radius
+def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
+    """The share of each pixel, of 4 x 4 points, that a shape covers in poses (n, 4): (n, resolution, resolution)."""
     side = resolution * SUPERSAMPLES
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
-    masks = np.empty((len(labels), resolution, resolution), np.float32)
+    masks = np.empty((len(poses), resolution, resolution), np.float32)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
-    for label, inside in enumerate(INSIDE.values()):
-        members = np.flatnonzero(labels == label)
-        for start in range(0, len(members), per_block):
-            i = members[start : start + per_block]
-            c = np.float32(cos[i])[:, None, None]
-            s = np.float32(sin[i])[:, None, None]
-            x = grid[None, None, :] - np.float32(centre[0][i])[:, None, None]  # (n, 1, side)
-            y = grid[None, :, None] - np.float32(centre[1][i])[:, None, None]  # (n, side, 1)
-            x, y = c * x + s * y, c * y - s * x  # (n, side, side)
-            points = inside(x, y, x * x + y * y)
-            points = points.reshape(len(i), resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
-            masks[i] = points.mean((2, 4), dtype=np.float32)
+    for start in range(0, len(poses), per_block):
+        radius, left, top, angle = poses[start : start + per_block].T[:, :, None, None]  # (n, 1, 1) each
+        c = np.float32(np.cos(angle) / radius)
+        s = np.float32(np.sin(angle) / radius)
+        x = grid[None, None, :] - np.float32(left)  # (n, 1, side)
+        y = grid[None, :, None] - np.float32(top)  # (n, side, 1)
+        x, y = c * x + s * y, c * y - s * x  # (n, side, side)
+        points = INSIDE[CLASS_NAMES[label]](x, y, x * x + y * y)
+        points = points.reshape(-1, resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
+        masks[start : start + per_block] = points.mean((2, 4), dtype=np.float32)
     return masks
 
 

@@ -143,32 +143,43 @@ def load_network(metric: str, data: str, device, inception: str = ""):
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
+def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -> list:
+    """[compute(ids) of each batch of the ids 0 ... num_images - 1] on the first rank; batches are dealt out in turn to
+    all ranks, and the others return their own. `label` names the progress."""
+    done = {}  # first image of a batch -> its result
+    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
+        for ids in rank_batches(num_images, batch_size):
+            done[int(ids[0])] = compute(ids.numpy())
+            bar.update(len(ids))
+    for others in gather_objects(done):
+        done |= others
+    return [done[first] for first in sorted(done)]
+
+
 @torch.no_grad()
 def collect_features(images_of, num_images: int, network, batch_size: int = 64, label: str = "") -> Features | None:
     """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Batches are dealt out in turn, so the result
-    depends on the number of ranks only by the order of float64 sums. `label` names the progress.
+    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. The result depends on the number of ranks only
+    by the order of float64 sums. `label` names the progress.
     """
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
     stats = FeatureStats(network.num_features)
-    rows = {}  # first image of a batch -> its features to keep, its logits
-    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
-        for ids in rank_batches(num_images, batch_size):
-            x, logits = network.features(images_of(ids.numpy()))  # (n, F), (n, K)
-            stats.update(x)
-            rows[int(ids[0])] = x[is_kept[ids]], logits
-            bar.update(len(ids))
+
+    def compute(ids):
+        x, logits = network.features(images_of(ids))  # (n, F), (n, K)
+        stats.update(x)
+        return x[is_kept[ids]], logits
+
+    rows = gather_batches(compute, num_images, batch_size, label)
     if dist.is_initialized():
         stats.all_reduce()
-    for others in gather_objects(rows):
-        rows |= others
     if get_dist()[0] > 0:
         return None
-    some = torch.cat([rows[k][0] for k in sorted(rows)])
-    logits = torch.cat([rows[k][1] for k in sorted(rows)])
+    some = torch.cat([x for x, _ in rows])
+    logits = torch.cat([logits for _, logits in rows])
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
     return Features(stats.mu, stats.sigma, some[shuffled], logits)
 
