@@ -212,7 +212,8 @@ def evaluations(run: Run) -> str:
 def evaluation(e: dict, name: str) -> str:
     """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
     rows = e.pop("rows", [])
-    heading = f"<h3>{number(e.pop('metric'))} <small>{escape(name)}, step {number(e.pop('step'))}</small></h3>"
+    step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
+    heading = f"<h3>{number(e.pop('metric'))} <small>{escape(name)}, step {number(step)}</small></h3>"
     measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
     protocol = " · ".join(f"{key} {brief(value)}" for key, value in e.items() if key not in measured)
     return f'{heading}{tiles(measured)}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
