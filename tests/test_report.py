@@ -99,6 +99,13 @@ def report(folder):
     return Page(path)
 
 
+def test_figures_of_a_file_of_samples_show_the_step_that_drew_it(base):
+    folder = fake_run(base)
+    result = {"metric": "x", "samples_protocol": {"step": 77}, "x": 0.5}
+    (folder / "eval_x_file.json").write_text(json.dumps(result))
+    assert "step 77" in report(folder).source
+
+
 def is_offline(page):
     assert "://" not in page.source and "@import" not in page.source and "url(" not in page.source
     for tag, attrs in page.tags:

@@ -32,9 +32,9 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
 
     # The nearest of a bank of renders, then a random search around it
     rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
-    bank_poses = draw_poses(BANK, rng)
-    bank = draw(bank_poses)  # (BANK, P)
-    poses = bank_poses[((bank**2).sum(1) - 2 * coverage @ bank.T).argmin(1)]  # (n, 4)
+    poses = draw_poses(BANK, rng)
+    bank = draw(poses)  # (BANK, P)
+    poses = poses[((bank**2).sum(1) - 2 * coverage @ bank.T).argmin(1)]  # (n, 4)
     for step in STEPS:
         offsets = step * rng.normal(size=(TRIES, 4))
         offsets[0] = 0
@@ -43,8 +43,7 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
         poses = tries[rows, error.argmin(1)]
 
     # The unit: what moving the render changes, the mean of both axes. For small moves it does not depend on the angle.
-    shifts = np.eye(4)[1:3] / 64
-    unit = ((draw(poses[:, None] + shifts) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
+    unit = ((draw(poses[:, None] + np.eye(4)[1:3] / 64) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
     return np.sqrt((error.min(1) + off_colour.min(1).clip(0)) / unit)
 
 

@@ -222,7 +222,8 @@ def evaluation(path: Path, run: Run) -> str:
     """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
     e = read_json(read_small(path))
     rows = e.pop("rows", [])
-    heading = f"{e.pop('metric')} of {run.folder.name}, step {e.pop('step')}"
+    step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
+    heading = f"{e.pop('metric')} of {run.folder.name}, step {step}"
     measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
     protocol = " · ".join(f"{key} {str(brief(value))[:500]}" for key, value in e.items() if key not in measured)
     shown = table(list(measured), [{"": value} for value in measured.values()])
