@@ -16,7 +16,6 @@ ema, and data, the rest of the wait for the next batch. Under torchrun times and
 """
 
 import collections
-import contextlib
 import itertools
 import json as json_format
 import multiprocessing
@@ -253,13 +252,6 @@ def run_step(split: bool = False) -> None:
             return
 
 
-def empty_compile_cache():
-    """A context in which torch.compile finds nothing compiled before, so that the first step is a cold one."""
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()
-
-
 def prepare(table: str, spec: dict) -> None:
     """Open and warm up the candidate."""
     mine.device, mine.table = devices.init_device(spec["device_type"]), table
@@ -267,7 +259,9 @@ def prepare(table: str, spec: dict) -> None:
     mine.times = collections.defaultdict(list)
     mine.steps = train(spec, mine.device) if table == "training" else sample(spec, mine.device)
     mine.facts = next(mine.steps)
-    with empty_compile_cache() if spec["compile"] else contextlib.nullcontext():
+    from torch._inductor.utils import fresh_cache  # here, as it takes seconds
+
+    with fresh_cache():
         run_step()
     mine.facts["first_step_s"] = time.perf_counter() - start
     run_step()

@@ -226,7 +226,9 @@ def dit():
 
 def unet():
     shape = {"channel_mult": (1, 2), "num_res_blocks": 1, "attention_resolutions": (4,)}
-    return UNet(UNetConfig(image_size=8, model_channels=32, num_classes=4, **shape))
+    model = UNet(UNetConfig(image_size=8, model_channels=32, num_classes=4, **shape))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
 
 
 @pytest.mark.parametrize("build", [Toy, dit, unet])
@@ -427,6 +429,29 @@ def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
         torch.testing.assert_close(found["none"], norm)
         assert largest_difference(found["after none"], params(model)) < 1e-5
         assert not torch.isfinite(found["inf"]) and not torch.isfinite(found["nan"])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_another_order_of_sums_changes_losses_by_rounding_only(optimizer):
+    """A batch whole and in halves, as ranks or micro-steps cut it; Muon may amplify rounding, to 1e-4 here."""
+    losses = []
+    for parts in (1, 2):
+        model = Toy()
+        opt = make_optimizer(model, optimizer, lr=3e-3)
+        losses.append([])
+        for step in range(20):
+            x, y = batch(step)
+            loss = 0.0
+            for rows in torch.arange(len(x)).chunk(parts):
+                part = model.loss(x[rows], y[rows]) / parts
+                part.backward()
+                loss += part.item()
+            opt.sync_grads()
+            opt.step()
+            opt.zero_grad()
+            losses[-1].append(loss)
+    np.testing.assert_allclose(*losses, rtol=1e-4 if optimizer == "muon" else 1e-5)
+    assert losses[0][-1] < 0.7 * losses[0][0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

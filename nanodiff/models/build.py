@@ -60,12 +60,8 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
 
 
 def compile_parts(model: torch.nn.Module, backend: str = "inductor") -> torch.nn.Module:
-    """Compile the model's blocks in place, each by itself; those of one shape share a graph, whatever the depth.
-
-    Names, state_dict and hooks stay; a batch of another size, or without gradients, is compiled when it comes.
-    """
-    # Imported here, as it takes seconds
-    from torch import _dynamo
+    """Compile the model's blocks in place, each by itself; those of one shape share a graph, whatever the depth."""
+    from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
     if config.cpp.vec_isa_ok is None:

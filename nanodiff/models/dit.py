@@ -173,12 +173,8 @@ class Block(nn.Module):
 class LastNorm(nn.Module):
     """The norm before the last linear layer; a module, so that it can be compiled by itself."""
 
-    def __init__(self, config: DiTConfig):
-        super().__init__()
-        self.norm = rms_norm if config.block == "modern" else layer_norm
-
-    def forward(self, x, shift, scale):
-        return modulate(self.norm(x), shift, scale)
+    def forward(self, norm, x, shift, scale):
+        return modulate(norm(x), shift, scale)
 
 
 class DiT(nn.Module):
@@ -194,7 +190,7 @@ class DiT(nn.Module):
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.last_norm = LastNorm(config)
+        self.last_norm = LastNorm()
         linear = nn.Linear(C, config.patch_size**2 * config.out_channels)
         self.final = nn.ModuleDict({"linear": linear, "ada": nn.Linear(C, 2 * C)})
         self.register_buffer("position", sincos_table(config), persistent=False)  # from numpy: real even on "meta"
@@ -241,7 +237,7 @@ class DiT(nn.Module):
                 x = block(x, c, self.rotation)
 
         shift, scale = self.final["ada"](c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
-        x = self.final["linear"](self.last_norm(x, shift, scale))  # (N, T, p*p*out)
+        x = self.final["linear"](self.last_norm(self.blocks[0].norm, x, shift, scale))  # (N, T, p*p*out)
         x = x.view(N, grid, grid, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.reshape(N, cfg.out_channels, cfg.image_size, cfg.image_size)
 
