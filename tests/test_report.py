@@ -423,7 +423,7 @@ def test_base_train_writes_it(base, run_script):
     done = run_script("base_train", *TINY, "--num_iterations=2", "--eval_every=1", "--log_every=1", "--eval_images=8")
     described = json.loads((done["run_dir"] / "config.json").read_text())
     changed = described["changed_from"]
-    assert changed["depth"] == 4 and changed["total_batch_size"] == 64 and "lr" not in changed
+    assert changed["depth"] == 4 and changed["total_batch_size"] == 0 and "lr" not in changed
     assert all(described["config"][name] != default for name, default in changed.items())
     page = Page(done["run_dir"] / "report.html")
     assert "2 of 2" in page.text() and len(page.charts()) >= 5 and not page.images()
