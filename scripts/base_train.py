@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
@@ -351,8 +351,6 @@ while True:
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
-    vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
     # t by the inverse CDF of its distribution. Where t is importance-sampled (loss-second-moment) the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
@@ -360,20 +358,25 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
+        # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
+        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
         flips = u_flip[rows] < 0.5 if flip else None
-        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) fp32
+        vae_noise = None
+        if codec.stochastic:
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, as noise is
         # Some images lose their label, so that the model also learns to denoise without: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
         if dropout:  # its masks depend on (seed, step) and on how the batch is cut
-            torch.manual_seed(make_generator(seed, step, first).initial_seed())
+            torch.manual_seed(make_generator(seed, step, 3, first).initial_seed())
         # The default loss is flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
         #     x_t = (1 - t) * x0 + t * noise
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The model predicts the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image
         # at t = 0. With objective=eps the model predicts the noise of a Gaussian diffusion (diffusion/gaussian.py).
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, load_codec
@@ -243,17 +243,19 @@ while True:
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
-    vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
         rows = slice(first, first + device_batch_size)
+        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
-        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) in about [-1, 1]
+        vae_noise = None
+        if codec.stochastic:
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) in about [-1, 1]
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # the null class: for classifier-free guidance
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
