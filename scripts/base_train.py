@@ -347,7 +347,6 @@ while True:
     # One step. All its randomness, for the whole batch of all ranks, is a function of (seed, step): so the model
     # depends, up to the order of floating-point sums, neither on the number of ranks nor on device_batch_size (but for
     # dropout's masks), and the same command resumes identically without saving a random number generator's state.
-    synchronize(device)  # or the clock would start while the GPU still works on an evaluation
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
@@ -387,8 +386,11 @@ while True:
     timestep_sampler.update(*loss_terms.end_step())
 
     # The only exchange of gradients, once per step whatever the micro-steps: a reduce-scatter leaves each rank the
-    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights.
-    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global L2 norm, the same on all ranks; waits for the GPU
+    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here the host
+    # waits for the GPU, once per step. A signal to one rank stops all of them after the same step: its number travels
+    # with the norm, and the top of the loop then saves and leaves.
+    grad_norm, stopping = optim.sync_grads(stop.received)  # global L2 norm; the same on all ranks, both
+    grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
     # In fp16 an overflow skips the step and lowers the loss scale. Else a NaN ends the run here, before the update,
     # with an error that names step, rank and parameter; weights and newest checkpoint stay intact.
@@ -405,15 +407,14 @@ while True:
         ema.update(step + 1)
     scaler.update(overflow)
     optim.zero_grad()
-    # A signal to one rank stops all of them after the same step; the top of the loop then saves and leaves
-    stopping = stop.agreed()
-    synchronize(device)
     step += 1
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if log_now or step == start_step + 1:
+        synchronize(device)  # what is printed ends when the GPU is done; else the next step is queued while it works
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    log_now = step % log_every == 0 or step == num_iterations or stopping
     if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0

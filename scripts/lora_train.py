@@ -239,7 +239,6 @@ while True:
         break
 
     # The step, line for line that of base_train, which explains it
-    synchronize(device)  # or the clock would start while the device still works on the step before
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
@@ -263,12 +262,12 @@ while True:
         data_wait_since += loader.data_wait
     timestep_sampler.update(*loss_terms.end_step())
 
-    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global norm; waits for the device
+    grad_norm, stopping = optim.sync_grads(stop.received)  # global norm; waits for the device, once per step
+    grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
-    if (
-        overflow and not scaler.enabled
-    ):  # in fp16 the step is skipped and the loss scale lowered; else the run ends here,
-        where = optim.not_finite()  # with all weights as they were, and so is the newest checkpoint
+    # In fp16 the step is skipped and the loss scale lowered; else the run ends here, with all weights as they were
+    if overflow and not scaler.enabled:
+        where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
@@ -278,15 +277,14 @@ while True:
         optim.step(grad_scale=clip * scaler.inv_scale)
     scaler.update(overflow)
     optim.zero_grad()
-    stopping = stop.agreed()  # a signal to one rank stops all of them after the same step
-    synchronize(device)
     step += 1
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if log_now or step == start_step + 1:
+        synchronize(device)
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-
-    log_now = step % log_every == 0 or step == num_iterations or stopping
     if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
