@@ -20,7 +20,7 @@ from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_gen
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
-from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
@@ -58,6 +58,7 @@ seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = True  # torch.compile
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
 # Data
 data = "shapes"  # a data set that scripts.prepare_data or cache_latents made, by name or folder; shapes makes itself
 flip = False  # mirror half of the images left-right
@@ -137,11 +138,13 @@ config = configure(globals())
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
-device = init_device(device_type)
+device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
+if device.type == "cuda":
+    print0(f"attention: {attention_name(device, compute_dtype)}")
 print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")
 
 train_set = open_dataset(data, "train")

@@ -43,6 +43,7 @@ seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
@@ -88,7 +89,7 @@ config = configure(globals())
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
-device = init_device(device_type)
+device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
