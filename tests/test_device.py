@@ -1,9 +1,12 @@
 """Devices, dtypes and peaks."""
 
 import os
+import shutil
+import subprocess
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError
@@ -83,6 +86,13 @@ def test_slow_attention_is_reported(monkeypatch):
         monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, backend=backend: backend.value)
         name = attention_name(torch.device("cuda"), torch.bfloat16)
         assert name.startswith(backend.name) and ("warning" in name) == warned
+
+
+def test_the_story_for_gpus_needs_one():
+    done = subprocess.run(
+        [shutil.which("bash"), "runs/gpu.sh"], cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and "no GPU" in done.stderr
 
 
 def test_dtypes(monkeypatch):
