@@ -184,9 +184,30 @@ def heed_signals() -> None:
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator that is a function of the integers >= 0 in `key` alone, e.g. (seed, step)."""
+    """A generator that is a function of the integers >= 0 in `key` alone, e.g. (seed, step).
+
+    Keys that differ by zeros at the end are the same key, as numpy's SeedSequence has it.
+    """
     words = np.random.SeedSequence([int(k) for k in key]).generate_state(2, np.uint32)
     return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+# Rows of one generator. Fewer, and making generators costs (35 us each, while a GPU may wait); more, and micro-batches
+# of a few images draw mostly what they throw away
+BLOCK = 32
+
+
+def draw_rows(key: tuple[int, ...], first: int, count: int, shape: tuple[int, ...], device) -> torch.Tensor:
+    """(count, *shape): rows `first` onwards of an endless table of standard normal numbers, a function of `key` alone.
+
+    Each BLOCK rows have their own generator, so that a rank draws hardly more than it takes.
+    """
+    drawn = []
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        g = make_generator(*key, block, device=device)
+        drawn.append(torch.randn(BLOCK, *shape, generator=g, device=device))
+    skipped = first % BLOCK
+    return torch.cat(drawn)[skipped : skipped + count]
 
 
 class StackedGenerator:

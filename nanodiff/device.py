@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError, get_dist, join_ranks
 
 RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 
 
-def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S) -> torch.device:
+def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, deterministic: bool = False) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run aborts.
+    A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run aborts. `deterministic`: CUDA
+    repeats every sum bit for bit.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [kind for kind in available if available[kind]]
@@ -34,11 +36,36 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S) -> tor
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
         device, backend = torch.device("cuda", local_rank), "nccl"
+        # Both are read when CUDA allocates for the first time. Segments that grow waste less memory to fragments
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if deterministic:
+            repeat_bits()
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if world > 1 and not dist.is_initialized():
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
+
+
+def repeat_bits() -> None:
+    """On CUDA, take no kernel that adds up in the order of arrival (the class table's gradient, cuDNN's attention), and
+    choose none by its time, which differs from run to run. To be called before CUDA is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)  # Inductor and the flash and efficient attention's backward heed it too
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugger's aid, which costs time
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def attention_name(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that torch takes for the attention of training in `dtype`: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
+    q = torch.zeros(1, 1, 256, 64, device=device, dtype=dtype, requires_grad=True)  # tokens, width of a head
+    name = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    slow = is_hopper and name not in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+    return f"{name}; warning: cuDNN's and flash attention are faster here, in bf16 or fp16" if slow else name
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:

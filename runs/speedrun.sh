@@ -6,6 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 2 ] || { echo "error: give two folders: that of ImageNet's training images and that of the autoencoder" >&2; exit 2; }
 images=$1 autoencoder=$2
 shift 2
+# torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
 run=(torchrun --standalone --nproc_per_node="${GPUS:-8}" -m)
 

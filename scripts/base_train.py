@@ -16,11 +16,11 @@ from dataclasses import asdict
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import SHAPES, EndlessShapes, open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
-from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
@@ -58,6 +58,7 @@ seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = True  # torch.compile
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
 # Data
 data = "shapes"  # a data set that scripts.prepare_data or cache_latents made, by name or folder; shapes makes itself
 flip = False  # mirror half of the images left-right
@@ -137,11 +138,13 @@ config = configure(globals())
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
-device = init_device(device_type)
+device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
+if device.type == "cuda":
+    print0(f"attention: {attention_name(device, compute_dtype)}")
 print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")
 
 train_set = open_dataset(data, "train")
@@ -366,12 +369,9 @@ while True:
     # One step. All its randomness, for the whole batch of all ranks, is a function of (seed, step): so the model
     # depends, up to the order of floating-point sums, neither on the number of ranks nor on device_batch_size (but for
     # dropout's masks), and the same command resumes identically without saving a random number generator's state.
-    synchronize(device)  # or the clock would start while the GPU still works on an evaluation
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
-    vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
     # t by the inverse CDF of its distribution. Where t is importance-sampled (loss-second-moment) the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
@@ -379,20 +379,25 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
+        # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
+        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
         flips = u_flip[rows] < 0.5 if flip else None
-        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) fp32
+        vae_noise = None
+        if codec.stochastic:
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, as noise is
         # Some images lose their label, so that the model also learns to denoise without: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
         if dropout:  # its masks depend on (seed, step) and on how the batch is cut
-            torch.manual_seed(make_generator(seed, step, first).initial_seed())
+            torch.manual_seed(make_generator(seed, step, 3, first).initial_seed())
         # The default loss is flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
         #     x_t = (1 - t) * x0 + t * noise
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The model predicts the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image
         # at t = 0. With objective=eps the model predicts the noise of a Gaussian diffusion (diffusion/gaussian.py).
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
@@ -403,8 +408,11 @@ while True:
     timestep_sampler.update(*loss_terms.end_step())
 
     # The only exchange of gradients, once per step whatever the micro-steps: a reduce-scatter leaves each rank the
-    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights.
-    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global L2 norm, the same on all ranks; waits for the GPU
+    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here the host
+    # waits for the GPU, once per step. A signal to one rank stops all of them after the same step: its number travels
+    # with the norm, and the top of the loop then saves and leaves.
+    grad_norm, stopping = optim.sync_grads(stop.received)  # global L2 norm; the same on all ranks, both
+    grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
     # In fp16 an overflow skips the step and lowers the loss scale. Else a NaN ends the run here, before the update,
     # with an error that names step, rank and parameter; weights and newest checkpoint stay intact.
@@ -421,15 +429,14 @@ while True:
         ema.update(step + 1)
     scaler.update(overflow)
     optim.zero_grad()
-    # A signal to one rank stops all of them after the same step; the top of the loop then saves and leaves
-    stopping = stop.agreed()
-    synchronize(device)
     step += 1
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if log_now or step == start_step + 1:
+        synchronize(device)  # what is printed ends when the GPU is done; else the next step is queued while it works
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    log_now = step % log_every == 0 or step == num_iterations or stopping
     if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0

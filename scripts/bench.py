@@ -203,8 +203,8 @@ def train(spec: dict, device):
         if spec["reference"]:
             optim.step()
         else:
-            grad_norm = float(optim.sync_grads()) * scaler.inv_scale
-            optim.step(grad_scale=min(1.0, 1.0 / (grad_norm + 1e-6)) * scaler.inv_scale)
+            grad_norm, _ = optim.sync_grads()
+            optim.step(grad_scale=min(1.0, 1.0 / (grad_norm * scaler.inv_scale + 1e-6)) * scaler.inv_scale)
         optim.zero_grad()
         yield "optim"
         if spec["reference"]:

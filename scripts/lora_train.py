@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.latents import check_same_data, load_codec
@@ -43,6 +43,7 @@ seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
@@ -88,7 +89,7 @@ config = configure(globals())
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
-device = init_device(device_type)
+device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 peak = peak_flops(device)  # of one device; 0 if unknown
@@ -239,21 +240,22 @@ while True:
         break
 
     # The step, line for line that of base_train, which explains it
-    synchronize(device)  # or the clock would start while the device still works on the step before
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    noise = torch.randn(total_batch_size, *codec.shape, generator=g, device=draw_device).to(device)  # (N, C, H, W)
-    vae_noise = torch.randn(noise.shape, generator=g, device=draw_device).to(device) if codec.stochastic else None
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
         rows = slice(first, first + device_batch_size)
+        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
-        x0 = codec.to_x0(images, flips, vae_noise[rows] if codec.stochastic else None)  # (B, C, H, W) in about [-1, 1]
+        vae_noise = None
+        if codec.stochastic:
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) in about [-1, 1]
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # the null class: for classifier-free guidance
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise[rows], **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
@@ -261,12 +263,12 @@ while True:
         data_wait_since += loader.data_wait
     timestep_sampler.update(*loss_terms.end_step())
 
-    grad_norm = float(optim.sync_grads()) * scaler.inv_scale  # global norm; waits for the device
+    grad_norm, stopping = optim.sync_grads(stop.received)  # global norm; waits for the device, once per step
+    grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
-    if (
-        overflow and not scaler.enabled
-    ):  # in fp16 the step is skipped and the loss scale lowered; else the run ends here,
-        where = optim.not_finite()  # with all weights as they were, and so is the newest checkpoint
+    # In fp16 the step is skipped and the loss scale lowered; else the run ends here, with all weights as they were
+    if overflow and not scaler.enabled:
+        where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
@@ -276,15 +278,14 @@ while True:
         optim.step(grad_scale=clip * scaler.inv_scale)
     scaler.update(overflow)
     optim.zero_grad()
-    stopping = stop.agreed()  # a signal to one rank stops all of them after the same step
-    synchronize(device)
     step += 1
+    log_now = step % log_every == 0 or step == num_iterations or stopping
+    if log_now or step == start_step + 1:
+        synchronize(device)
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-
-    log_now = step % log_every == 0 or step == num_iterations or stopping
     if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0

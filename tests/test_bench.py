@@ -218,6 +218,7 @@ def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, monkeyp
         assert len(every) == 3 * len(optim.buckets) and sum(every) == 3 * optim.bytes_per_step / 2
     ring = 2 * 4 * num_params * (2 - 1) / 2
     assert ring <= optim.bytes_per_step < 1.2 * ring
-    small = sum(nbytes for name, nbytes in found[1] if name == "all")
-    assert small < 3 * 1000  # the norm, the signals; the line of the log
+    small = [nbytes for name, nbytes in found[1] if name == "all"]
+    assert small[:3] == [4 * 33] * 3  # the norm with the number of a signal, once per step
+    assert sum(small) < 3 * 1000  # and the line of the log
     assert found[4] == found[1]

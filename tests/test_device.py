@@ -1,10 +1,16 @@
 """Devices, dtypes and peaks."""
 
+import os
+import shutil
+import subprocess
+
 import pytest
 import torch
+from conftest import ROOT
+from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError
-from nanodiff.device import choose_dtype, init_device, peak_flops
+from nanodiff.device import attention_name, choose_dtype, init_device, peak_flops
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -29,6 +35,64 @@ def test_more_local_ranks_than_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own: 2 present"):
         init_device("cuda")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """init_device("cuda") up to what touches the GPU; what it sets is undone."""
+    for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "TORCHINDUCTOR_DETERMINISTIC",
+    ):
+        monkeypatch.setenv(name, "")  # so that it is removed in the end
+        monkeypatch.delenv(name)
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_deterministic_cuda(one_gpu):
+    init_device("cuda")
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+    init_device("cuda", deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+
+
+def test_memory_grows_in_segments_unless_the_user_says_otherwise(one_gpu):
+    init_device("cuda")
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        one_gpu.setenv(name, "max_split_size_mb:64")
+        init_device("cuda")
+        assert os.environ[name] == "max_split_size_mb:64"
+        one_gpu.delenv(name)
+        assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+
+
+def test_slow_attention_is_reported(monkeypatch):
+    cpu = torch.device("cpu")
+    assert attention_name(cpu, torch.float32) in ("FLASH_ATTENTION", "MATH")
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: torch.empty(*shape, **options))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for backend, warned in ((SDPBackend.CUDNN_ATTENTION, False), (SDPBackend.EFFICIENT_ATTENTION, True)):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, backend=backend: backend.value)
+        name = attention_name(torch.device("cuda"), torch.bfloat16)
+        assert name.startswith(backend.name) and ("warning" in name) == warned
+
+
+def test_the_story_for_gpus_needs_one():
+    done = subprocess.run(
+        [shutil.which("bash"), "runs/gpu.sh"], cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and "no GPU" in done.stderr
 
 
 def test_dtypes(monkeypatch):

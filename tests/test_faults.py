@@ -208,7 +208,7 @@ def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
     args = [*TRAIN, "--total_batch_size=16", "--warmup_ratio=0", "--warmdown_ratio=0", "--flip"]
     run_script("base_train", *args, "--num_iterations=8", "--model_tag=one")
     for steps, ranks, size in ((2, 1, 16), (4, 2, 4), (6, 4, 2), (8, 1, 8)):
-        more = (f"--num_iterations={steps}", f"--device_batch_size={size}", "--model_tag=many")
+        more = (f"--num_iterations={steps}", f"--device_batch_size={size}", "--model_tag=many", "--resume=changed")
         if ranks == 1:
             run_script("base_train", *args, *more)
         else:
@@ -254,7 +254,7 @@ def starved(name, *args, kilobytes):
 @pytest.mark.slow
 def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
     make_data()
-    args = [*TRAIN, "--model_tag=a"]
+    args = [*TRAIN, "--model_tag=a", "--resume=changed"]
     run_script("base_train", *args, "--num_iterations=2", "--warmdown_ratio=0")
     checkpoints = base / "runs" / "a" / "checkpoints"
     # one thing after the other finds no room; each time the newest checkpoint stays, and nothing half done beside it

@@ -5,6 +5,8 @@ reduce-scatter the gradients in the same layout, update this rank's share, all-g
 1 (Rajbhandari et al. 2020, arXiv:1910.02054). With one rank nothing is sent.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
@@ -165,7 +167,7 @@ def wait_all(works) -> None:
 
 
 class Optimizer:
-    """`norm = sync_grads(); step(grad_scale); zero_grad()`, built by `make_optimizer`.
+    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`, built by `make_optimizer`.
 
     `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
     """
@@ -188,16 +190,22 @@ class Optimizer:
 
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
-    def sync_grads(self) -> torch.Tensor:
-        """Average the gradients over ranks, into the buckets; a collective, once per step.
+    def sync_grads(self, signal: int = 0) -> tuple[float, int]:
+        """Average the gradients over ranks, into the buckets; a collective, once per step, that waits for the device.
 
-        Returns their global L2 norm, 0-dim, the same on every rank: not finite if any gradient on any rank is not.
+        Returns their global L2 norm, not finite if any gradient on any rank is not, and the largest `signal` of any
+        rank, the number of a signal it received (0 to 31); both are the same on every rank.
         """
         wait_all([bucket.reduce_grads() for bucket in self.buckets])
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
+        shared = torch.zeros(33, device=norm_sq.device)  # how many ranks received each signal; the norm squared
+        shared[signal] = 1
+        shared[32] = norm_sq
         if self.world > 1:
-            dist.all_reduce(norm_sq)
-        return norm_sq.sqrt() / self.world  # `grad` holds sums over ranks; step() turns them into means
+            dist.all_reduce(shared)
+        *counts, norm_sq = shared.tolist()
+        signal = max(number for number, count in enumerate(counts) if count)
+        return math.sqrt(norm_sq) / self.world, signal  # `grad` holds sums over ranks; step() turns them into means
 
     @collective("the all-gather of the weights")
     @torch.no_grad()

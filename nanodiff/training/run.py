@@ -26,9 +26,9 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 
 # Settings that do not shape the weights: a run resumes with others without being asked
 FREE = {
-    "run", "model_tag", "resume", "device_type", "compile", "device_batch_size", "checkpointing", "autoencoder",
-    "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images", "fid_metric",
-    "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "save_every", "save_epochs",
+    "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
+    "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
+    "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "save_every", "save_epochs",
     "checkpoints_kept", "log_every",
 }  # fmt: skip
 

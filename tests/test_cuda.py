@@ -1,0 +1,190 @@
+"""On a GPU as on a CPU: the same numbers, nothing compiled twice, every collective, an overflow that is survived.
+
+Each test also runs on the CPU, so that the test itself is known to work. `pytest -m cuda` runs them on the GPU alone.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run_process
+from test_base_train import assert_identical, metrics, weights
+from tiny_runs import make_data, randomise
+
+from nanodiff.common import BLOCK, draw_rows
+from nanodiff.device import attention_name, autocast_to, init_device
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.training.optim import LossScaler, make_optimizer
+from nanodiff.training.run import largest_batch
+
+CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
+TINY = (
+    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
+    "--eval_images=20 --sample_every=3 --sample_steps=2"
+).split()  # fmt: skip
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request):
+    return init_device(request.param)
+
+
+def build(device, block="modern"):
+    """A small DiT whose every weight counts: at its initial ones, adaLN-Zero hides most gradients."""
+    shape = dict(image_size=16, in_channels=3, out_channels=3, num_classes=8, patch_size=2, block=block)
+    model = build_model(DiTConfig.from_depth(2, **shape), device, seed=0)
+    model.load_state_dict(randomise(model.state_dict()))
+    return model
+
+
+def loss_and_gradient(raw_model, model, device, dtype):
+    """Of flow matching on 16 images; the gradient of all parameters as one fp32 vector on the CPU."""
+    x0, noise = draw_rows((0, 1), 0, 16, (2, 3, 16, 16), "cpu").to(device).unbind(1)
+    t, y = torch.linspace(0.02, 0.98, 16, device=device), torch.arange(16, device=device) % 9
+    with autocast_to(device, dtype):
+        loss = FlowMatching().losses(model, x0, t, noise, y=y)["loss"].mean()
+    loss.backward()
+    return float(loss.detach()), torch.cat([p.grad.flatten().float().cpu() for p in raw_model.parameters()])
+
+
+@pytest.mark.parametrize("block", ["modern", "classic"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])  # fp32 is TF32 on GPUs
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_loss_and_gradients_are_those_of_fp32_on_a_cpu(device, block, dtype, tolerance, is_compiled):
+    reference, raw_model = build(CPU, block), build(device, block)
+    backend = "inductor" if device.type == "cuda" else "eager"  # on a CPU this takes a minute, and is tested elsewhere
+    model = torch.compile(raw_model, dynamic=False, backend=backend) if is_compiled else raw_model
+    want_loss, want = loss_and_gradient(reference, reference, CPU, torch.float32)
+    loss, gradient = loss_and_gradient(raw_model, model, device, dtype)
+    assert loss == pytest.approx(want_loss, rel=tolerance)
+    assert float((gradient - want).norm() / want.norm()) < tolerance
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-2), (torch.bfloat16, 5e-2)])
+def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, tolerance):
+    updates = []
+    for where, muon_dtype in ((CPU, torch.float32), (device, dtype)):
+        model = build(where)
+        optim = make_optimizer(model)
+        optim.muon_options["dtype"] = muon_dtype
+        before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+        for i, p in enumerate(model.parameters()):
+            p.grad = draw_rows((1, i), 0, 1, p.shape, "cpu")[0].to(where)
+        norm, _ = optim.sync_grads()
+        optim.step(0.5)
+        updates.append((norm, torch.cat([p.detach().flatten().cpu() for p in model.parameters()]) - before))
+    assert updates[1][0] == pytest.approx(updates[0][0], rel=1e-4)
+    assert float((updates[1][1] - updates[0][1]).norm() / updates[0][1].norm()) < tolerance
+
+
+def test_any_rows_of_a_draw_are_those_of_the_whole(device):
+    whole = draw_rows((42, 7, 1), 0, 3 * BLOCK, (3, 16, 16), device)
+    for first, count in ((5, 4), (BLOCK - 1, 2), (3, 2 * BLOCK)):
+        assert torch.equal(draw_rows((42, 7, 1), first, count, (3, 16, 16), device), whole[first : first + count])
+
+
+def test_attention_is_fused(device):
+    assert attention_name(device, torch.bfloat16) in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+
+
+# Every collective that the project calls, in the process group that a run has
+COLLECTIVES = """
+import sys, torch, torch.distributed as dist
+from nanodiff.common import StopSignal, gather_objects, join_ranks, leave_together, sum_over_ranks
+device = torch.device(sys.argv[1])
+is_cuda = device.type == "cuda"
+if is_cuda:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+join_ranks("nccl" if is_cuda else "gloo", 60, device if is_cuda else None)
+flat = torch.arange(64.0, device=device)
+share = torch.empty_like(flat)
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter(share, flat, async_op=True).wait()
+all_gather(flat, flat[:64], async_op=True).wait()  # in place, as the optimizer does
+dist.broadcast(flat, 0)
+dist.all_reduce(flat)
+least = torch.tensor(3, device=device)
+dist.all_reduce(least, dist.ReduceOp.MIN)
+gathered = [torch.empty_like(flat)]
+dist.all_gather(gathered, flat)
+dist.all_gather_object([None], (0.5, "name"))
+dist.broadcast_object_list([1], src=0)
+assert torch.equal(share, flat) and torch.equal(gathered[0].cpu(), torch.arange(64.0)) and int(least) == 3
+assert torch.equal(sum_over_ranks(torch.ones(2, dtype=torch.float64), device), torch.ones(2, dtype=torch.float64))
+assert gather_objects({0: 1}) == [{0: 1}] and StopSignal().agreed() == 0
+leave_together()
+"""
+
+
+@pytest.mark.slow
+def test_every_collective_on_one_rank(device, tmp_path):
+    script = tmp_path / "collectives.py"
+    script.write_text(COLLECTIVES)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launcher, script, device.type], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_resumes_bit_for_bit(device, base):
+    """Each run is a process of its own: cuBLAS reads its setting once."""
+    make_data(train=72)
+    args = [*TINY, "--deterministic", f"--device_type={device.type}", f"--compile={device.type == 'cuda'}"]
+    run_process("base_train", *args, "--model_tag=whole")
+    parts = (*args, "--model_tag=parts", "--save_every=4")
+    run_process("base_train", *parts)
+    shutil.rmtree(base / "runs" / "parts" / "checkpoints" / "step_000006")
+    assert "resumed from" in run_process("base_train", *parts).stdout
+    assert metrics(base, "parts") == metrics(base, "whole")
+    assert_identical(weights(base, "parts"), weights(base, "whole"))
+
+
+def test_nothing_is_compiled_twice(device, base, run_script, monkeypatch):
+    """No graph breaks; and neither a second evaluation nor a second grid compiles anything."""
+    make_data()
+    if device.type == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    graphs = {}
+    for steps in (3, 9):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        args = (f"--num_iterations={steps}", "--save_every=-1", f"--device_type={device.type}")
+        run_script("base_train", *TINY, *args, f"--model_tag={steps}")
+        assert not torch._dynamo.utils.counters["graph_break"]
+        graphs[steps] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs[9] == graphs[3] > 0
+
+
+def test_an_overflow_in_fp16_skips_the_step(device, base, run_script, monkeypatch):
+    make_data()
+    monkeypatch.setattr(LossScaler.__init__, "__defaults__", (40.0,))  # 2^40
+    args = ("--dtype=float16", "--compile=False", f"--device_type={device.type}", "--eval_every=-1")
+    done = run_script("base_train", *TINY, *args, "--num_iterations=30", "--sample_every=-1")
+    assert 0 < done["optim"].steps < 30 and done["scaler"].lg_loss_scale < 40  # it skipped some, then it learned
+    assert all(p.isfinite().all() for p in done["raw_model"].parameters())
+
+
+def test_the_largest_batch_that_fits(device):
+    model = build(device)
+    optim = make_optimizer(model)
+    limit = 8
+    if device.type == "cuda":
+        limit = 2**20
+        torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(device).total_memory)
+    found = largest_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), optim, limit)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert 8 <= found < limit and limit % found == 0 and torch.cuda.memory_allocated() < 2**28
+    else:
+        assert found == limit
