@@ -1,12 +1,14 @@
 """The device: choice, dtype, torch.compile, memory, peak FLOP/s."""
 
 import contextlib
+import json
 import os
 import platform
 import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from nanodiff.common import UserError, get_dist, join_ranks
+from nanodiff.common import UserError, base_dir, get_dist, join_ranks
+from nanodiff.files import write_atomic
 
 RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 
@@ -90,6 +93,10 @@ def can_compile(device: torch.device) -> str:
     """Why torch.compile does not work here, or "" if it does."""
     if device.type == "mps":
         return "torch.compile supports little of MPS"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton is missing, or this GPU is too old for it"
     if device.type == "cpu":
         from torch._inductor import config, cpp_builder, exc
 
@@ -125,22 +132,47 @@ def reset_peak_memory(device: torch.device) -> None:
 
 # Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first key in the device's name wins.
 PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "H100": 989e12, "H800": 989e12, "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
-    "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
-    "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12,
+    "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200 NVL": 836e12,
+    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12,
+    "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
+    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "MI300X": 1307e12,
+    "RTX PRO 6000": 503.8e12, "RTX 5090": 209.5e12, "RTX 4090 D": 147e12, "RTX 4090": 165.2e12, "RTX 4080": 97.5e12,
+    "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12, "RTX A6000": 154.8e12,
 }  # fmt: skip
 
 
-def peak_flops(device: torch.device) -> float:
-    """Dense bf16 peak of one device in FLOP/s; 0 if unknown (CPU, MPS, a GPU missing from the table)."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(peak of one device in FLOP/s, where the figure is from): bf16 by the datasheet or, for a device that is not in
+    the table (CPU, MPS, laptops' GPUs), measured in `dtype` by a large matrix product."""
     name = device_name(device)
-    if device.type != "cuda" or "Laptop" in name:  # laptops' have fewer units under the same name
-        return 0.0
-    for key, flops in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b", name):  # whole words: an RTX A4000 is no A40
-            return flops
-    return 0.0
+    if device.type == "cuda" and "Laptop" not in name:  # laptops' have fewer units under the same name
+        for key, flops in PEAK_FLOPS.items():
+            if re.search(rf"\b{key}\b", name):  # whole words: an RTX A4000 is no A40
+                return flops, "bf16, by the datasheet"
+    return measured_peak(device, dtype), f"{dtype}, measured by a matrix product".removeprefix("torch.")
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of five matrix products, kept in $NANODIFF_BASE_DIR so that a resumed run has the same."""
+    path, key = base_dir() / "peaks.json", f"{device_name(device)} {dtype} torch {torch.__version__}"
+    known = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(path.read_bytes()))
+    if not isinstance(known.get(key), float):
+        n = 1024 if device.type == "cpu" else 4096
+        a = torch.randn(n, n, device=device).to(dtype)
+        seconds = []
+        for _ in range(6):  # the first warms up
+            synchronize(device)
+            start = time.perf_counter()
+            a @ a
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        known[key] = 2 * n**3 / min(seconds[1:])
+        with contextlib.suppress(OSError):
+            base_dir().mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(known).encode())
+    return known[key]
 
 
 def device_name(device: torch.device) -> str:

@@ -141,11 +141,11 @@ check_wandb(run)
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak = peak_flops(device)  # of one device; 0 if unknown
+peak, peak_source = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 if device.type == "cuda":
     print0(f"attention: {attention_name(device, compute_dtype)}")
-print0(f"peak: {peak:.3g} FLOP/s in bf16" if peak else "peak: unknown for this device, so mfu is shown as 0")
+print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
 train_set = open_dataset(data, "train")
 val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
@@ -452,8 +452,8 @@ while True:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
         # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a
-        # percentage of what all devices could do at their bf16 peak
-        mfu = 100 * flops_per_image * img_per_sec / (peak * world) if peak else 0.0
+        # percentage of what all devices could do at their peak
+        mfu = 100 * flops_per_image * img_per_sec / (peak * world)
         line = {
             "step": step,
             "images_seen": step * total_batch_size,

@@ -345,9 +345,9 @@ def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, devic
     row |= {"min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
     row["images_per_sec"] = 1000 * spec["batch_size"] * world / ms["step"]
     if table == "training":
-        peak = devices.peak_flops(device)
+        peak, _ = devices.peak_flops(device, devices.choose_dtype("auto", device))
         flops_per_sec = facts["flops_per_image"] * row["images_per_sec"] / world
-        row["mfu"] = 100 * flops_per_sec / peak if peak else 0.0
+        row["mfu"] = 100 * flops_per_sec / peak
         row["sent_mb"] = facts["bytes_per_step"] / 1e6
     return row
 

@@ -92,7 +92,7 @@ check_wandb(run)
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak = peak_flops(device)  # of one device; 0 if unknown
+peak, _ = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 if not base or not data:
     raise UserError("give --base=..., a run or a published file, and --data=..., a data set")
@@ -292,7 +292,7 @@ while True:
     if log_now:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
-        mfu = 100 * flops_per_image * img_per_sec / (peak * world) if peak else 0.0
+        mfu = 100 * flops_per_image * img_per_sec / (peak * world)
         line = {
             "step": step,
             "images_seen": step * total_batch_size,

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conftest import ROOT
 from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError
-from nanodiff.device import attention_name, choose_dtype, init_device, peak_flops
+from nanodiff.device import attention_name, choose_dtype, init_device, measured_peak, peak_flops
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -115,13 +116,28 @@ def test_dtypes(monkeypatch):
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA A10G", 70),
         ("NVIDIA L40S", 362),
-        ("NVIDIA RTX A4000", 0),  # neither an A40
-        ("NVIDIA RTX A1000", 0),  # nor an A100
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
-        ("Some GPU of tomorrow", 0),
+        ("NVIDIA H200 NVL", 836),
+        ("NVIDIA GeForce RTX 4090 D", 147),
+        ("NVIDIA RTX A4000", 0.5),  # neither an A40
+        ("NVIDIA RTX A1000", 0.5),  # nor an A100
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.5),
+        ("Some GPU of tomorrow", 0.5),
     ],
 )
 def test_peaks(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda")) == pytest.approx(tflops * 1e12)
-    assert peak_flops(torch.device("cpu")) == peak_flops(torch.device("mps")) == 0
+    monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 0.5e12)
+    peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)
+    assert peak == pytest.approx(tflops * 1e12) and ("measured" in source) == (tflops == 0.5)
+    assert peak_flops(torch.device("cpu"), torch.float32) == (0.5e12, "float32, measured by a matrix product")
+
+
+def test_a_measured_peak_is_kept(base, monkeypatch):
+    """It is above what a smaller product reaches here, and the next run of the same kind has the very same."""
+    first = measured_peak(torch.device("cpu"), torch.float32)
+    assert 1e9 < first < 1e15
+    monkeypatch.setattr(time, "perf_counter", None)
+    assert measured_peak(torch.device("cpu"), torch.float32) == first
+    (base / "peaks.json").write_text("torn")
+    with pytest.raises(TypeError):  # it is measured anew
+        measured_peak(torch.device("cpu"), torch.float32)
