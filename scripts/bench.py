@@ -179,6 +179,7 @@ def train(spec: dict, device):
     scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
     params = list(model.parameters())
     num_params = sum(p.numel() for p in params)
+    facts = dict(num_params=num_params, flops_per_image=model.estimate_flops())
     if spec["reference"]:
         optim = torch.optim.AdamW(params, lr=1e-4, weight_decay=0)
         averages = [p.detach().clone() for p in params]
@@ -187,7 +188,7 @@ def train(spec: dict, device):
     else:
         optim, ema = make_optimizer(model, spec["optimizer"]), EMA(model, "0.9999")
         bytes_per_step = optim.bytes_per_step
-    yield dict(num_params=num_params, flops_per_image=model.estimate_flops(), bytes_per_step=bytes_per_step)
+    yield facts | dict(bytes_per_step=bytes_per_step)
 
     images, labels = next(batches)
     while True:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.shapes import CLASS_NAMES, draw_numbered, draw_split
+from nanodiff.data.shapes import CLASS_NAMES, SOURCE, draw_numbered, draw_split
 from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic, writing
 
 FORMAT = 1
@@ -146,7 +146,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
     path = Path(name).expanduser().absolute()
     if not name or not is_set(path):
         path = data_dir() / name
-    if name in SHAPES and not is_set(path):
+    if name in SHAPES and not is_drawn(path):
         make_shapes(name)
     if not is_set(path):
         known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json"))) or "none yet"
@@ -157,10 +157,19 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
     return Dataset(path, split)
 
 
+def is_drawn(path: Path) -> bool:
+    """Is this embedded set there, and not of a version that drew it by other rules?"""
+    if not is_set(path):
+        return False
+    with reading_meta(path):
+        return read_meta(path).get("source") != "shapes"
+
+
 def make_shapes(name: str) -> None:
     """Draw an embedded set, or wait for the process that is drawing it."""
-    with DatasetWriter(name, CLASS_NAMES, source="shapes", wait=True) as writer:
-        if not is_set(writer.path):
+    with DatasetWriter(name, CLASS_NAMES, source=SOURCE, wait=True) as writer:
+        if not is_drawn(writer.path):
+            shutil.rmtree(writer.path, ignore_errors=True)
             for split in SPLITS:
                 for images, labels in draw_split(split, seed=0, resolution=SHAPES[name]):
                     writer.append(split, images, labels)
