@@ -7,6 +7,6 @@ num_iterations = 1200
 total_batch_size = 64
 eval_every = 600
 sample_every = 300
-cfg_scale = 3.0
+cfg_scale = 2.0
 sample_steps = 10
 save_every = 300

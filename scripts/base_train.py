@@ -291,7 +291,7 @@ def lr_multiplier(step):
     return left + (1 - left) * final_lr_frac
 
 
-model = compiled(raw_model, device) if compile else raw_model
+model = compiled(raw_model, device, num_iterations) if compile else raw_model
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A thread of the loader reads ahead from disk. Step s, micro-step m: rank r gets the images at positions
 # s*total_batch_size + (m*world + r)*device_batch_size onwards, of a stream shuffled by (seed, epoch) alone.

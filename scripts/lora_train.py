@@ -200,7 +200,7 @@ def lr_multiplier(step):
 
 
 raw_model.train()
-model = compiled(raw_model, device) if compile else raw_model
+model = compiled(raw_model, device, num_iterations) if compile else raw_model
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) as stored, (B,) int64

@@ -13,7 +13,16 @@ from configurator import Config
 from nanodiff.common import StopSignal, UserError
 from nanodiff.diffusion.sampling import rank_batches
 from nanodiff.training.checkpoint import save_checkpoint
-from nanodiff.training.run import LossTerms, RunLog, check_wandb, cut_batch, largest_batch, resume_point, run_folder
+from nanodiff.training.run import (
+    LossTerms,
+    RunLog,
+    check_wandb,
+    compiled,
+    cut_batch,
+    largest_batch,
+    resume_point,
+    run_folder,
+)
 
 
 def test_micro_steps_and_ranks_make_up_the_batch():
@@ -113,6 +122,18 @@ def test_a_model_tag_is_a_name(base, tag):
     with pytest.raises(UserError, match="model_tag="):
         run_folder(tag)
     assert run_folder("a.b+c=1_d-2") == base / "runs" / "a.b+c=1_d-2"
+
+
+def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch, capsys):
+    monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "")
+    monkeypatch.setattr("nanodiff.training.run.compile_parts", lambda model: "by blocks")
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: "as a whole")
+    for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
+        assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
+        assert how in capsys.readouterr().out
+    monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "no compiler")
+    model = nn.Identity()
+    assert compiled(model, torch.device("cpu"), 3000) is model and "no compiler" in capsys.readouterr().out
 
 
 def test_a_signal_ends_an_evaluation_after_its_batch():
