@@ -1,4 +1,4 @@
-"""The embedded shapes on two CPU cores, without native bf16 in eleven minutes: what runs/cpu.sh trains."""
+"""The embedded shapes on two CPU cores, in minutes: what runs/cpu.sh trains."""
 
 model_tag = "shapes_cpu"
 data = "shapes"

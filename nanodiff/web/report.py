@@ -33,7 +33,7 @@ CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "lrm": ("Learning rate, relative to its peak", "zero"),
     "grad_norm": ("Gradient norm before clipping", "log"),
     "images_per_sec": ("Images per second", "zero"),
-    "mfu": ("MFU, percent of the bf16 peak", "zero"),
+    "mfu": ("MFU, percent of the peak", "zero"),
 }
 COUNTERS = ("images_seen", "total_training_flops", "total_training_time_s")  # straight lines, not worth a chart
 
