@@ -25,8 +25,8 @@ RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, deterministic: bool = False) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    A rank may be silent (hung, or drawing samples alone) for `timeout_s`, then the run aborts. `deterministic`: CUDA
-    repeats every sum bit for bit.
+    A rank may be silent (hung, or training a classifier alone) for `timeout_s`, then the run aborts.
+    `deterministic`: CUDA repeats every sum bit for bit.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [kind for kind in available if available[kind]]

@@ -25,7 +25,7 @@ from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, validation_loss
+from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.formats.low_res import open_low_res
@@ -162,7 +162,7 @@ else:
 if metric not in ("loss", "bpd") and not save_reference:
     if metric == "well_formed":
         with autocast:
-            images = features.gather_batches(measured.images, num_images, batch_size, "samples")
+            images = gather_batches(measured.images, num_images, batch_size, "samples")
     else:
         # The images to compare with
         network = features.load_network(metric, name, device, inception)

@@ -466,21 +466,16 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= loss_terms.summary(device)  # train/loss: the mean over all images since the last line
-        # nanochat's running mean, over about the last ten lines; divided by the weight that the first lines lack
-        if math.isfinite(line["train/loss"]):
-            loop["lines"] += 1
-            loop["running_loss"] += 0.1 * (line["train/loss"] - loop["running_loss"])
-        running_loss = loop["running_loss"] / (1 - 0.9 ** max(loop["lines"], 1))
-        line["train/loss_running"] = running_loss
+        line |= loss_terms.summary(loop, device)  # train/loss: the mean over all images since the last line
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)
         minutes, eta = loop["train_time_s"] / 60, (num_iterations - step) * dt_ms / 60_000
         print0(
             f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
-            f"loss {line['train/loss']:.4f} (running {running_loss:.4f}) | grad {grad_norm:.2f} | lr {lrm:.2f} | "
-            f"dt {dt_ms:.1f} ms | img/s {img_per_sec:,.0f} | mfu {mfu:.1f} | {minutes:.1f} m | eta {eta:.1f} m"
+            f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | grad {grad_norm:.2f} | "
+            f"lr {lrm:.2f} | dt {dt_ms:.1f} ms | img/s {img_per_sec:,.0f} | mfu {mfu:.1f} | "
+            f"{minutes:.1f} m | eta {eta:.1f} m"
         )
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
 

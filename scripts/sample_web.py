@@ -83,8 +83,8 @@ def describe_run(path: Path) -> dict:
             "samplers": ["auto", *SAMPLERS],
             "max_steps": max_steps,
             "guided": num_classes > 0,
-            "enlarges": meta["model_config"]["low_res"]
-            > 0,  # its small images have the classes, unless some are chosen
+            # Super-resolution: the small images have the classes, unless some are chosen
+            "enlarges": meta["model_config"]["low_res"] > 0,
         }
         if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
             process = make_process(meta["config"], meta["data"])

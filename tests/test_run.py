@@ -109,12 +109,16 @@ def test_means_since_the_last_log_line():
     terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([2.0])})
     terms.add(torch.tensor([1.0]), torch.tensor([0.5]), {"loss": torch.tensor([4.0])})
     assert terms.end_step()[1].tolist() == [2, 4]
-    found = terms.summary(torch.device("cpu"))
+    loop = {"lines": 0, "running_loss": 0.0}
+    found = terms.summary(loop, torch.device("cpu"))
+    assert found.pop("train/loss_running") == pytest.approx(11 / 4)  # of one line it is the line's own mean
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
     assert found == {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
     terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([3.0])})
     terms.end_step()
-    assert terms.summary(torch.device("cpu"))["train/loss"] == 3  # it starts anew
+    found = terms.summary(loop, torch.device("cpu"))
+    assert found["train/loss"] == 3  # it starts anew
+    assert found["train/loss_running"] == pytest.approx((0.9 * 11 / 4 + 3) / 1.9)
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", ".", "a\nb", "-a", "", "a b"])

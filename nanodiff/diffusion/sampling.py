@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import (
+    Progress,
     StackedGenerator,
     gather_objects,
     get_dist,
@@ -71,6 +72,19 @@ def rank_batches(num_images: int, batch_size: int):
         heed_signals()  # as often on every rank, whether it has a batch left or not
         if first + rank < len(batches):
             yield batches[first + rank]
+
+
+def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -> list:
+    """[compute(ids) of each batch of the ids 0 ... num_images - 1] on the first rank; batches are dealt out in turn to
+    all ranks, and the others return their own. `label` names the progress."""
+    done = {}  # first image of a batch -> its result
+    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
+        for ids in rank_batches(num_images, batch_size):
+            done[int(ids[0])] = compute(ids.numpy())
+            bar.update(len(ids))
+    for others in gather_objects(done):
+        done |= others
+    return [done[first] for first in sorted(done)]
 
 
 @torch.no_grad()
@@ -180,19 +194,18 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
     if not num_classes:
         settings = replace(settings, cfg_scale=1.0)
-    rank, _, world = get_dist()
-    per_batch = min(batch_size, -(-n // world))  # every rank draws something
-    parts = {}  # first image of a batch -> its pictures, (k, C, H, W) uint8
-    for ids in rank_batches(n, per_batch):
+    per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
+
+    def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
         inputs = {name: value[ids] for name, value in cond.items()}
         images = sample_images(model, process, ids.tolist(), inputs, codec.shape, settings, per_batch)
         if low_res:
             low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
             images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
-        parts[int(ids[0])] = codec.to_pixels(images).numpy()
-    for others in gather_objects(parts):
-        parts |= others
-    if rank > 0:
+        return codec.to_pixels(images).numpy()
+
+    pixels = gather_batches(draw, n, per_batch, "grid")
+    if get_dist()[0] > 0:
         return None
-    pixels = np.concatenate([parts[first] for first in sorted(parts)])
+    pixels = np.concatenate(pixels)
     return make_grid(pixels, 9 if low_res else columns, scale=max(1, 48 // pixels.shape[-1]))  # small ones are enlarged

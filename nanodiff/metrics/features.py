@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import Progress, UserError, gather_objects, get_dist, make_generator, print0
+from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
 from nanodiff.diffusion.sampling import (
     SampleSettings,
     count_not_finite,
+    gather_batches,
     network_evaluations,
-    rank_batches,
     sample_images,
 )
 from nanodiff.files import check_zip
@@ -141,19 +141,6 @@ def load_network(metric: str, data: str, device, inception: str = ""):
     if metric == "fid":
         return load_inception(inception, device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
-
-
-def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -> list:
-    """[compute(ids) of each batch of the ids 0 ... num_images - 1] on the first rank; batches are dealt out in turn to
-    all ranks, and the others return their own. `label` names the progress."""
-    done = {}  # first image of a batch -> its result
-    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
-        for ids in rank_batches(num_images, batch_size):
-            done[int(ids[0])] = compute(ids.numpy())
-            bar.update(len(ids))
-    for others in gather_objects(done):
-        done |= others
-    return [done[first] for first in sorted(done)]
 
 
 @torch.no_grad()
