@@ -90,16 +90,16 @@ def main():
 
 def print_findings(images_in, per_class: np.ndarray) -> None:
     for line in images_in.skipped[:3]:
-        print(f"skipped {line}")
+        print0(f"skipped {line}")
     left_out = images_in.left_out
     if images_in.skipped or left_out:
-        print(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
+        print0(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
     if images_in.num_enlarged:
-        print(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
+        print0(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
     if images_in.class_names:
         found = ", ".join(f"{name} {n:,}" for name, n in zip(images_in.class_names[:20], per_class))
         more = f", ...: {per_class.min():,} to {per_class.max():,} images per class" if len(per_class) > 20 else ""
-        print(f"classes: {found}{more}")
+        print0(f"classes: {found}{more}")
 
 
 def default_name() -> str:

@@ -25,7 +25,7 @@ class LowRes:
     def __init__(self, where: str, loaded, device, autoencoder: str = ""):
         self.config, self.device, name, dataset = loaded.model.config, device, loaded.data["name"], None
         if where not in ("", "val"):
-            images, labels = read_small(where, loaded.data["class_names"][: loaded.num_classes])
+            images, labels = read_inputs(where, loaded.data["class_names"][: loaded.num_classes])
             shapes = [(self.config.in_channels, side, side) for side in (self.config.low_res, self.config.image_size)]
             if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
                 accepted = f"{loaded.data['kind']} (channels, height, width) {shapes[0]} or {shapes[1]}"
@@ -61,7 +61,7 @@ def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | 
     return LowRes(where, loaded, device, autoencoder) if loaded.model.config.low_res else None
 
 
-def read_small(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, C, H, W) uint8 and labels (n,) of an .npz, or of a folder, whose classes go by name."""
     path, options = Path(where).expanduser(), Options(val_fraction=0)
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
