@@ -118,7 +118,7 @@ def test_page_is_one_file_that_loads_nothing(base):
     page = report(fake_run(base))
     is_offline(page)
     names = [attrs.get("name") for tag, attrs in page.tags if tag == "meta"]
-    assert "viewport" in names and "prefers-color-scheme: dark" in page.source
+    assert "viewport" in names and "color-scheme: light dark" in page.source
     assert len(page.images()) == 3 and [a["data-step"] for a in page.images()] == ["0", "100", "200"]
     for text in ("a: finished, step 400 of 400", "depth", "--nproc_per_node=2", "scripts.sample --run=a", "0.25"):
         assert text in page.text()
