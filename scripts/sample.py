@@ -102,12 +102,11 @@ except ValueError:
 if not 0 <= low < high <= 1:
     raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.1,0.8")
 settings = SampleSettings(
-    steps=steps,
+    steps=respacing or steps,
     sampler=choose_sampler(process, sampler, steps, eta, respacing),
     cfg_scale=cfg_scale,
     cfg_interval=(low, high),
     eta=eta,
-    respacing=respacing,
     weak_model=guide.model if guide else None,
     cfg_channels=cfg_channels or None,
 )
@@ -134,7 +133,7 @@ protocol = loaded.described() | {
     "data": loaded.data["name"],
     "low_res": small.described if small else "",
     "sampler": settings.sampler,
-    "steps": respacing or steps,
+    "steps": settings.steps,
     "eta": eta,
     "network_evaluations": network_evaluations(model, process, settings),
     "cfg_scale": cfg_scale,
