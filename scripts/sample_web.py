@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import re
+import shlex
 import signal
 import threading
 import time
@@ -197,13 +198,15 @@ def draw(job: Job, device, compute_dtype) -> None:
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
     settings |= {"sampler": sampler, "cfg_scale": cfg_scale}
     classes = [loaded.data["class_names"][label] if loaded.num_classes else "" for label in labels]
+    command = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value != ""]
+    command = ["python -m scripts.sample", *command]
     facts = settings | {"dtype": str(compute_dtype).removeprefix("torch.")}
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images = encode_images(codec.to_pixels(x0), texts)
     seconds = time.perf_counter() - start
     bad = count_not_finite(x0)
     warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
-    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=warning)
+    job.send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
     print0(f"{n} images of {s['run']} at step {loaded.step:,} in {seconds:.1f} s")
 
 
@@ -214,10 +217,11 @@ def draw(job: Job, device, compute_dtype) -> None:
 class Handler(LocalHandler):
     def do_GET(self):
         if self.path == "/":
-            self.reply(200, PAGE, "text/html; charset=utf-8", Content_Security_Policy=POLICY)
+            self.reply(200, PAGE, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY})
         elif self.path == "/api/runs":
             runs = describe_runs(list_runs(self.server.first_run))
-            self.reply(200, json.dumps({"runs": runs, "defaults": DEFAULTS, "max_images": max_images}).encode())
+            defaults = DEFAULTS | {"num_images": min(DEFAULTS["num_images"], max_images)}
+            self.reply(200, json.dumps({"runs": runs, "defaults": defaults, "max_images": max_images}).encode())
         else:
             self.refuse(404, "unknown address; accepted: /")
 
@@ -246,7 +250,7 @@ def main():
     server.first_run = first_run
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print0(f"device: {device_name(device)}, {str(compute_dtype).removeprefix('torch.')}, torch {torch.__version__}")
-    print0(f"open {server.origins[0]}/ in a browser; Ctrl-C ends it")
+    print0(f"open http://{server.hosts[0]}/ in a browser; Ctrl-C ends it")
     try:
         while True:  # models stay in this thread: torch keeps a pool of threads for each thread that computes
             job = server.next_job()

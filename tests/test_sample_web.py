@@ -349,7 +349,7 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         browser.press("\ue007", "\ue014")  # Enter opens it, the right arrow goes to the next
         assert browser.run("return [$('dialog').open, $('title').textContent]") == [True, "circle, image 5"]
         assert browser.run("return [$('download').href, $('large').src]") == [images[5]] * 2
-        assert "--classes=3,0 --cfg_scale=2 --sampler=heun --steps=40" in browser.run("return $('command').textContent")
+        assert "--classes=3,0 --cfg_scale=2.0 --sampler=heun --steps=40" in browser.run("return $('command').innerText")
         link = browser.run("return location.href")
         browser.press("\ue00c")  # Escape
         assert not browser.run("return $('dialog').open")

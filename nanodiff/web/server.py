@@ -8,6 +8,7 @@ not send unasked (against CSRF).
 import contextlib
 import json
 import queue
+import re
 import select
 import socket
 import socketserver
@@ -18,7 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from nanodiff.common import UserError
 
 MAX_BODY = 64 * 2**10  # bytes of a request
-SECURITY = {
+HEADERS = {
+    "Content-Type": "application/json",
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",  # our page has its own
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -27,7 +29,7 @@ SECURITY = {
 
 
 class Job:
-    """Work that a client waits for: the worker sends events of JSON's types, at last None, and stops if `gone`."""
+    """Work that a client waits for: the worker sends events in JSON's types, at last None, and stops if `gone`."""
 
     def __init__(self, request):
         self.request = request
@@ -51,7 +53,7 @@ class LocalServer(ThreadingHTTPServer):
         except OSError as e:
             raise UserError(f"port={port}: {e.strerror}; accepted: a free one, or 0 for any") from None
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost", "[::1]")]
-        self.origins = [f"http://{host}" for host in self.hosts]
+        self.origins = {f"http://{host}" for host in self.hosts}
 
     def server_bind(self):
         socketserver.TCPServer.server_bind(self)  # http.server's also waits for a name service
@@ -77,16 +79,15 @@ class LocalHandler(BaseHTTPRequestHandler):
 
     timeout = 10  # seconds for a read or a write
     disable_nagle_algorithm = True  # send an event at once
+    log_message = lambda *args: None
 
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
-        hosts = self.headers.get_all("Host", [])
-        origins = self.headers.get_all("Origin", [])
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-            return self.refuse(403, f"a foreign Host; accepted: {self.server.hosts}")
-        if any(origin.lower() not in self.server.origins for origin in origins):
-            return self.refuse(403, f"a foreign Origin; accepted: {self.server.origins}")
+        hosts = [host.lower() for host in self.headers.get_all("Host", [])]
+        origins = {origin.lower() for origin in self.headers.get_all("Origin", [])}
+        if len(hosts) != 1 or hosts[0] not in self.server.hosts or not origins <= self.server.origins:
+            return self.refuse(403, f"a foreign Host or Origin; accepted: {', '.join(self.server.hosts)}")
         return True
 
     def read_body(self) -> bytes | None:
@@ -94,23 +95,22 @@ class LocalHandler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json":
             return self.refuse(415, "accepted: Content-Type: application/json")
-        if not (length.isascii() and length.isdigit()):
+        if not re.fullmatch("[0-9]+", length):
             return self.refuse(411, "a request needs a Content-Length in bytes")
         if len(length) > 9 or int(length) > MAX_BODY:
             return self.refuse(413, f"accepted: requests of up to {MAX_BODY} bytes")
         return self.rfile.read(int(length))
 
-    def reply(self, status: int, content: bytes, content_type: str = "application/json", **headers) -> None:
-        """A whole answer, or the start of a stream; `headers` as Retry_After=5."""
+    def reply(self, status: int, content: bytes, headers: dict = HEADERS) -> None:
+        """A whole answer, or the start of a stream."""
         self.send_response(status)
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        for name, value in (SECURITY | {"Content-Type": content_type} | named).items():
-            self.send_header(name, str(value))
+        for name, value in (HEADERS | headers).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
-    def refuse(self, status: int, error: str, **headers) -> None:
-        self.reply(status, json.dumps({"error": error}).encode(), **headers)
+    def refuse(self, status: int, error: str, headers: dict = HEADERS) -> None:
+        self.reply(status, json.dumps({"error": error}).encode(), headers)
 
     def send_error(self, code, message=None, explain=None):  # http.server's own refusals, otherwise in HTML
         self.refuse(int(code), message or self.responses[code][0])
@@ -121,9 +121,9 @@ class LocalHandler(BaseHTTPRequestHandler):
         try:
             self.server.jobs.put_nowait(job)
         except queue.Full:
-            return self.refuse(503, "too many others are waiting; try again in a while", Retry_After=5)
+            return self.refuse(503, "too many others are waiting; try again in a while", {"Retry-After": "5"})
         try:
-            self.reply(200, b"", "text/event-stream")
+            self.reply(200, b"", {"Content-Type": "text/event-stream"})
             while not self.client_left():
                 with contextlib.suppress(queue.Empty):
                     event = job.events.get(timeout=0.2)
@@ -136,6 +136,3 @@ class LocalHandler(BaseHTTPRequestHandler):
     def client_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def log_message(self, format, *args):
-        pass
