@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, command, kill_all
-from test_checkpoint import in_child
-from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run, randomise
+from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 from nanodiff.common import UserError
 from nanodiff.data import latents as codec
@@ -35,36 +34,25 @@ from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 
 GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
-RUNS = {
-    "flow": (),
-    "eps": (*GAUSSIAN, "--variance=learned_range"),
-    "small": (*GAUSSIAN, "--variance=fixed_small"),
-    "plain": ("--class_cond=False",),
-    "always": ("--label_drop=0",),
-    "x0": ("--objective=flow_x0",),
-    "large": ("--data=large",),
-    "sr": ("--low_res_size=8",),
-}
+RUNS = dict(
+    eps=(*GAUSSIAN, "--variance=learned_range"),
+    small=(*GAUSSIAN, "--variance=fixed_small"),
+    plain=["--class_cond=False"],
+    always=["--label_drop=0"],
+    x0=["--objective=flow_x0"],
+    large=["--data=large"],
+    sr=["--low_res_size=8"],
+    flow=[],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def runs(tmp_path_factory):
     """The folder of a run of each kind, in a $NANODIFF_BASE_DIR for all tests here."""
-
-    def run(name, *args):
-        sys.argv = [name, *args]
-        return runpy.run_module(f"scripts.{name}", run_name="__main__")
-
-    def make():
-        make_data()
-        make_data("large", resolution=32)
-        for tag, args in RUNS.items():
-            make_run(run, tag, *args)
-
     base = tmp_path_factory.mktemp("base")
+    make_runs(base, **RUNS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(base))
-        assert in_child(make) == 0
         yield base / "runs"
 
 

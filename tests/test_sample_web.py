@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, command
-from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run
+from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
@@ -29,10 +30,17 @@ from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_r
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    base = tmp_path_factory.mktemp("made")
+    make_runs(base, flow=[])
+    return base
+
+
 @pytest.fixture
-def flow(base, run_script):
-    make_data()
-    return make_run(run_script, "flow")
+def flow(base, made):
+    shutil.copytree(made, base, dirs_exist_ok=True)
+    return base / "runs" / "flow"
 
 
 def request(run_dir, **settings):
@@ -64,14 +72,14 @@ def text_of(png):
 # What is drawn
 
 
-OTHERS = [
-    dict(num_images=5, sampler="heun", seed=3),
-    dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
-    dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
-]
-
-
-@pytest.mark.parametrize("settings", OTHERS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_images=5, sampler="heun", seed=3),
+        dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
+        dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
+    ],
+)
 def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settings):
     *_, last = drawn(flow, steps=3, **settings)
     args = [f"--{name}={value}" for name, value in settings.items()]
@@ -111,8 +119,7 @@ def test_batches_are_of_one_drawing(flow, monkeypatch):
     assert np.abs(a - b).max() <= 1  # sums in another order
 
 
-def test_latents_are_watched_as_they_are_and_decoded_at_the_end(base, run_script, tmp_path):
-    make_data()
+def test_latents_are_watched_as_they_are_and_decoded_at_the_end(flow, run_script, tmp_path):
     encoder = make_autoencoder(tmp_path / "vae")
     run_dir = make_run(run_script, "latent", f"--autoencoder={encoder}", "--patch_size=1")
     events = drawn(run_dir, steps=2, num_images=2)
@@ -149,9 +156,8 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
         assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
 
 
-def test_super_resolution(base, run_script, tmp_path):
+def test_super_resolution(flow, run_script, tmp_path):
     """The page enlarges the validation set, as the script does, and shows first what it enlarges."""
-    make_data()
     run_dir = make_run(run_script, "sr", "--low_res_size=8")
     first, *_, last = (event for event in drawn(run_dir, steps=2, num_images=3) if "images" in event)
     run_script("sample", *TIMELESS, "--npz", "--steps=2", "--num_images=3", f"--out={tmp_path / 'a'}")
@@ -169,17 +175,6 @@ def test_images_that_are_not_finite_are_told(flow, monkeypatch):
     assert last["warning"] == "2 of the images are not finite (NaN)"
 
 
-def test_older_runs_are_understood(flow):
-    """As formats/load reads them: flow_prediction=x0 is today's objective flow_x0."""
-    checkpoint = flow / "checkpoints" / "step_000001"
-    meta = load_meta(checkpoint)
-    meta["config"]["flow_prediction"] = "x0"
-    meta["model_config"]["low_res"] = False
-    save_checkpoint(flow, 2, {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}, meta)
-    assert not describe_run(flow)["enlarges"]
-    assert drawn(flow, steps=1, num_images=1)[-1]["images"] != drawn(flow, steps=1, num_images=1, checkpoint_step=1)
-
-
 def test_a_run_of_adapters_is_offered_too(flow, run_script):
     args = ("--base=flow", "--data=tiny", "--num_iterations=1", "--total_batch_size=8", "--compile=False")
     tuned = run_script("lora_train", *TIMELESS, *args, "--model_tag=tuned")["run_dir"]
@@ -191,13 +186,21 @@ def test_a_run_of_adapters_is_offered_too(flow, run_script):
         drawn(flow, run="tuned", steps=2, num_images=2, sampler="ddim")
 
 
-def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
-    first = drawn(flow, steps=1, num_images=1)[-1]["images"]
+def test_a_new_run_of_the_same_name_is_loaded_anew_and_an_older_one_understood(flow):
+    """As formats/load reads it: flow_prediction=x0 is today's objective flow_x0."""
+    images = lambda: drawn(flow, steps=1, num_images=1)[-1]["images"]
+    first = images()
     checkpoint = flow / "checkpoints" / "step_000001"
     tensors = {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}
     tensors["ema_0.999"] = {name: 2 * x for name, x in tensors["ema_0.999"].items()}
-    save_checkpoint(flow, 1, tensors, load_meta(checkpoint))
-    assert drawn(flow, steps=1, num_images=1)[-1]["images"] != first
+    meta = load_meta(checkpoint)
+    save_checkpoint(flow, 1, tensors, meta)
+    anew = images()
+    assert anew != first
+    meta["config"]["flow_prediction"] = "x0"
+    meta["model_config"]["low_res"] = False
+    save_checkpoint(flow, 2, tensors, meta)
+    assert not describe_run(flow)["enlarges"] and images() != anew
 
 
 MISTAKES = [  # a request, and what its line names
@@ -321,8 +324,7 @@ def test_a_server_and_its_clients(flow, server):
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
 def test_the_page_in_a_browser(flow, server, tmp_path):
-    browser = Browser(tmp_path / "profile", size=(360, 700), dark=True)
-    try:
+    with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700), dark=True)) as browser:
         browser.open(server.url)
         assert browser.wait("document.querySelectorAll('.chip').length") == 8
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
@@ -368,10 +370,8 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert [name for name, _ in files] == [f"flow_1_seed0_{i}.png" for i in range(6)]
         browser.call("POST", "/back", {})
         browser.wait("result.settings.steps == 40")
-        assert browser.run(f"return {shown}") == images and browser.run("return [drawing, field.steps.value]") == [
-            None,
-            "40",
-        ]
+        assert browser.run(f"return {shown}") == images
+        assert browser.run("return [drawing, field.steps.value]") == [None, "40"]
         browser.call("POST", "/refresh", {})  # fills in the form, and draws nothing unasked
         browser.wait("info && field.steps.value == 40")
         assert browser.run("return [drawing, result]") == [None, None]
@@ -395,5 +395,3 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert "server" in browser.wait("!drawing && $('error').textContent")
         blocked = [line for line in browser.logs() if "/api/sample" not in line]
         assert blocked == []  # no error of the script's, nothing that the policy forbids
-    finally:
-        browser.close()
