@@ -69,7 +69,7 @@ for kind in ("script", "style"):
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run. Refuses a run that it cannot sample."""
+    """What the page offers for a run; UserError for one that it cannot sample."""
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
@@ -83,8 +83,7 @@ def describe_run(path: Path) -> dict:
             "samplers": ["auto", *SAMPLERS],
             "max_steps": max_steps,
             "guided": num_classes > 0,
-            # Super-resolution: the small images have the classes, unless some are chosen
-            "enlarges": meta["model_config"]["low_res"] > 0,
+            "enlarges": meta["model_config"]["low_res"] > 0,  # small images, which have classes of their own
         }
         if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
             process = make_process(meta["config"], meta["data"])
@@ -104,7 +103,7 @@ def list_runs(first: Path) -> dict[str, Path]:
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
-    """{tag: what the page offers} of the runs that it can sample."""
+    """{tag: what the page offers}, without the runs that it cannot sample."""
     offered = {}
     for tag, path in runs.items():
         with suppress(UserError):
@@ -156,10 +155,6 @@ def encode_images(images, texts=None) -> list[str]:
     return [base64.b64encode(png).decode() for png in pngs]
 
 
-class ClientLeft(Exception):
-    pass
-
-
 def draw(job: Job, device, compute_dtype) -> None:
     """Draw the images of a job."""
     start = time.perf_counter()
@@ -178,7 +173,7 @@ def draw(job: Job, device, compute_dtype) -> None:
     def on_step(i, steps, x0):
         nonlocal first
         if job.gone.is_set():
-            raise ClientLeft
+            raise BrokenPipeError("the client has left")
         event = {"step": i, "steps": steps, "progress": (first + len(x0) * i / steps) / n}
         if i == steps:
             first += len(x0)
@@ -256,7 +251,7 @@ def main():
             job = server.next_job()
             try:
                 draw(job, device, compute_dtype)
-            except ClientLeft:
+            except BrokenPipeError:
                 print0("a client left: its images are not drawn")
             except (UserError, torch.OutOfMemoryError) as e:
                 job.send(error=str(e))

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -27,8 +28,6 @@ from nanodiff.web.server import Job
 from scripts import sample_web
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -43,18 +42,11 @@ def flow(base, made):
     return base / "runs" / "flow"
 
 
-def request(run_dir, **settings):
-    return read_request(json.dumps(settings).encode(), list_runs(run_dir))
-
-
 def drawn(run_dir, **settings):
     """The events of a drawing."""
-    job, events = Job(request(run_dir, **settings)), []
-    draw(job, CPU, torch.float32)
-    job.events.put(None)
-    while (event := job.events.get()) is not None:
-        events.append(json.loads(json.dumps(event)))
-    return events
+    job = Job(read_request(json.dumps(settings).encode(), list_runs(run_dir)))
+    draw(job, torch.device("cpu"), torch.float32)
+    return [json.loads(json.dumps(job.events.get())) for _ in range(job.events.qsize())]
 
 
 def pixels(images):
@@ -86,8 +78,7 @@ def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settin
     run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", *args)
     with np.load(tmp_path / "a.npz") as file:
         assert (pixels(last["images"]) == file["arr_0"]).all()
-        names = load_meta(flow / "checkpoints" / "step_000001")["data"]["class_names"]
-        assert last["classes"] == [names[label] for label in file["labels"]]
+        assert last["classes"] == [CLASS_NAMES[label] for label in file["labels"]]
     assert settings.items() <= last["settings"].items()  # the link, the command and the files say these
     assert drawn(flow, **last["settings"])[-1]["images"] == last["images"]
     for i, png in enumerate(last["images"]):
@@ -219,7 +210,7 @@ def test_mistakes_in_a_request_get_one_line(flow):
     runs = list_runs(flow)
     for body, named in MISTAKES:
         with pytest.raises(UserError) as error:
-            draw(Job(read_request(body.encode(), runs)), CPU, torch.float32)
+            draw(Job(read_request(body.encode(), runs)), torch.device("cpu"), torch.float32)
         line = str(error.value)
         assert named in line and "\n" not in line and len(line) < 300, body
 
@@ -245,7 +236,6 @@ class Server:
         args = command("sample_web", "--port=0", *TIMELESS, *args)
         self.process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self.url = re.search(r"http://127\.0\.0\.1:\d+/", self.line("open"))[0]
-        self.port = int(self.url.rstrip("/").rpartition(":")[2])
 
     def line(self, containing):
         """The next line that it prints with this in it."""
@@ -257,22 +247,16 @@ class Server:
         raise AssertionError("".join(lines))
 
     def ask(self, **settings):
-        """A connection that has asked for images, and has read nothing yet."""
-        body = json.dumps(settings).encode()
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        client.sendall(
-            f"POST /api/sample HTTP/1.1\r\nHost: localhost:{self.port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
-        return client
+        """The answer to a request for images, of which nothing has been read yet."""
+        client = http.client.HTTPConnection(self.url.split("/")[2], timeout=30)
+        client.request("POST", "/api/sample", json.dumps(settings), {"Content-Type": "application/json"})
+        return client.getresponse()
 
     def draw(self, **settings):
         """(status, events or what else is answered) of a request."""
-        with self.ask(**settings) as client, client.makefile("rb") as file:
-            head, _, content = file.read().partition(b"\r\n\r\n")
-        status, parts = int(head.split()[1]), content.decode().strip().split("\n\n")
-        return status, [json.loads(part.removeprefix("data: ")) for part in parts]
+        with self.ask(**settings) as answer:
+            parts = answer.read().decode().strip().split("\n\n")
+        return answer.status, [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 @pytest.fixture
@@ -306,10 +290,9 @@ def test_a_server_and_its_clients(flow, server):
     # a closed tab: others need not wait for what nobody will see
     with contextlib.ExitStack() as clients:
         for waits_for in ("Loading", '"ahead": 1', '"ahead": 2'):
-            client = clients.enter_context(server.ask(num_images=64, steps=1000))
-            received = ""
-            while waits_for not in received:
-                received += client.recv(2**16).decode()
+            answer = clients.enter_context(server.ask(num_images=64, steps=1000))
+            while waits_for not in answer.readline().decode():
+                pass
         assert server.draw(num_images=1, steps=1)[0] == 503
     server.line("a client left")
     while (answer := server.draw(num_images=1, steps=1))[0] == 503:

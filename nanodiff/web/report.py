@@ -130,15 +130,16 @@ def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     overlay = len(runs) > 1
-    logged = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
+    keys = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
     page = ""
-    for name in dict.fromkeys([*CHARTS, *map(chart_of, logged)]):
+    for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
         title, axis = CHARTS.get(name, (name, ""))
         curves = {}  # title -> curves
-        for i, key in enumerate(key for key in logged if chart_of(key) == name):
+        for i, key in enumerate(key for key in keys if chart_of(key) == name):
             style = "" if key.startswith("train/") else "dots"
             for j, run in enumerate(runs):
-                points = {step * run.per_step: value for step, value in run.logged.get(key, {}).items()}
+                logged = run.logged.get(key, {}).items()
+                points = {step * run.per_step: value for step, value in logged if value > 0 or axis != "log"}
                 if not any(points.values()):  # not logged, or an MFU of 0: the peak of the device is not known
                     continue
                 drawn = curves.setdefault(key if overlay else title, [])
@@ -153,7 +154,7 @@ def charts(runs: list[Run]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text and tables. Whatever comes from a file goes through escape
+# Text and tables: whatever comes from a file goes through escape
 
 
 def part(make, *args) -> str:
@@ -182,7 +183,7 @@ def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
 
 
 def progress(run: Run, has_ended: bool) -> str:
-    """Whether a run is finished, stopped, or held by a process that trains it; how far it came, and when."""
+    """Is a run finished, stopped, or locked by its trainer? How far it came, and when."""
     total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
     state = "finished" if run.step >= total else "stopped"
     lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
@@ -218,7 +219,7 @@ python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
 
 
 def evaluation(path: Path, run: Run) -> str:
-    """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
+    """What base_eval or compare_samplers wrote: floats but cfg_scale were measured, the rest is the protocol."""
     e = read_json(read_small(path))
     rows = e.pop("rows", [])
     step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
@@ -235,7 +236,7 @@ def samplers(rows: list[dict]) -> str:
     for measured in ("fd_classifier", "error"):
         curves = {}  # sampler -> {evaluations: value}
         for row in rows:
-            if row["evaluations"] <= 100 and row.get(measured) is not None:
+            if row["evaluations"] <= 100 and (row.get(measured) or 0) > 0:  # the axis is logarithmic
                 curves.setdefault(row["sampler"], {})[row["evaluations"]] = row[measured]
         drawn = [curve(name, curves[name], i, "dots") for i, name in enumerate(curves)]
         pictures += chart(f"{measured}, up to 100 evaluations", drawn, "log", "evaluations")
@@ -279,7 +280,7 @@ def strip(run: Run, budget: int) -> str:
 
 
 def settings(runs: list[Run]) -> str:
-    """Those that differ between the runs, or from the defaults; then all that config.json says."""
+    """Those that differ between the runs, or from the defaults; then all of config.json."""
     names = [run.folder.name for run in runs]
     everything = [flat(run.facts) for run in runs]
     differing = table(names, everything, differing=True)
@@ -295,7 +296,7 @@ def settings(runs: list[Run]) -> str:
 
 
 def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
-    """`has_ended`: this process, although it still holds the lock, trains the run no more."""
+    """`has_ended`: this process holds the lock and trains no more."""
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.folder.name for run in runs))
     head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
@@ -326,7 +327,7 @@ class LiveReport:
         self.due = 0.0
 
     def refresh(self, last: bool = False) -> None:
-        """Write the report, unless it was written lately; the last one is always written."""
+        """Write the report, unless it was written lately and this is not the last."""
         start = time.monotonic()
         if start < self.due and not last:
             return
