@@ -1,8 +1,7 @@
 """A web server on 127.0.0.1 alone: it answers requests at once, and works off jobs in a queue.
 
-Any page on the web can make this person's browser send requests here. So a request must name us in its Host header
-(against DNS rebinding), come from our own page if it has an Origin, and be of a content type that a foreign page may
-not send unasked (against CSRF).
+Any page on the web can make a browser send requests here. So a request must name us in its Host header (against DNS
+rebinding), come from our own page if it has an Origin, and have a content type that needs permission (against CSRF).
 """
 
 import contextlib
@@ -41,9 +40,7 @@ class Job:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Threads answer requests; the thread that calls next_job does the work, one job at a time."""
-
-    request_queue_size = 128  # connections that the kernel keeps for us until we look
+    """Threads answer requests; the one that calls next_job does the work."""
 
     def __init__(self, port: int, handler, max_queue: int = 4):
         self.jobs = queue.Queue(max_queue)
@@ -116,7 +113,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.refuse(int(code), message or self.responses[code][0])
 
     def stream(self, job: Job) -> None:
-        """Queue a job and send its events on as server-sent events, unless the queue is full or the client leaves."""
+        """Queue a job and pass its events on, unless the queue is full or the client leaves."""
         job.send(ahead=self.server.jobs.qsize() + self.server.at_work)
         try:
             self.server.jobs.put_nowait(job)
