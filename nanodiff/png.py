@@ -16,9 +16,8 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     array = array[:, :, None] if array.ndim == 2 else array
     height, width, channels = array.shape
     colour_type = {1: 0, 3: 2, 4: 6}[channels]  # gray, RGB, RGBA
-    # Filter 1 ("sub": the difference to the pixel on the left, modulo 256) compresses far better than no filter
     pixels = array.copy()
-    pixels[:, 1:] -= array[:, :-1]
+    pixels[:, 1:] -= array[:, :-1]  # filter 1, "sub": modulo 256; it compresses far better than none
     rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
     data = b"\x89PNG\r\n\x1a\n"
@@ -64,8 +63,7 @@ def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
     """`grid` (H, W, 3) uint8 as half blocks, two pixels per character, averaged to `width` (None: the terminal's)."""
     width = shutil.get_terminal_size().columns if width is None else width
     factor = -(-grid.shape[1] // width)
-    rows, columns = -(-grid.shape[0] // factor), -(-grid.shape[1] // factor)
-    rows += rows % 2  # a character holds two
+    rows, columns = -(-grid.shape[0] // (2 * factor)) * 2, -(-grid.shape[1] // factor)  # a character holds two rows
     grid = np.pad(grid, ((0, rows * factor - grid.shape[0]), (0, columns * factor - grid.shape[1]), (0, 0)))
     grid = grid.reshape(rows, factor, columns, factor, 3).mean((1, 3)).round().astype(int)
     lines = []

@@ -76,16 +76,14 @@ if num_images:
 
 
 def draw(ids, settings) -> torch.Tensor:
-    """x0 (n, C, H, W) of the samples with these numbers: the same noise and classes for every sampler."""
+    """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
     cond = {"y": torch.as_tensor(ids) % num_classes} if num_classes else {}
     seeds = [(seed << 32) + int(i) for i in ids]
     on_step = lambda *_: bar.update(0)  # the line appears in the middle of a long sampling too
     with autocast:
         x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
     if not_finite := count_not_finite(x0):
-        raise UserError(
-            f"{settings.sampler}, {settings.steps} steps: {not_finite} of {len(x0)} images are NaN or infinite"
-        )
+        raise UserError(f"{settings.sampler}, {settings.steps} steps: {not_finite} of {len(x0)} images are not finite")
     return x0.float()
 
 
@@ -111,10 +109,10 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
 # ---------------------------------------------------------------------------------------------------------------------
 # The table, printed and in the run's report
 
-described = f"{second_order}, {reference_settings.steps} steps"
+reference = f"{second_order}, {reference_settings.steps} steps"
 result = {"metric": "samplers"} | loaded.described() | {"rows": rows, "cfg_scale": guidance, "seed": seed}
-result |= {"dtype": dtype, "reference": described, "error_images": error_images, "num_images": num_images}
-print0(f"{loaded.source}, guidance {guidance:g}; error against {described}, {error_images} images")
+result |= {"dtype": dtype, "reference": reference, "error_images": error_images, "num_images": num_images}
+print0(f"{loaded.source}, guidance {guidance:g}; error against {reference}, {error_images} images")
 print0(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
 for row in rows:
     cells = ["" if value is None else f"{value:.3g}" if type(value) is float else str(value) for value in row.values()]

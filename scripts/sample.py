@@ -8,8 +8,8 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
     python -m scripts.sample --run=upsampler --low_res=base_samples.npz    # super-resolution of another model's samples
 
-Image i depends only on (seed, i) and its class. A run that was stopped or killed resumes with the same command, on any
-number of ranks, and ends with the same bytes.
+Image i depends only on (seed, i) and its class. After a stop or a kill the same command resumes, on any number of
+ranks, and ends with the same bytes.
 """
 
 import json
@@ -101,15 +101,10 @@ except ValueError:
     low = high = -1.0
 if not 0 <= low < high <= 1:
     raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.1,0.8")
+sampler = choose_sampler(process, sampler, steps, eta, respacing)
+weak_model = guide.model if guide else None
 settings = SampleSettings(
-    steps=steps,
-    sampler=choose_sampler(process, sampler, steps, eta, respacing),
-    cfg_scale=cfg_scale,
-    cfg_interval=(low, high),
-    eta=eta,
-    respacing=respacing,
-    weak_model=guide.model if guide else None,
-    cfg_channels=cfg_channels or None,
+    respacing or steps, sampler, cfg_scale, (low, high), eta, weak_model, cfg_channels=cfg_channels or None
 )
 chosen = parse_classes(classes, loaded.data["class_names"][:num_classes])
 labels = torch.tensor(chosen)[torch.arange(num_images) % len(chosen)]
@@ -117,7 +112,7 @@ if small and not classes:
     labels = small.labels[torch.arange(num_images) % len(small.labels)]
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Output: where, and the protocol, which holds everything that an image depends on
+# Output: where, and the protocol: everything that an image depends on
 
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
@@ -133,8 +128,8 @@ image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else
 protocol = loaded.described() | {
     "data": loaded.data["name"],
     "low_res": small.described if small else "",
-    "sampler": settings.sampler,
-    "steps": respacing or steps,
+    "sampler": sampler,
+    "steps": settings.steps,
     "eta": eta,
     "network_evaluations": network_evaluations(model, process, settings),
     "cfg_scale": cfg_scale,
@@ -145,9 +140,7 @@ protocol = loaded.described() | {
     "lora_scale": lora_scale if lora else "",
     "classes": classes or ("of the small images" if small else "all, balanced"),
     "class_names": loaded.data["class_names"][:num_classes],
-    "num_images": num_images,
-    "seed": seed,
-    "batch_size": batch_size,
+    **{key: config[key] for key in ("num_images", "seed", "batch_size")},
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
     "rounding": "round(127.5 (x + 1)), clamped to 0..255",
@@ -158,7 +151,7 @@ protocol = loaded.described() | {
 print0(f"protocol: {json.dumps(brief(protocol))}")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Draw: each rank its parts of one batch, except those that an earlier run has drawn
+# Draw: each rank its batches, except those that an earlier run has drawn
 
 store = SampleStore(output, protocol, num_images, batch_size)
 finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
@@ -177,7 +170,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
         cond = {"y": labels[list(ids)]} if num_classes else {}
         if small:
             cond["low_res"] = small.images(ids)
-        drawn = store.num_drawn() - before  # also by the other ranks
+        drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
             x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)

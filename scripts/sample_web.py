@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import re
+import shlex
 import signal
 import threading
 import time
@@ -50,9 +51,8 @@ device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 # A request: names as in scripts/sample.py, defaults. run "", checkpoint_step -1 and ema "" are the first on offer
-DEFAULTS = dict(
-    run="", checkpoint_step=-1, ema="", classes="", cfg_scale=2.0, sampler="auto", steps=10, seed=0, num_images=16
-)
+DEFAULTS = {"run": "", "checkpoint_step": -1, "ema": "", "classes": "", "cfg_scale": 2.0, "sampler": "auto"}
+DEFAULTS |= {"steps": 10, "seed": 0, "num_images": 16}
 FRAMES = 20  # pictures of an image's denoising at most, the last included
 PREVIEW_SIZE = 64  # their size in pixels
 
@@ -69,7 +69,7 @@ for kind in ("script", "style"):
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run. Refuses a run that it cannot sample."""
+    """What the page offers for a run; UserError for one that it cannot sample."""
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
@@ -83,8 +83,7 @@ def describe_run(path: Path) -> dict:
             "samplers": ["auto", *SAMPLERS],
             "max_steps": max_steps,
             "guided": num_classes > 0,
-            # Super-resolution: the small images have the classes, unless some are chosen
-            "enlarges": meta["model_config"]["low_res"] > 0,
+            "enlarges": meta["model_config"]["low_res"] > 0,  # small images, which have classes of their own
         }
         if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
             process = make_process(meta["config"], meta["data"])
@@ -104,7 +103,7 @@ def list_runs(first: Path) -> dict[str, Path]:
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
-    """{tag: what the page offers} of the runs that it can sample."""
+    """{tag: what the page offers}, without the runs that it cannot sample."""
     offered = {}
     for tag, path in runs.items():
         with suppress(UserError):
@@ -113,7 +112,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 def read_request(body: bytes, runs: dict[str, Path]) -> dict:
-    """The settings of a request, complete and checked, and the run's folder as `path`."""
+    """A request's settings, of the right types and sizes, and the run's folder as `path`. `draw` refuses the rest."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -128,23 +127,12 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
     s["run"] = s["run"] or next(iter(runs))
     if s["run"] not in runs:
         raise UserError(f"run={s['run'][:80]!r} is unknown; known runs: {', '.join(runs)}")
-    s["path"] = runs[s["run"]]
-    offered = describe_run(s["path"])
-    if s["checkpoint_step"] == -1:
-        s["checkpoint_step"] = offered["checkpoint_steps"][0]
-    s["ema"] = s["ema"] or offered["emas"][0]
-    for name in ("checkpoint_step", "ema", "sampler"):
-        if s[name] not in offered[f"{name}s"]:
-            choice = ", ".join(map(str, offered[f"{name}s"]))
-            raise UserError(f"{name}={str(s[name])[:40]!r}; accepted: {choice}")
-    limits = {"steps": (1, offered["max_steps"]), "num_images": (1, max_images), "cfg_scale": (0, 100)}
+    limits = {"steps": (1, max_steps), "num_images": (1, max_images), "cfg_scale": (0, 100)}
     limits["seed"] = (0, 2**53 - 1)  # JavaScript counts no further
     for name, (low, high) in limits.items():
         if not low <= s[name] <= high:
             raise UserError(f"{name}={str(s[name])[:40]} is not accepted; accepted: {low} to {high}")
-    parse_classes(s["classes"], offered["classes"])
-    s["cfg_scale"] = float(s["cfg_scale"]) if offered["guided"] else 1.0
-    return s
+    return s | {"path": runs[s["run"]], "cfg_scale": float(s["cfg_scale"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,22 +140,19 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
 
 
 @functools.lru_cache(maxsize=1)  # the old model is dropped when the new one is loaded: two in memory at most
-def load(path: Path, step: int, ema: str, mtime_ns: int, device):
-    """(Loaded, codec, LowRes) of a checkpoint. `mtime_ns` distinguishes it from an older one of the same name."""
-    loaded = load_run(str(path), device, step, ema)
+def load(run_dir: Path, step: int, ema: str, checkpoints: tuple, device):
+    """(Loaded, codec, LowRes). `checkpoints`, with their times, change when a run goes on or is made anew."""
+    loaded = load_run(str(run_dir), device, step, ema)
     codec = load_codec(loaded.data, device, autoencoder)
     codec.keep_loaded()
     return loaded, codec, open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
 
 
-def encode_images(images, texts) -> list[str]:
-    """(N, C, H, W) uint8 -> PNG files in base 64, each with a text."""
+def encode_images(images, texts=None) -> list[str]:
+    """(N, C, H, W) uint8 -> PNG files in base 64, each with its text."""
+    texts = texts or [None] * len(images)
     pngs = [encode_png(image.permute(1, 2, 0).numpy(), text) for image, text in zip(images, texts)]
     return [base64.b64encode(png).decode() for png in pngs]
-
-
-class ClientLeft(Exception):
-    pass
 
 
 def draw(job: Job, device, compute_dtype) -> None:
@@ -175,48 +160,49 @@ def draw(job: Job, device, compute_dtype) -> None:
     start = time.perf_counter()
     s = job.request
     n = s["num_images"]
-    job.send(note=f"Loading {s['run']} at step {s['checkpoint_step']:,}")
-    folder = dict(list_checkpoints(s["path"])).get(s["checkpoint_step"])
-    mtime_ns = folder.stat().st_mtime_ns if folder else 0  # it may be gone since the request was checked
-    loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], mtime_ns, device)
+    job.send(note=f"Loading {s['run']}")
+    checkpoints = tuple((path, path.stat().st_mtime_ns) for _, path in list_checkpoints(s["path"]))
+    loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
     chosen = parse_classes(s["classes"], loaded.data["class_names"][: loaded.num_classes])
     turns = small.labels.tolist() if small and not s["classes"] else chosen
     labels = [turns[i % len(turns)] for i in range(n)]
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
     cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
-    autocast = autocast_to(device, compute_dtype)
-    drawn = []  # sizes of the finished batches
+    first = 0  # image of the batch
 
     def on_step(i, steps, x0):
+        nonlocal first
         if job.gone.is_set():
-            raise ClientLeft
-        first = sum(drawn)
+            raise BrokenPipeError("the client has left")
         event = {"step": i, "steps": steps, "progress": (first + len(x0) * i / steps) / n}
-        if i < steps and i * FRAMES // steps > (i - 1) * FRAMES // steps:
-            small = codec.preview(F.avg_pool2d(x0, -(-x0.shape[-1] // PREVIEW_SIZE)))
-            event |= {"first": first, "images": encode_images(small, [None] * len(small))}
+        if i == steps:
+            first += len(x0)
+        elif i * FRAMES // steps > (i - 1) * FRAMES // steps:
+            preview = codec.preview(F.avg_pool2d(x0, -(-x0.shape[-1] // PREVIEW_SIZE)))
+            event |= {"first": first, "images": encode_images(preview)}
         job.send(**event)
 
     seeds = [(s["seed"] << 32) + i for i in range(n)]
     cond = {"y": torch.tensor(labels)} if loaded.num_classes else {}
     if small:
         cond["low_res"] = small.images(range(n))
-        job.send(images=encode_images(small.pixels(range(n)), [None] * n))  # the first frames: what is enlarged
+        job.send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
     how = SampleSettings(s["steps"], sampler, cfg_scale)
-    with autocast:
-        x0 = sample_images(
-            loaded.model, loaded.process, seeds, cond, codec.shape, how, batch_size, drawn.append, on_step
-        )
-    settings = {name: s[name] for name in DEFAULTS} | {"sampler": sampler, "cfg_scale": cfg_scale}
+    with autocast_to(device, compute_dtype):
+        x0 = sample_images(loaded.model, loaded.process, seeds, cond, codec.shape, how, batch_size, on_step)
+    settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
+    settings |= {"sampler": sampler, "cfg_scale": cfg_scale}
     classes = [loaded.data["class_names"][label] if loaded.num_classes else "" for label in labels]
+    command = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value != ""]
+    command = ["python -m scripts.sample", *command]
     facts = settings | {"dtype": str(compute_dtype).removeprefix("torch.")}
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images = encode_images(codec.to_pixels(x0), texts)
     seconds = time.perf_counter() - start
     bad = count_not_finite(x0)
     warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
-    job.send(settings=settings, classes=classes, images=images, seconds=seconds, warning=warning)
-    print0(f"{n} images of {s['run']} at step {s['checkpoint_step']:,} in {seconds:.1f} s")
+    job.send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
+    print0(f"{n} images of {s['run']} at step {loaded.step:,} in {seconds:.1f} s")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,10 +212,11 @@ def draw(job: Job, device, compute_dtype) -> None:
 class Handler(LocalHandler):
     def do_GET(self):
         if self.path == "/":
-            self.reply(200, PAGE, "text/html; charset=utf-8", Content_Security_Policy=POLICY)
+            self.reply(200, PAGE, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY})
         elif self.path == "/api/runs":
             runs = describe_runs(list_runs(self.server.first_run))
-            self.reply(200, json.dumps({"runs": runs, "defaults": DEFAULTS, "max_images": max_images}).encode())
+            defaults = DEFAULTS | {"num_images": min(DEFAULTS["num_images"], max_images)}
+            self.reply(200, json.dumps({"runs": runs, "defaults": defaults, "max_images": max_images}).encode())
         else:
             self.refuse(404, "unknown address; accepted: /")
 
@@ -258,13 +245,13 @@ def main():
     server.first_run = first_run
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print0(f"device: {device_name(device)}, {str(compute_dtype).removeprefix('torch.')}, torch {torch.__version__}")
-    print0(f"open {server.origins[0]}/ in a browser; Ctrl-C ends it")
+    print0(f"open http://{server.hosts[0]}/ in a browser; Ctrl-C ends it")
     try:
         while True:  # models stay in this thread: torch keeps a pool of threads for each thread that computes
             job = server.next_job()
             try:
                 draw(job, device, compute_dtype)
-            except ClientLeft:
+            except BrokenPipeError:
                 print0("a client left: its images are not drawn")
             except (UserError, torch.OutOfMemoryError) as e:
                 job.send(error=str(e))

@@ -63,7 +63,7 @@ def test_respacing_and_eta_reach_the_sampler(respacing):
     images = []
     for eta in (0.0, 0.0, 0.7):
         model = Model(process)
-        settings = SampleSettings(sampler="ddim", eta=eta, respacing=respacing)
+        settings = SampleSettings(respacing, "ddim", eta=eta)
         images.append(sample_images(model, process, range(3), {}, (3, 4, 4), settings, 3))
         assert model.asked == space_timesteps(20, respacing)[::-1]
         assert network_evaluations(model, process, settings) == len(model.asked)

@@ -2,9 +2,11 @@
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, command
-from tiny_runs import TIMELESS, make_autoencoder, make_data, make_run
+from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
@@ -26,27 +28,25 @@ from nanodiff.web.server import Job
 from scripts import sample_web
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    base = tmp_path_factory.mktemp("made")
+    make_runs(base, flow=[])
+    return base
 
 
 @pytest.fixture
-def flow(base, run_script):
-    make_data()
-    return make_run(run_script, "flow")
-
-
-def request(run_dir, **settings):
-    return read_request(json.dumps(settings).encode(), list_runs(run_dir))
+def flow(base, made):
+    shutil.copytree(made, base, dirs_exist_ok=True)
+    return base / "runs" / "flow"
 
 
 def drawn(run_dir, **settings):
     """The events of a drawing."""
-    job, events = Job(request(run_dir, **settings)), []
-    draw(job, CPU, torch.float32)
-    job.events.put(None)
-    while (event := job.events.get()) is not None:
-        events.append(json.loads(json.dumps(event)))
-    return events
+    job = Job(read_request(json.dumps(settings).encode(), list_runs(run_dir)))
+    draw(job, torch.device("cpu"), torch.float32)
+    return [json.loads(json.dumps(job.events.get())) for _ in range(job.events.qsize())]
 
 
 def pixels(images):
@@ -64,22 +64,21 @@ def text_of(png):
 # What is drawn
 
 
-OTHERS = [
-    dict(num_images=5, sampler="heun", seed=3),
-    dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
-    dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
-]
-
-
-@pytest.mark.parametrize("settings", OTHERS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_images=5, sampler="heun", seed=3),
+        dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
+        dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
+    ],
+)
 def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settings):
     *_, last = drawn(flow, steps=3, **settings)
     args = [f"--{name}={value}" for name, value in settings.items()]
     run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", *args)
     with np.load(tmp_path / "a.npz") as file:
         assert (pixels(last["images"]) == file["arr_0"]).all()
-        names = load_meta(flow / "checkpoints" / "step_000001")["data"]["class_names"]
-        assert last["classes"] == [names[label] for label in file["labels"]]
+        assert last["classes"] == [CLASS_NAMES[label] for label in file["labels"]]
     assert settings.items() <= last["settings"].items()  # the link, the command and the files say these
     assert drawn(flow, **last["settings"])[-1]["images"] == last["images"]
     for i, png in enumerate(last["images"]):
@@ -111,8 +110,7 @@ def test_batches_are_of_one_drawing(flow, monkeypatch):
     assert np.abs(a - b).max() <= 1  # sums in another order
 
 
-def test_latents_are_watched_as_they_are_and_decoded_at_the_end(base, run_script, tmp_path):
-    make_data()
+def test_latents_are_watched_as_they_are_and_decoded_at_the_end(flow, run_script, tmp_path):
     encoder = make_autoencoder(tmp_path / "vae")
     run_dir = make_run(run_script, "latent", f"--autoencoder={encoder}", "--patch_size=1")
     events = drawn(run_dir, steps=2, num_images=2)
@@ -149,9 +147,8 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
         assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
 
 
-def test_super_resolution(base, run_script, tmp_path):
+def test_super_resolution(flow, run_script, tmp_path):
     """The page enlarges the validation set, as the script does, and shows first what it enlarges."""
-    make_data()
     run_dir = make_run(run_script, "sr", "--low_res_size=8")
     first, *_, last = (event for event in drawn(run_dir, steps=2, num_images=3) if "images" in event)
     run_script("sample", *TIMELESS, "--npz", "--steps=2", "--num_images=3", f"--out={tmp_path / 'a'}")
@@ -169,17 +166,6 @@ def test_images_that_are_not_finite_are_told(flow, monkeypatch):
     assert last["warning"] == "2 of the images are not finite (NaN)"
 
 
-def test_older_runs_are_understood(flow):
-    """As formats/load reads them: flow_prediction=x0 is today's objective flow_x0."""
-    checkpoint = flow / "checkpoints" / "step_000001"
-    meta = load_meta(checkpoint)
-    meta["config"]["flow_prediction"] = "x0"
-    meta["model_config"]["low_res"] = False
-    save_checkpoint(flow, 2, {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}, meta)
-    assert not describe_run(flow)["enlarges"]
-    assert drawn(flow, steps=1, num_images=1)[-1]["images"] != drawn(flow, steps=1, num_images=1, checkpoint_step=1)
-
-
 def test_a_run_of_adapters_is_offered_too(flow, run_script):
     args = ("--base=flow", "--data=tiny", "--num_iterations=1", "--total_batch_size=8", "--compile=False")
     tuned = run_script("lora_train", *TIMELESS, *args, "--model_tag=tuned")["run_dir"]
@@ -191,22 +177,32 @@ def test_a_run_of_adapters_is_offered_too(flow, run_script):
         drawn(flow, run="tuned", steps=2, num_images=2, sampler="ddim")
 
 
-def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
-    first = drawn(flow, steps=1, num_images=1)[-1]["images"]
+def test_a_new_run_of_the_same_name_is_loaded_anew_and_an_older_one_understood(flow):
+    """As formats/load reads it: flow_prediction=x0 is today's objective flow_x0."""
+    images = lambda: drawn(flow, steps=1, num_images=1)[-1]["images"]
+    first = images()
     checkpoint = flow / "checkpoints" / "step_000001"
     tensors = {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}
     tensors["ema_0.999"] = {name: 2 * x for name, x in tensors["ema_0.999"].items()}
-    save_checkpoint(flow, 1, tensors, load_meta(checkpoint))
-    assert drawn(flow, steps=1, num_images=1)[-1]["images"] != first
+    meta = load_meta(checkpoint)
+    save_checkpoint(flow, 1, tensors, meta)
+    anew = images()
+    assert anew != first
+    meta["config"]["flow_prediction"] = "x0"
+    meta["model_config"]["low_res"] = False
+    save_checkpoint(flow, 2, tensors, meta)
+    assert not describe_run(flow)["enlarges"] and images() != anew
 
 
 MISTAKES = [  # a request, and what its line names
     ("", "JSON"), ("[" * 10_000, "JSON"), ("{'run': 1}", "JSON"), ("[]", "object"), ('{"out": "/tmp/x"}', "'out'"),
-    ('{"run": "../flow"}', "run"), ('{"run": "/"}', "run"), ('{"run": 3}', "str"), ('{"ema": "0.9"}', "0.999, raw"),
-    ('{"checkpoint_step": 7}', "1, 0"), ('{"checkpoint_step": "1"}', "int"), ('{"sampler": "ddim"}', "auto, euler"),
+    ('{"run": "../flow"}', "run"), ('{"run": "/"}', "run"), ('{"run": 3}', "str"), ('{"checkpoint_step": "1"}', "int"),
     ('{"steps": 0}', "1 to 1000"), ('{"steps": 1001}', "1 to 1000"), ('{"steps": true}', "int"),
     ('{"num_images": 65}', "1 to 64"), ('{"seed": 9007199254740992}', "seed"), ('{"cfg_scale": NaN}', "0 to 100"),
-    ('{"cfg_scale": "2"}', "float"), ('{"classes": "8"}', "8 classes"), ('{"classes": "1,,2"}', "classes"),
+    ('{"cfg_scale": "2"}', "float"),
+    # those that the model refuses
+    ('{"ema": "0.9"}', "0.999"), ('{"checkpoint_step": 7}', "step 7"), ('{"sampler": "ddim"}', "auto, euler"),
+    ('{"classes": "8"}', "8 classes"), ('{"classes": "1,,2"}', "classes"),
 ]  # fmt: skip
 
 
@@ -214,7 +210,7 @@ def test_mistakes_in_a_request_get_one_line(flow):
     runs = list_runs(flow)
     for body, named in MISTAKES:
         with pytest.raises(UserError) as error:
-            read_request(body.encode(), runs)
+            draw(Job(read_request(body.encode(), runs)), torch.device("cpu"), torch.float32)
         line = str(error.value)
         assert named in line and "\n" not in line and len(line) < 300, body
 
@@ -240,7 +236,6 @@ class Server:
         args = command("sample_web", "--port=0", *TIMELESS, *args)
         self.process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self.url = re.search(r"http://127\.0\.0\.1:\d+/", self.line("open"))[0]
-        self.port = int(self.url.rstrip("/").rpartition(":")[2])
 
     def line(self, containing):
         """The next line that it prints with this in it."""
@@ -252,22 +247,16 @@ class Server:
         raise AssertionError("".join(lines))
 
     def ask(self, **settings):
-        """A connection that has asked for images, and has read nothing yet."""
-        body = json.dumps(settings).encode()
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        client.sendall(
-            f"POST /api/sample HTTP/1.1\r\nHost: localhost:{self.port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
-        return client
+        """The answer to a request for images, of which nothing has been read yet."""
+        client = http.client.HTTPConnection(self.url.split("/")[2], timeout=30)
+        client.request("POST", "/api/sample", json.dumps(settings), {"Content-Type": "application/json"})
+        return client.getresponse()
 
     def draw(self, **settings):
         """(status, events or what else is answered) of a request."""
-        with self.ask(**settings) as client, client.makefile("rb") as file:
-            head, _, content = file.read().partition(b"\r\n\r\n")
-        status, parts = int(head.split()[1]), content.decode().strip().split("\n\n")
-        return status, [json.loads(part.removeprefix("data: ")) for part in parts]
+        with self.ask(**settings) as answer:
+            parts = answer.read().decode().strip().split("\n\n")
+        return answer.status, [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 @pytest.fixture
@@ -301,10 +290,9 @@ def test_a_server_and_its_clients(flow, server):
     # a closed tab: others need not wait for what nobody will see
     with contextlib.ExitStack() as clients:
         for waits_for in ("Loading", '"ahead": 1', '"ahead": 2'):
-            client = clients.enter_context(server.ask(num_images=64, steps=1000))
-            received = ""
-            while waits_for not in received:
-                received += client.recv(2**16).decode()
+            answer = clients.enter_context(server.ask(num_images=64, steps=1000))
+            while waits_for not in answer.readline().decode():
+                pass
         assert server.draw(num_images=1, steps=1)[0] == 503
     server.line("a client left")
     while (answer := server.draw(num_images=1, steps=1))[0] == 503:
@@ -319,8 +307,7 @@ def test_a_server_and_its_clients(flow, server):
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
 def test_the_page_in_a_browser(flow, server, tmp_path):
-    browser = Browser(tmp_path / "profile", size=(360, 700), dark=True)
-    try:
+    with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700), dark=True)) as browser:
         browser.open(server.url)
         assert browser.wait("document.querySelectorAll('.chip').length") == 8
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
@@ -347,7 +334,7 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         browser.press("\ue007", "\ue014")  # Enter opens it, the right arrow goes to the next
         assert browser.run("return [$('dialog').open, $('title').textContent]") == [True, "circle, image 5"]
         assert browser.run("return [$('download').href, $('large').src]") == [images[5]] * 2
-        assert "--classes=3,0 --cfg_scale=2 --sampler=heun --steps=40" in browser.run("return $('command').textContent")
+        assert "--classes=3,0 --cfg_scale=2.0 --sampler=heun --steps=40" in browser.run("return $('command').innerText")
         link = browser.run("return location.href")
         browser.press("\ue00c")  # Escape
         assert not browser.run("return $('dialog').open")
@@ -366,10 +353,8 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert [name for name, _ in files] == [f"flow_1_seed0_{i}.png" for i in range(6)]
         browser.call("POST", "/back", {})
         browser.wait("result.settings.steps == 40")
-        assert browser.run(f"return {shown}") == images and browser.run("return [drawing, field.steps.value]") == [
-            None,
-            "40",
-        ]
+        assert browser.run(f"return {shown}") == images
+        assert browser.run("return [drawing, field.steps.value]") == [None, "40"]
         browser.call("POST", "/refresh", {})  # fills in the form, and draws nothing unasked
         browser.wait("info && field.steps.value == 40")
         assert browser.run("return [drawing, result]") == [None, None]
@@ -393,5 +378,3 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         assert "server" in browser.wait("!drawing && $('error').textContent")
         blocked = [line for line in browser.logs() if "/api/sample" not in line]
         assert blocked == []  # no error of the script's, nothing that the policy forbids
-    finally:
-        browser.close()

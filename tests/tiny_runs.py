@@ -1,6 +1,10 @@
 """A tiny data set, and runs of it with weights that depend on everything, for tests of what comes after training."""
 
 import json
+import multiprocessing
+import os
+import runpy
+import sys
 
 import torch
 
@@ -53,3 +57,24 @@ def make_run(run_script, tag, *args):
     meta = load_meta(first)
     save_checkpoint(run_dir, 1, tensors, meta | {"step": 1, "loop": meta["loop"] | {"step": 1}})
     return run_dir
+
+
+def make_runs(base, **runs):
+    """Data and runs (tag=arguments) in the folder `base`, made by a process of their own: once for many tests."""
+
+    def run(name, *args):
+        sys.argv = [name, *args]
+        return runpy.run_module(f"scripts.{name}", run_name="__main__")
+
+    def make():
+        torch.set_num_threads(1)
+        os.environ["NANODIFF_BASE_DIR"] = str(base)
+        make_data()
+        make_data("large", resolution=32)
+        for tag, args in runs.items():
+            make_run(run, tag, *args)
+
+    process = multiprocessing.get_context("fork").Process(target=make)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

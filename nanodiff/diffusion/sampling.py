@@ -24,12 +24,11 @@ from nanodiff.png import make_grid
 class SampleSettings:
     """How samples are drawn; make_denoiser explains guidance."""
 
-    steps: int = 25
+    steps: int | str = 25  # or a respacing, see gaussian.space_timesteps
     sampler: str = "heun"
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     eta: float = 0.0  # ddim's
-    respacing: str = ""  # in place of `steps`, see gaussian.space_timesteps
     weak_model: torch.nn.Module | None = None
     cfg_channels: int | None = None
 
@@ -62,21 +61,17 @@ def stored_images(dataset, ids, codec, device, generator=None):
 
 
 def rank_batches(num_images: int, batch_size: int):
-    """This rank's batches of the ids 0 ... num_images - 1, dealt out in turn; (n,) int64 tensors.
-
-    Between two batches a signal to any rank ends the evaluation on all of them, see StopSignal.interrupts.
-    """
+    """This rank's batches of the ids 0 ... num_images - 1, dealt out in turn; (n,) int64 tensors."""
     rank, _, world = get_dist()
     batches = torch.arange(num_images).split(batch_size)
     for first in range(0, len(batches), world):
-        heed_signals()  # as often on every rank, whether it has a batch left or not
+        heed_signals()  # to any rank; as often on every rank, whether it has a batch left or not
         if first + rank < len(batches):
             yield batches[first + rank]
 
 
 def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -> list:
-    """[compute(ids) of each batch of the ids 0 ... num_images - 1] on the first rank; batches are dealt out in turn to
-    all ranks, and the others return their own. `label` names the progress."""
+    """[compute(ids) of each of the ranks' batches] on the first rank, their own on the others."""
     done = {}  # first image of a batch -> its result
     with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
         for ids in rank_batches(num_images, batch_size):
@@ -91,9 +86,9 @@ def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, timesteps: str):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
-    t has the distribution that training has, so the two losses can be compared; loss-second-moment, whose weights make
-    the training loss a mean over uniform t, stands for uniform. An image's noise depends on its index, its t on (seed,
-    index), evenly spread: alike for any model, ranks and batch.
+    t is distributed as in training, so that the losses can be compared; uniformly for loss-second-moment, whose weights
+    make the training loss a mean over uniform t. An image's noise depends on its index, its t on (seed, index), evenly
+    spread: alike for any model, ranks and batch.
     """
     device = device_of(model)
     n = min(num_images, len(val_set))
@@ -116,9 +111,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
     """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
-
-    An image's noise depends on its index alone. progress(n) follows each batch of n.
-    """
+    An image's noise depends on its index alone. progress(n) follows each batch of n."""
     device = device_of(model)
     n = min(num_images, len(val_set))
     sums = {}
@@ -135,10 +128,10 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
 
 
 @torch.no_grad()
-def sample_images(model, process, seeds, cond, shape, settings, batch_size, progress=None, on_step=None):
+def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None):
     """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). progress(n) follows each batch of n, on_step(i, steps, prediction of x0) each step.
+    `shape` is (C, H, W). on_step(i, steps, prediction of x0) follows step i of each batch.
     """
     device = device_of(model)
     images = []
@@ -147,10 +140,9 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, prog
         noise = generator.randn((len(part), *shape), device)
         inputs = {name: value[part].to(device) for name, value in cond.items()}
         denoiser = make_denoiser(model, inputs, settings, process.t_end)
-        steps = settings.respacing or settings.steps
-        images.append(process.sample(denoiser, noise, steps, settings.sampler, generator, on_step, settings.eta))
-        if progress:
-            progress(len(part))
+        images.append(
+            process.sample(denoiser, noise, settings.steps, settings.sampler, generator, on_step, settings.eta)
+        )
     return torch.cat(images)
 
 
@@ -169,19 +161,17 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 
     stand_in.config = model.config
     cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
-    denoiser = make_denoiser(
-        stand_in, cond, replace(settings, weak_model=settings.weak_model and stand_in), process.t_end
-    )
+    settings = replace(settings, weak_model=settings.weak_model and stand_in)
+    denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
-    process.sample(denoiser, noise, settings.respacing or settings.steps, settings.sampler, eta=settings.eta)
+    process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta)
     return sum(num_images)
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
     """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. Drawn by all ranks, so that none waits
-    long for another; None on all but the first.
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. All ranks draw; None but on the first.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4

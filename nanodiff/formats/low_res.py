@@ -22,16 +22,15 @@ class LowRes:
     or the training set without one. Images as large as the model's are made smaller as in training.
     """
 
-    def __init__(self, where: str, loaded, device, autoencoder: str = ""):
-        self.config, self.device, name, dataset = loaded.model.config, device, loaded.data["name"], None
+    def __init__(self, where: str, loaded, device, autoencoder: str):
+        self.config, self.device = loaded.model.config, device
+        name, dataset = loaded.data["name"], None
         if where not in ("", "val"):
             images, labels = read_inputs(where, loaded.data["class_names"][: loaded.num_classes])
             shapes = [(self.config.in_channels, side, side) for side in (self.config.low_res, self.config.image_size)]
             if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
-                accepted = f"{loaded.data['kind']} (channels, height, width) {shapes[0]} or {shapes[1]}"
-                raise UserError(
-                    f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}; val for latents"
-                )
+                accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
+                raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
             self.stored = images.__getitem__  # ids (n,) -> images (n, C, h, w)
             self.described = f"{where}, SHA-256 {hashlib.sha256(images.tobytes()).hexdigest()}"
         elif not name:
@@ -56,24 +55,24 @@ class LowRes:
 
 def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | None:
     """None for a model that enlarges nothing; it takes no `where`."""
-    if where and not loaded.model.config.low_res:
+    if loaded.model.config.low_res:
+        return LowRes(where, loaded, device, autoencoder)
+    if where:
         raise UserError(f"low_res={where!r} would do nothing: {loaded.source} is no super-resolution model")
-    return LowRes(where, loaded, device, autoencoder) if loaded.model.config.low_res else None
 
 
 def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, C, H, W) uint8 and labels (n,) of an .npz, or of a folder, whose classes go by name."""
+    """Images (n, C, H, W) uint8 and labels (n,) of an .npz or a folder."""
     path, options = Path(where).expanduser(), Options(val_fraction=0)
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
         raise UserError(f"low_res={where!r} is not there; accepted: an .npz file, a folder of images, val")
     source = read_images(path, "folder", options) if path.is_dir() else read_npz(path, options)
-    blocks = list(source.blocks)
-    if source.skipped:
+    images, labels, _ = (np.concatenate(arrays) for arrays in zip(*source.blocks))
+    if source.skipped:  # once the blocks are read
         raise UserError(f"low_res={where!r}: {source.skipped[0]}")
-    images, labels, _ = (np.concatenate(arrays) for arrays in zip(*blocks))
     given, known = len(source.class_names), len(class_names)
     if known and not 1 <= given <= known:
         raise UserError(f"low_res={where!r} has {given} classes, the model {known}; see arr_1, or sub-folders")
-    if known and path.is_dir():
+    if known and path.is_dir():  # classes go by name
         labels = np.array(match_labels(source.class_names, class_names, f"low_res={where!r}"))[labels]
     return images, labels

@@ -22,8 +22,8 @@ GRID_IMAGES = 256  # the most that a grid shows; no more images than this are ev
 class SampleStore:
     """The images 0 ... num_images - 1 of the file `output`, drawn in parts of `size` images.
 
-    The file is the same, byte for byte, for any number of ranks and after any number of kills. Only rank 0 calls
-    `open`, `write_npz` and `close`; the ranks share a file system. `protocol` is in JSON's types.
+    The file is the same, byte for byte, for any number of ranks and kills. Only rank 0 calls `open`, `write_npz` and
+    `close`; the ranks share a file system. `protocol` is in JSON's types.
     """
 
     def __init__(self, output: Path, protocol: dict, num_images: int, size: int):
@@ -33,32 +33,33 @@ class SampleStore:
         self.folder = output.with_name(f".{output.name}.parts")
 
     def open(self, image_bytes: int = 0) -> bool:
-        """Lock the folder and remove corrupt parts; True if `output` is there already, with the same protocol.
+        """Lock the folder; True if `output` is there already, with the same protocol.
 
-        Parts of another protocol are removed too; UserError if they are more than a grid, if `output` is an .npz of
-        another protocol, or if the disk has no room for the images, of `image_bytes` each.
+        Removes corrupt parts, and those of another protocol unless they are more than a grid. UserError for these, for
+        an .npz of another protocol, and where the disk has no room for the images, of `image_bytes` each.
         """
         busy = f"another process is sampling in {self.folder}; stop it or choose another out"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
         protocol_file = self.folder / "protocol.json"
         old = protocol_file.read_text() if protocol_file.exists() else "{}"
         parts = {path: load_part(path) for path in self.folder.glob("*.npy")}
+        resumed = old == self.protocol
         written = stored_protocol(self.output)
-        if written is not None and (not parts or old == written == self.protocol):
-            self.close()  # parts may be left by a process that was killed between write_npz and close
-        if written == self.protocol:
-            return True
         if written is not None:
-            raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
+            if not parts or (resumed and written == self.protocol):
+                self.close()  # parts may be left by a process that was killed between write_npz and close
+            if written != self.protocol:
+                raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
+            return True
         num_images = sum(len(part) for part in parts.values())
-        if old != self.protocol and num_images > 0:
+        if num_images and not resumed:
             was, now = json.loads(old), json.loads(self.protocol)
             changed = [f"{key}={was.get(key)}, now {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
             held = f"{num_images:,} images of another protocol ({', '.join(changed)})"
             if num_images > GRID_IMAGES:
                 raise UserError(f"{self.folder} holds {held}: set that back, choose another out, or remove the folder")
             print0(f"{self.folder} held {held}: started afresh")
-        needed = (2 * self.num_images - (num_images if old == self.protocol else 0)) * image_bytes
+        needed = (2 * self.num_images - (num_images if resumed else 0)) * image_bytes
         free = shutil.disk_usage(self.folder).free
         room = f"{self.num_images:,} images need {needed / 1e6:,.1f} MB of disk until the end, {free / 1e6:,.1f} MB"
         if needed > free:
@@ -67,7 +68,7 @@ class SampleStore:
             raise UserError(f"{room} are free in {self.output.parent}: see num_images and out")
         print0(f"{room} are free")
         for path, part in parts.items():
-            if old != self.protocol or len(part) != len(self.ids(int(path.stem))):
+            if not resumed or len(part) != len(self.ids(int(path.stem))):
                 path.unlink()
         write_atomic(protocol_file, self.protocol.encode())
         return False
@@ -84,7 +85,7 @@ class SampleStore:
         return [k for k in range(rank, self.num_parts, world) if not self.path(k).exists()]
 
     def num_drawn(self) -> int:
-        """Images drawn so far, by all ranks."""
+        """By all ranks, so far."""
         return self.num_images - sum(len(self.ids(k)) for k in self.missing())
 
     def write(self, k: int, images: np.ndarray) -> None:

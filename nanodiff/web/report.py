@@ -1,7 +1,7 @@
 """The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
 
-It shows what can be read in the run folders: config.json, metrics.jsonl, samples/step_*.png and eval_*.json. Every
-number that was logged becomes a chart, which report.html draws; what cannot be made of a damaged file is one line.
+It shows config.json, metrics.jsonl, samples/step_*.png and eval_*.json of the run folders. Every number that was logged
+becomes a chart, which report.html draws; a part whose file is damaged becomes one line.
 """
 
 import base64
@@ -12,6 +12,7 @@ import shlex
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from html import escape
 from pathlib import Path
 
@@ -50,11 +51,10 @@ class Run:
 
 def read_json(text: bytes) -> dict:
     """The object in `text`; {} for anything else, such as the torn last line of a killed process."""
-    try:
+    with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def count_of(facts, key: str, default: int) -> int:
@@ -130,37 +130,38 @@ def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     overlay = len(runs) > 1
-    logged = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
+    keys = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
     page = ""
-    for name in dict.fromkeys([*CHARTS, *map(chart_of, logged)]):
+    for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
         title, axis = CHARTS.get(name, (name, ""))
         curves = {}  # title -> curves
-        for i, key in enumerate(key for key in logged if chart_of(key) == name):
+        for i, key in enumerate(key for key in keys if chart_of(key) == name):
+            style = "" if key.startswith("train/") else "dots"
             for j, run in enumerate(runs):
-                points = {step * run.per_step: value for step, value in run.logged.get(key, {}).items()}
+                logged = run.logged.get(key, {}).items()
+                points = {step * run.per_step: value for step, value in logged if value > 0 or axis != "log"}
                 if not any(points.values()):  # not logged, or an MFU of 0: the peak of the device is not known
                     continue
                 drawn = curves.setdefault(key if overlay else title, [])
-                label = run.folder.name if overlay else key
-                is_noisy = key.startswith("train/") and key != "train/lrm"
-                if is_noisy:
+                if not style and key != "train/lrm":  # noisy
                     if name in CHARTS and not overlay:
                         drawn.append(curve("not smoothed", points, i, "raw"))
                     points = dict(zip(points, smooth(points.values())))
-                drawn.append(curve(label, points, j if overlay else i, "" if key.startswith("train/") else "dots"))
+                label, colour = (run.folder.name, j) if overlay else (key, i)
+                drawn.append(curve(label, points, colour, style))
         page += "".join(chart(title, curves[title], axis, "images" if overlay else "step") for title in curves)
     return page or "<p>Nothing has been logged so far.</p>"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text and tables. Whatever comes from a file goes through escape
+# Text and tables: whatever comes from a file goes through escape
 
 
 def part(make, *args) -> str:
-    """The HTML that `make` gives or, where a file holds what no run writes, one line in its place."""
+    """The HTML that `make` gives, or one line where a file holds what no run writes: it must not end a run."""
     try:
         return make(*args)
-    except Exception as error:  # whatever it is, it must not end a run
+    except Exception as error:
         return f'<p class="muted">{make.__name__} skipped: {type(error).__name__}: {escape(str(error)[:200])}</p>'
 
 
@@ -182,7 +183,7 @@ def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
 
 
 def progress(run: Run, has_ended: bool) -> str:
-    """Whether a run is finished, stopped, or held by a process that trains it; how far it came, and when."""
+    """Is a run finished, stopped, or locked by its trainer? How far it came, and when."""
     total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
     state = "finished" if run.step >= total else "stopped"
     lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
@@ -192,8 +193,8 @@ def progress(run: Run, has_ended: bool) -> str:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 state = "running"
-    at = time.localtime((metrics if metrics.is_file() else run.folder).stat().st_mtime)
-    text = f"{run.folder.name}: {state}, step {run.step:,} of {total:,}, {time.strftime('%Y-%m-%d %H:%M', at)}"
+    at = datetime.fromtimestamp((metrics if metrics.is_file() else run.folder).stat().st_mtime)
+    text = f"{run.folder.name}: {state}, step {run.step:,} of {total:,}, {at:%Y-%m-%d %H:%M}"
     return f"<p>{escape(text)}{f'; {run.skipped:,} torn lines skipped' if run.skipped else ''}</p>"
 
 
@@ -206,7 +207,6 @@ def flat(facts: dict) -> dict:  # config.json without its nesting
 
 
 def commands(run: Run) -> str:
-    """What to type next, in the repository."""
     environment = run.facts.get("environment", {})
     script, *args = environment.get("command", ["base_train"])
     world = environment.get("world_size", 1)
@@ -219,7 +219,7 @@ python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
 
 
 def evaluation(path: Path, run: Run) -> str:
-    """What base_eval or compare_samplers wrote: floats were measured (but for cfg_scale), the rest is the protocol."""
+    """What base_eval or compare_samplers wrote: floats but cfg_scale were measured, the rest is the protocol."""
     e = read_json(read_small(path))
     rows = e.pop("rows", [])
     step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
@@ -236,7 +236,7 @@ def samplers(rows: list[dict]) -> str:
     for measured in ("fd_classifier", "error"):
         curves = {}  # sampler -> {evaluations: value}
         for row in rows:
-            if row["evaluations"] <= 100 and row.get(measured) is not None:
+            if row["evaluations"] <= 100 and (row.get(measured) or 0) > 0:  # the axis is logarithmic
                 curves.setdefault(row["sampler"], {})[row["evaluations"]] = row[measured]
         drawn = [curve(name, curves[name], i, "dots") for i, name in enumerate(curves)]
         pictures += chart(f"{measured}, up to 100 evaluations", drawn, "log", "evaluations")
@@ -272,15 +272,15 @@ def strip(run: Run, budget: int) -> str:
             url = data_url(read_small(paths[i], 2**27), budget // count)
             where = f'data-step="{step}" data-x="{step * run.per_step}"'
             images.append(f'<img alt="samples at step {step}" {where} src="{url}" hidden>')
-    if not images:
-        return ""
-    return f"""<figure class="strip"><figcaption>{escape(run.folder.name)}<output></output></figcaption>
-{"".join(images)}<input type="range" max="{len(images) - 1}" value="{len(images) - 1}" aria-label="step of the samples">
+    last = len(images) - 1
+    page = f"""<figure class="strip"><figcaption>{escape(run.folder.name)}<output></output></figcaption>
+{"".join(images)}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
 <small>{len(images)} of {len(paths)} grids, all of the same noise and classes</small></figure>"""
+    return page if images else ""
 
 
 def settings(runs: list[Run]) -> str:
-    """Those that differ between the runs, or from the defaults; then all that config.json says."""
+    """Those that differ between the runs, or from the defaults; then all of config.json."""
     names = [run.folder.name for run in runs]
     everything = [flat(run.facts) for run in runs]
     differing = table(names, everything, differing=True)
@@ -296,7 +296,7 @@ def settings(runs: list[Run]) -> str:
 
 
 def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
-    """`has_ended`: this process, although it still holds the lock, trains the run no more."""
+    """`has_ended`: this process holds the lock and trains no more."""
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.folder.name for run in runs))
     head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
@@ -319,15 +319,15 @@ def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> N
 
 
 class LiveReport:
-    """Keeps run_dir/report.html up to date. Never raises, and uses at most 1% of the run's time: all it shows is on
-    disk already, so neither a bug here nor a full disk is a reason to end hours of training."""
+    """Keeps run_dir/report.html up to date, in at most 1% of the run's time. Never raises: neither a bug here nor a
+    full disk is a reason to end hours of training."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.due = 0.0
 
     def refresh(self, last: bool = False) -> None:
-        """Write the report, unless it was written lately; the last one is always written."""
+        """Write the report, unless it was written lately and this is not the last."""
         start = time.monotonic()
         if start < self.due and not last:
             return
