@@ -16,7 +16,7 @@ from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.images import Options, classify, read_images, val_mask
+from nanodiff.data.images import Options, classify, val_mask
 from nanodiff.data.sources import open_source
 from nanodiff.png import encode_png
 
@@ -223,7 +223,7 @@ def test_labels_from_a_table(tmp_path, name):
 def test_labels_without_a_file_are_named(tmp_path, capsys):
     make_folder(tmp_path / "in", classes=["a"], per_class=1)
     (tmp_path / "in" / "dataset.json").write_text('{"labels": [["a/0.png", 10], ["a/1.png", 9]]}')
-    read_images(tmp_path / "in", "folder", Options())
+    open_source("folder", str(tmp_path / "in"), Options())
     assert "1 labels have no file" in capsys.readouterr().out
 
 
@@ -255,7 +255,7 @@ def test_an_unreadable_pick_does_not_cost_the_validation_split(tmp_path):
 def test_only_regular_files_are_opened(tmp_path):
     make_folder(tmp_path / "in", classes=["a"])
     os.mkfifo(tmp_path / "in" / "a" / "pipe.png")
-    source = read_images(tmp_path / "in", "folder", Options())
+    source = open_source("folder", str(tmp_path / "in"), Options())
     assert sum(len(block[0]) for block in source.blocks) == 4 and "not a regular file" in source.skipped[0]
     with pytest.raises(UserError, match="a pipe or a device"):
         open_source("auto", str(tmp_path / "in" / "a" / "pipe.png"), Options())
@@ -283,7 +283,7 @@ def test_tasks_are_bounded_by_bytes(tmp_path):
     for i in range(4):
         large.save(tmp_path / "in" / f"{i}.png")
     with mock.patch.object(image_decode, "ordered_map", run):
-        assert sum(len(block[0]) for block in read_images(tmp_path / "in", "folder", Options()).blocks) == 4
+        assert sum(len(block[0]) for block in open_source("folder", str(tmp_path / "in"), Options()).blocks) == 4
     assert [n for _, n in sizes] == [1] * 4
     with mock.patch.object(image_decode, "MAX_SIDE", 2000), pytest.raises(UserError, match="above 2000 pixels"):
-        list(read_images(tmp_path / "in", "folder", Options()).blocks)
+        list(open_source("folder", str(tmp_path / "in"), Options()).blocks)

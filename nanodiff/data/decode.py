@@ -86,21 +86,25 @@ def to_rgb(file):
 def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
     """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
 
-    C = 3 for files. resolution 0: as it is, up to MAX_SIDE.
+    C = 3 for files; resolution 0: as it is, files up to MAX_SIDE. Pillow is needed for files and for scaling.
     """
+    is_array = isinstance(payload, np.ndarray)
+    if is_array and (resolution == 0 or payload.shape[:2] == (resolution, resolution)):
+        return payload.transpose(2, 0, 1), min(payload.shape[:2])
     Image = import_pillow()
     if isinstance(payload, str) and not os.path.isfile(payload):  # opening a pipe would wait for ever
         raise ValueError("not a regular file")
     if payload is None or (isinstance(payload, str) and os.path.getsize(payload) > MAX_FILE_BYTES):
         raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
     with contextlib.ExitStack() as stack:
-        if isinstance(payload, np.ndarray):
+        if is_array:
             image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
         else:
             source = io.BytesIO(payload) if isinstance(payload, bytes) else payload
             image = stack.enter_context(Image.open(source, formats=FORMATS))
             if resolution == 0 and max(image.size) > MAX_SIDE:
-                raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels")
+                size = f"{image.width}x{image.height}"
+                raise UserError(f"{size}, above {MAX_SIDE} pixels; give --resolution=...")
             if image.width * image.height > LARGE_PIXELS:
                 stack.enter_context(_large)
             image = to_rgb(image)
@@ -110,38 +114,37 @@ def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
 
 
 def decode_chunk(task: tuple, resolution: int) -> list:
-    """(side of the images, [(index, name, payload)]) -> [(index, name, image, its shorter side before scaling)].
+    """(side of the images, [(name, payload, ...)]) -> [(name, image, its shorter side before scaling, ...)].
 
     In place of an unreadable image a str: why. An image of another size is the last, for `decode_all` refuses it.
     """
-    Image = import_pillow()
     expected, chunk = task
     results = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        for index, name, payload in chunk:
+        warnings.filterwarnings("error", "Image size")  # Pillow's, of a decompression bomb
+        for name, payload, *label in chunk:
             try:
                 image, side = decode(payload, resolution)
             except UserError as error:
-                raise UserError(f"image {name!r} is {error}; give --resolution=...") from None
+                raise UserError(f"image {name!r}: {error}") from None
             except Exception as error:  # Pillow raises nearly every kind on damaged files
                 image, side = str(error).splitlines()[0] if str(error) else type(error).__name__, 0
-            results.append((index, name, image, side))
+            results.append((name, image, side, *label))
             if side and image.shape[1:] != (expected, expected):
                 break
     return results
 
 
-def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options, source) -> Iterator:
-    """(index, name, payload) in any order -> blocks as in Source, whose counts grow. Unreadable images are skipped;
-    one that was drawn for validation is replaced by the next."""
+def decode_all(source, options, workers: int) -> Iterator:
+    """The blocks of a Source, whose counts grow. An unreadable image is skipped; for one that was drawn for validation
+    the next takes its place."""
     side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
 
     def tasks():
         chunk, size = [], 0
-        for item in items:
-            payload = item[2]
+        for item in source.items:
+            payload = item[1]
             chunk.append(item)
             size += 3 * side**2 + (payload.nbytes if isinstance(payload, np.ndarray) else len(payload or ""))
             if size >= CHUNK_BYTES or len(chunk) == 256:
@@ -153,12 +156,12 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options,
     first = None  # description and shape of the first image
     owed = num_train = 0
     decoder = functools.partial(decode_chunk, resolution=options.resolution)
-    for results in ordered_map(decoder, tasks(), options.workers):
-        images, rows = [], []
-        for index, name, image, shorter in results:
+    for results in ordered_map(decoder, tasks(), workers):
+        images, labels, held_out = [], [], []
+        for name, image, shorter, label, is_val in results:
             if isinstance(image, str):
                 source.skipped.append(f"{name!r}: {image}")
-                owed += int(source.val_is_drawn and is_val[index])
+                owed += int(source.val_is_drawn and is_val)
                 continue
             _, height, width = image.shape
             this = f"{name!r} is {width}x{height}"
@@ -170,14 +173,15 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options,
             side = height
             source.num_enlarged += shorter < options.resolution
             images.append(image)
-            rows.append(index)
+            labels.append(label)
+            held_out.append(is_val)
         if images:
-            held_out = is_val[rows]
+            held_out = np.array(held_out)
             spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
             held_out[spare] = True
             owed -= len(spare)
             num_train += np.sum(~held_out)
-            yield np.stack(images), labels[rows], held_out
+            yield np.stack(images), np.array(labels, np.int64), held_out
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:

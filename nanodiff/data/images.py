@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
+from nanodiff.data.decode import MAX_FILE_BYTES, import_pillow
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN_FOLDERS = ("train", "training")  # in any case
@@ -42,15 +42,16 @@ class Options:
 
 @dataclass
 class Source:
-    """Images to prepare. `blocks` yields (images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool)."""
+    """Images to prepare."""
 
     num_images: int
     class_names: list[str]  # [] = unlabelled
-    blocks: Iterator
-    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files, grows with the blocks
+    items: Iterator  # (name, file or array, see decode.decode; label; is_val) of each image
+    blocks: Iterator = ()  # of the decoded items: images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool
+    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
     left_out: int = 0  # images in none of the splits
     val_is_drawn: bool = True  # not the source's own split
-    num_enlarged: int = 0  # images smaller than the resolution, grows with the blocks
+    num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
@@ -146,6 +147,9 @@ def open_zip(path: Path):
     return archive.namelist(), fetch
 
 
+CONTAINERS = {"folder": open_folder, "tar": open_tar, "zip": open_zip}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Classes and splits
 
@@ -182,16 +186,19 @@ def classify(names: list[str], labels: str | dict, strip: bool):
     if labels == "none":
         return names, [], np.zeros(len(names), np.int64), is_val
     is_table = isinstance(labels, dict)
-    lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
-    classes = []
-    for name, p in zip(names, paths):
-        if is_table and name not in labels:
-            count = len(set(names) - labels.keys())
-            raise UserError(f"the table of labels lacks {count:,} of {len(names):,} images, such as {name!r}")
-        first, *rest = (labels[name], "") if is_table else p if labels == "folder" else p[-1].split("_")
-        if not rest:
-            raise UserError(f"labels={labels!r}: image {name!r} {lacks}; --labels=none ignores classes")
-        classes.append(first)
+    if is_table:
+        absent = [name for name in names if name not in labels]
+        if absent:
+            total = f"{len(absent):,} of {len(names):,}"
+            raise UserError(f"the table of labels lacks {total} images, such as {absent[0]!r}")
+        classes = [labels[name] for name in names]
+    else:
+        parts = [p if labels == "folder" else p[-1].split("_") for p in paths]
+        classless = [name for name, part in zip(names, parts) if len(part) == 1]
+        if classless:
+            lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
+            raise UserError(f"labels={labels!r}: image {classless[0]!r} {lacks}; --labels=none ignores classes")
+        classes = [part[0] for part in parts]
     numeric = is_table and all(name.isdecimal() for name in classes)
     class_names = sorted(set(classes), key=int if numeric else None)
     numbers = {name: i for i, name in enumerate(class_names)}
@@ -233,9 +240,9 @@ def read_table(name: str, payload) -> dict[str, str]:
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
-    """The images of a "folder", "tar" or "zip"."""
+    """The images of one of CONTAINERS."""
     import_pillow()
-    found, fetch = {"folder": open_folder, "tar": open_tar, "zip": open_zip}[kind](path)
+    found, fetch = CONTAINERS[kind](path)
     images = sorted({name for name in found if is_image(name)})
     if not images:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
@@ -248,10 +255,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
         print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
     names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
-    source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names), val_is_drawn=is_val is None)
-    if is_val is None:
-        is_val = val_mask(len(names), options)
-    index = {name: i for i, name in enumerate(names)}
-    items = ((index[name], name, payload) for name, payload in fetch(names))
-    source.blocks = decode_all(items, numbers, is_val, options, source)
-    return source
+    drawn = is_val is None
+    facts = dict(zip(names, zip(numbers, val_mask(len(names), options) if drawn else is_val)))
+    items = ((name, payload, *facts[name]) for name, payload in fetch(names))
+    return Source(len(names), class_names, items, left_out=len(images) - len(names), val_is_drawn=drawn)
