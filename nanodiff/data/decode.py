@@ -1,4 +1,4 @@
-"""Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes. Needs Pillow."""
+"""Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes."""
 
 import contextlib
 import functools
@@ -12,21 +12,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import UserError
 
 MAX_FILE_BYTES = 2**27  # larger files are skipped
-MAX_PIXELS = 2**26  # after scaling: a strip of 1 x 60,000 pixels is no picture
+MAX_PIXELS = 2**26  # after scaling, which makes much of a strip of 1 x 60,000
 MAX_SIDE = 4096  # pixels; larger images are scaled or refused
-LARGE_PIXELS = 2**24  # images above it are decoded one at a time: with its copies, one of 80 megapixels takes 0.7 GB
+LARGE_PIXELS = 2**24  # larger images are decoded one at a time: one of 80 megapixels takes 0.7 GB
 CHUNK_BYTES = 2**22  # of files and pixels per task of a worker
 QUEUE_BYTES = 2**26  # of tasks in flight per worker: an image of MAX_SIDE
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # by EXIF orientation  # fmt: skip
-_large = threading.Lock()  # of the one who decodes a large image; the workers share theirs
+_large = threading.Lock()  # held while a large image is decoded; the workers share one
 
 
 def import_pillow():
@@ -53,10 +54,9 @@ def center_crop(image, size: int):
 
 
 def to_rgb(file):
-    """An open image file -> PIL image in RGB, turned by EXIF, laid on white where it is transparent.
+    """An open image file -> its first frame as PIL image in RGB, turned by EXIF, laid on white where transparent.
 
-    Keeps the first frame of an animation. 16-bit values are scaled by their type's range; 32-bit ones by the range of 8
-    or 16 bits if it holds them, else by their own.
+    16-bit values are scaled by their type's range; 32-bit ones by 8 or 16 bits' if that holds them, else by their own.
     """
     Image = import_pillow()
     try:
@@ -92,22 +92,20 @@ def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
     if is_array and (resolution == 0 or payload.shape[:2] == (resolution, resolution)):
         return payload.transpose(2, 0, 1), min(payload.shape[:2])
     Image = import_pillow()
-    if isinstance(payload, str) and not os.path.isfile(payload):  # opening a pipe would wait for ever
-        raise ValueError("not a regular file")
-    if payload is None or (isinstance(payload, str) and os.path.getsize(payload) > MAX_FILE_BYTES):
+    if isinstance(payload, str):
+        if not os.path.isfile(payload):  # opening a pipe would wait for ever
+            raise ValueError("not a regular file")
+        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_FILE_BYTES else None
+    if payload is None:
         raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    with contextlib.ExitStack() as stack:
-        if is_array:
-            image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
-        else:
-            source = io.BytesIO(payload) if isinstance(payload, bytes) else payload
-            image = stack.enter_context(Image.open(source, formats=FORMATS))
-            if resolution == 0 and max(image.size) > MAX_SIDE:
-                size = f"{image.width}x{image.height}"
-                raise UserError(f"{size}, above {MAX_SIDE} pixels; give --resolution=...")
-            if image.width * image.height > LARGE_PIXELS:
-                stack.enter_context(_large)
-            image = to_rgb(image)
+    if is_array:
+        image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
+    else:
+        image = Image.open(io.BytesIO(payload), formats=FORMATS)
+        if resolution == 0 and max(image.size) > MAX_SIDE:
+            raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels; give --resolution=...")
+    with _large if image.width * image.height > LARGE_PIXELS else contextlib.nullcontext():
+        image = image if is_array else to_rgb(image)
         side = min(image.size)
         array = np.asarray(center_crop(image, resolution) if resolution else image)
     return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
@@ -185,7 +183,7 @@ def decode_all(source, options, workers: int) -> Iterator:
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() of (bytes that it takes, task) by worker processes, with few tasks and bytes in flight."""
+    """map() over pairs (size in bytes, task) by worker processes, with few tasks and bytes in flight."""
     if workers == 1:
         yield from (function(task) for _, task in tasks)
         return
@@ -204,7 +202,7 @@ def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
 
 
 def _init_worker(large) -> None:
-    """Leave Ctrl-C to the parent, and end with it: workers of a killed parent would wait forever."""
+    """Leave Ctrl-C to the parent, and end with it, even if it is killed."""
     global _large
     _large = large
     signal.signal(signal.SIGINT, signal.SIG_IGN)

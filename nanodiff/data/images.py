@@ -19,6 +19,7 @@ import numpy as np
 
 from nanodiff.common import UserError, print0
 from nanodiff.data.decode import MAX_FILE_BYTES, import_pillow
+from nanodiff.files import read_small
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN_FOLDERS = ("train", "training")  # in any case
@@ -105,14 +106,14 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
             opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(raw.read(2), open)
         with opener(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
             while (member := tar.next()) is not None:
-                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there, for ever
+                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there
                     raise tarfile.ReadError(f"a file of {member.size:,} bytes")
                 if member.isreg():
                     name = posixpath.normpath(member.name)
                     small = member.size <= MAX_FILE_BYTES
                     yield name, tar.extractfile(member).read() if small and wanted(name) else None
                 tar.members.clear()  # else the list of a large archive fills the memory
-            # For tarfile an archive also ends at a damaged header, and where it is cut. But only zeros mark the end.
+            # tarfile also stops at a damaged header and where the file is cut; but only zeros mark the end
             if tar.fileobj.tell() < tar.offset + 512:
                 raise tarfile.ReadError("the end is missing")
             while rest := tar.fileobj.read(2**20):  # to the checksum of the compressed file
@@ -121,7 +122,7 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
 
 
 def open_tar(path: Path):
-    """Two passes: the names, then the bytes, in the order of the archive."""
+    """Two passes: the names, then the bytes, in the archive's order."""
     print0(f"listing the files in {path}")
 
     def fetch(wanted):
@@ -161,11 +162,11 @@ def is_image(name: str) -> bool:
 
 
 def classify(names: list[str], labels: str | dict, strip: bool):
-    """Classes and splits by name -> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
+    """-> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
-    A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
-    "folder"), or the file name up to its first "_" ("file"), or what a table {name: class} says; "auto" is "folder" if
-    there are folders. `strip` ignores single folders around everything, which archives often have.
+    A train/ folder, with val/ or test/ beside it, is a split. Below it the class is the first folder (labels
+    "folder"), the file name up to its first "_" ("file"), or a table's {name: class}; "auto" is "folder" if there are
+    folders. `strip` ignores single folders around everything, which archives often have.
     """
     paths = [name.split("/") for name in names]
     paths = [[folder for folder in p[:-1] if folder.lower() != "images"] + p[-1:] for p in paths]  # no class
@@ -207,7 +208,7 @@ def classify(names: list[str], labels: str | dict, strip: bool):
 
 
 def read_table(name: str, payload) -> dict[str, str]:
-    """A table of labels (a path, or its bytes) -> {file: class}, {} if it holds none.
+    """A table of labels (its path or bytes) -> {file: class}, {} if it holds none.
 
     .csv: rows of file, class; .jsonl: {"file": ..., "label": ...}; .json: {file: class}, or as EDM's dataset.json
     {"labels": [[file, class], ...]} or null.
@@ -215,7 +216,7 @@ def read_table(name: str, payload) -> dict[str, str]:
     if isinstance(payload, str):
         if not name.endswith(TABLES) or not os.path.isfile(payload):
             raise UserError(f"labels={name!r}; accepted: {', '.join(LABELS)}, or a file in {', '.join(TABLES)}")
-        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_TABLE_BYTES else None
+        payload = read_small(Path(payload), MAX_TABLE_BYTES)
     if payload is None or len(payload) > MAX_TABLE_BYTES or payload.count(b",") > 3e6:  # each can cost 200 bytes
         raise UserError(f"{name} is too large for a table: above {MAX_TABLE_BYTES >> 20} MiB or 3 million commas")
     lines = io.TextIOWrapper(io.BytesIO(payload), "utf-8-sig")

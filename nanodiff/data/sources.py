@@ -128,7 +128,7 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
 
 
 def check_shape(path: Path, shape: tuple) -> None:
-    """UserError, before any memory is taken, for an array that a file of that size cannot hold."""
+    """UserError, before any memory is taken, for an array that the file cannot hold."""
     size = path.stat().st_size
     if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
@@ -162,7 +162,7 @@ def open_idx(path: Path, dims: int):
 
 
 def read_idx(path: Path, options: Options) -> Source:
-    """A file of images, or a folder with train-images and t10k-images; with the files of labels beside them, if any."""
+    """A file of images, or a folder with train-images and t10k-images; perhaps with files of labels beside them."""
     files = idx_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
@@ -194,9 +194,9 @@ def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
 
 
 def open_npz(path: Path):
-    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, and labels (N,) in `labels` or `arr_1`, if any.
+    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, perhaps labels (N,) in `labels` or `arr_1`.
 
-    Returns arr_0 as a file open after its header, its shape, and the labels, int64 or None.
+    -> arr_0 as a file open after its header, its shape, the labels as int64 or None.
     """
     with reading(path):
         archive = zipfile.ZipFile(path)
