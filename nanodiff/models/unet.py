@@ -1,7 +1,4 @@
-"""The UNet of IDDPM (Nichol & Dhariwal 2021, arXiv:2102.09672), also for super-resolution.
-
-Modules carry the published names.
-"""
+"""The UNet of IDDPM (Nichol & Dhariwal 2021, arXiv:2102.09672). Modules carry the published names."""
 
 import math
 from collections import OrderedDict
@@ -33,10 +30,10 @@ class UNetConfig:
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
     num_classes: int = 0  # 0 = unconditional
-    null_class: bool = True  # the class table has one more row, the null class; published tables have not
+    null_class: bool = True  # one more row in the class table; published tables lack it
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
-    low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
+    low_res: int = 0  # super-resolution: side in pixels of the image concatenated to x_t; 0 = off
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
@@ -49,9 +46,9 @@ class UNetConfig:
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
-        """The one dial: model_channels = 32 * depth, so depth 4 at 32 pixels is the published CIFAR-10 model.
+        """The one dial: model_channels = 32 * depth; depth 4 at 32 pixels is the published CIFAR-10 model.
 
-        CHANNEL_MULT's row for this size or the next larger is cut where a level would be odd or under 4 pixels.
+        Levels are CHANNEL_MULT's for this size or the next larger, down to where one would be odd or under 4 pixels.
         """
         mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
         levels = 1
@@ -61,12 +58,12 @@ class UNetConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Patches of 2 x 2 pixels, a DiT's measure of an image, for target_param_data_ratio."""
+        """For target_param_data_ratio: 2 x 2 patches, a DiT's measure of an image."""
         return (self.image_size // 2) ** 2
 
     @property
     def attention_levels(self) -> set[int]:
-        """For each resolution the level nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
+        """The nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
         return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 
@@ -75,7 +72,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """The output has the dtype of x: autocast would write it in fp32."""
+    """Keeps the dtype of x, where autocast would write fp32."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -96,7 +93,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
-        with no_autocast(x):  # on the CPU autocast would copy nearest neighbours in fp32
+        with no_autocast(x):  # which on the CPU would copy pixels in fp32
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(x)
 
@@ -127,7 +124,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions and a skip; under channels_last all reshapes are views."""
+    """Self-attention over all positions and a skip; under channels_last reshaping copies nothing."""
 
     def __init__(self, channels: int, num_heads: int):
         super().__init__()
@@ -140,7 +137,7 @@ class AttentionBlock(nn.Module):
         N, C, H, W = x.shape
         h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C), T = H*W
         qkv = self.qkv(h).view(N, H * W, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        # fp32 on the CPU, whose bf16 kernel takes 1.4 to 10 times as long in backward
+        # The CPU's bf16 kernel takes 1.4 to 10 times as long in backward as fp32
         dtype = torch.promote_types(qkv.dtype, torch.float32) if x.device.type == "cpu" else qkv.dtype
         with no_autocast(x):
             q, k, v = qkv.to(dtype).permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
@@ -199,7 +196,7 @@ class UNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Uniform within 1/sqrt(fan_in), labels N(0, 1), some layers 0; drawn on the CPU, the same for every device."""
+        """Uniform within 1/sqrt(fan_in), labels N(0, 1), last layers 0; drawn on the CPU, the same for every device."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
@@ -216,17 +213,16 @@ class UNet(nn.Module):
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
 
-        The null class, if any, is label num_classes. The output is fp32 under autocast too.
+        The null class, if any, is label num_classes. Under autocast, too, the output is fp32.
         """
         c = self.config
         if c.low_res:
             x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
-        with no_autocast(x_t):  # the published fp16 model, too, keeps the embedding and the output layer in fp32
+        with no_autocast(x_t):  # as published: the embedding and the output layer stay in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:
                 emb = emb + self.label_emb(y)
-        h = x_t
-        skips = []
+        h, skips = x_t, []
         for block in self.input_blocks:
             h = self.run(block, h, emb)
             skips.append(h)
