@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanodiff.common import StackedGenerator, UserError
 from nanodiff.diffusion.gaussian import (
-    LOSSES,
-    PREDICTIONS,
+    CHOICES,
     SAMPLERS,
     GaussianDiffusion,
     discretized_gaussian_log_likelihood,
@@ -71,7 +70,7 @@ def test_predictions_are_reparametrisations():
     g = torch.Generator().manual_seed(0)
     x0, noise = torch.rand(40, 3, 2, 2, generator=g) * 2 - 1, torch.randn(40, 3, 2, 2, generator=g)
     t = torch.arange(0, 40)
-    for prediction in PREDICTIONS:
+    for prediction in CHOICES["objective"]:
         process = GaussianDiffusion("cosine", 50, prediction)
         x_t = process.q_sample(x0, t, noise)
         out = process.target(x0, x_t, t, noise)
@@ -81,7 +80,7 @@ def test_predictions_are_reparametrisations():
         assert process.losses(lambda *_: out, x0, t, noise)["loss"].max() < 1e-10  # noqa: B023
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("prediction", CHOICES["objective"])
 def test_perfect_prediction_has_no_kl(prediction):
     """Knowing x0, the bound's KL terms vanish for the posterior's own variance; at t = 0 the decoder's term stays."""
     process = GaussianDiffusion("linear", 100, prediction, "fixed_small", "kl")
@@ -110,7 +109,7 @@ def test_pixel_probability_is_the_normal_integral():
     torch.testing.assert_close(p, expected, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", CHOICES["loss"])
 def test_gradients_of_the_hybrid(loss):
     """With a learned variance, MSE alone teaches the mean and the bound alone the variance; KL teaches both."""
     process = GaussianDiffusion("cosine", 100, variance="learned_range", loss=loss)
@@ -173,14 +172,14 @@ def test_losses_are_fp32_and_no_float64_reaches_the_device():
         (lambda: GaussianDiffusion("sigmoid"), ["noise_schedule", "sigmoid", "cosine"]),
         (lambda: GaussianDiffusion(num_timesteps=0), ["num_timesteps", "0"]),
         (lambda: GaussianDiffusion(num_timesteps=10), ["num_timesteps=10", "(0, 1)"]),  # linear betas pass 1 there
-        (lambda: GaussianDiffusion(prediction="noise"), ["objective", "noise", "eps"]),
+        (lambda: GaussianDiffusion(objective="noise"), ["objective", "noise", "eps"]),
         (lambda: GaussianDiffusion(variance="big"), ["variance", "big", "fixed_large"]),
         (lambda: GaussianDiffusion(loss="l1"), ["loss", "l1", "rescaled_kl"]),
         (lambda: space_timesteps(1000, "2000"), ["2000", "1000"]),
         (lambda: space_timesteps(1000, "ddim999"), ["ddim999", "stride"]),
         (lambda: space_timesteps(1000, "fast"), ["fast", "ddim50"]),
         (lambda: space_timesteps(1000, "5,0"), ["5,0"]),
-        (lambda: GaussianDiffusion(prediction="x_prev").respaced("10"), ["x_prev", "1000"]),
+        (lambda: GaussianDiffusion(objective="x_prev").respaced("10"), ["x_prev", "1000"]),
         (lambda: GaussianDiffusion().respaced(2000), ["steps=2000", "1000"]),
     ],
 )

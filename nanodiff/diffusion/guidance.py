@@ -8,9 +8,9 @@ from nanodiff.common import UserError
 def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: y (N,), low_res (N, C, h, w).
 
-    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) is null + cfg_scale (class - null), in one forward
-    pass of twice the batch; autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507) is weak + cfg_scale
-    (strong - weak). Both act where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724) and on the
+    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
+    pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
+    (strong - weak). Both where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), and on the
     first cfg_channels of the prediction; None: as many as x_t has, so a learned variance stays the class's own.
     """
     y, cfg_scale, weak_model = cond.get("y"), settings.cfg_scale, settings.weak_model
