@@ -269,21 +269,15 @@ def test_what_was_understood_is_printed(tmp_path):
     assert "cat/bad.png" in (open_dataset("toy").path / "skipped.txt").read_text()
 
 
-def test_tasks_are_bounded_by_bytes(tmp_path):
-    """One image of 16 MB per task, however many follow, and none is decoded that does not fit the first."""
-    sizes = []
-
-    def run(function, tasks, workers):
-        for size, task in tasks:
-            sizes.append((size, len(task[1])))
-            yield function(task)
-
-    large = Image.fromarray(np.zeros((2400, 2400, 3), np.uint8))
-    (tmp_path / "in").mkdir()
-    for i in range(4):
-        large.save(tmp_path / "in" / f"{i}.png")
+def test_tasks_are_bounded_by_bytes(tmp_path, monkeypatch):
+    """One large image per task, however many follow, and none is decoded that does not fit the first."""
+    make_folder(tmp_path / "in", sizes=[(100, 100)], classes=["a"])
+    monkeypatch.setattr(image_decode, "CHUNK_BYTES", 3 * 100**2)
+    found = []
+    run = lambda function, tasks, workers: (found.append(len(task[1])) or function(task) for _, task in tasks)
     with mock.patch.object(image_decode, "ordered_map", run):
         assert sum(len(block[0]) for block in open_source("folder", str(tmp_path / "in"), Options()).blocks) == 4
-    assert [n for _, n in sizes] == [1] * 4
-    with mock.patch.object(image_decode, "MAX_SIDE", 2000), pytest.raises(UserError, match="above 2000 pixels"):
+    assert found == [1] * 4
+    monkeypatch.setattr(image_decode, "MAX_SIDE", 99)
+    with pytest.raises(UserError, match="above 99 pixels"):
         list(open_source("folder", str(tmp_path / "in"), Options()).blocks)
