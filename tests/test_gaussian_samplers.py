@@ -13,15 +13,6 @@ COV = [[0.5, 0.3, 0.0], [0.3, 0.4, -0.1], [0.0, -0.1, 0.2]]
 oracle = GaussianOracle(MEAN, COV)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors here are tiny: on a busy machine a second thread makes them a hundred times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def affine(sample):
     """(mean, cov) of what a deterministic sampler, affine on Gaussian data, makes of standard normal noise: exact."""
     x0 = sample(torch.cat([torch.zeros(1, 3), torch.eye(3)])[:, :, None, None]).flatten(1).double().numpy()
