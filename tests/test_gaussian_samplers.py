@@ -127,9 +127,9 @@ def test_an_image_depends_on_its_own_seed_alone(sampler):
     torch.testing.assert_close(sample([7, 8, 9])[1:2], sample([8]))
 
 
-def test_clipping():
-    for sampler in SAMPLERS:
-        for clip in (True, False):
-            process = GaussianDiffusion("cosine", 20, "x0", clip_denoised=clip)
-            x0 = process.sample(lambda x, t: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
-            torch.testing.assert_close(x0, torch.full_like(x0, 1.0 if clip else 3.0))
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("clip, expected", [(True, 1.0), (False, 3.0)])
+def test_clipping(sampler, clip, expected):
+    process = GaussianDiffusion("cosine", 20, "x0", clip_denoised=clip)
+    x0 = process.sample(lambda x, t: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
+    torch.testing.assert_close(x0, torch.full_like(x0, expected))

@@ -138,14 +138,13 @@ def test_all_ranks_hold_the_history_of_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name,process,said",
+    "name, process, said",
     [
-        ("gaussian", FLOW, "loss-second-moment"),
-        ("logit-normal", gaussian(10), "flow"),
-        ("loss-second-moment", FLOW, "Gaussian"),
+        ("gaussian", FLOW, "accepted: .*loss-second-moment"),
+        ("logit-normal", gaussian(10), "for flow"),
+        ("loss-second-moment", FLOW, "for Gaussian"),
     ],
 )
 def test_mistakes_are_named(name, process, said):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"timesteps='?{name}.*{said}"):
         make_timesteps(name, process)
-    assert name in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
