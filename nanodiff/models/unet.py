@@ -82,11 +82,6 @@ class GroupNorm(nn.GroupNorm):
             return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-class Downsample(nn.Sequential):
-    def __init__(self, channels: int):
-        super().__init__(OrderedDict(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1)))
-
-
 class Upsample(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
@@ -177,7 +172,8 @@ class UNet(nn.Module):
         skips = [ch]  # channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
             if level:
-                self.input_blocks.append(Level(Downsample(ch)))
+                down = nn.Conv2d(ch, ch, 3, stride=2, padding=1)
+                self.input_blocks.append(Level(nn.Sequential(OrderedDict(op=down))))
                 skips.append(ch)
             for _ in range(c.num_res_blocks):
                 self.input_blocks.append(Level(*blocks(ch, mult * width, level)))
@@ -243,17 +239,15 @@ class UNet(nn.Module):
 
     def estimate_flops(self) -> int:
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
-        flops = 2 * sum(m.weight.numel() for m in self.time_embed[::2])
-        size = self.config.image_size
-        for level in [*self.input_blocks, self.middle_block, *self.output_blocks]:
-            for layer in level:
-                if isinstance(layer, Downsample):
-                    size //= 2
-                elif isinstance(layer, Upsample):
-                    size *= 2
-                elif isinstance(layer, AttentionBlock):
-                    flops += 2 * 2 * size**4 * layer.proj_out.in_features  # q k^T and weights @ v, 2 T T C each
-                for name, p in layer.named_parameters():
-                    if p.ndim > 1:
-                        flops += 2 * p.numel() * (1 if "emb_layers" in name else size**2)
-        return 3 * (flops + 2 * self.out[-1].weight.numel() * size**2)
+        flops, size = 0, self.config.image_size
+        for name, m in self.named_modules():  # in the order of forward
+            if isinstance(m, nn.Conv2d):
+                size //= m.stride[0]
+                flops += m.weight.numel() * size**2
+            elif isinstance(m, nn.Linear):
+                flops += m.weight.numel() * (1 if "emb" in name else size**2)
+            elif isinstance(m, AttentionBlock):
+                flops += 2 * size**4 * m.proj_out.in_features  # q k^T and weights @ v, T T C each
+            elif isinstance(m, Upsample):
+                size *= 2
+        return 3 * 2 * flops
