@@ -70,20 +70,6 @@ def test_shape_by_image_size(size, mult, levels):
         assert filled(config)(x, t).shape == x.shape
 
 
-def test_attention_splits_each_heads_own_qkv():
-    """Head h reads rows [3h, 3h + 3) * head size of qkv as q, k, v: the loop over heads in plain matrix products."""
-    block = build().middle_block[1].double()
-    x = torch.randn(2, 64, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    h = block.norm(x).flatten(2)  # (N, C, T)
-    qkv = block.qkv.weight @ h + block.qkv.bias[:, None]
-    out = []
-    for head in qkv.chunk(4, dim=1):
-        q, k, v = head.chunk(3, dim=1)  # each (N, hs, T)
-        out.append(v @ torch.softmax(q.transpose(1, 2) @ k / 16**0.5, dim=-1).transpose(1, 2))
-    want = x + (block.proj_out.weight @ torch.cat(out, 1) + block.proj_out.bias[:, None]).view_as(x)
-    torch.testing.assert_close(block(x), want)
-
-
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):

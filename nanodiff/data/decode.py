@@ -155,7 +155,7 @@ def decode_all(source, options, workers: int) -> Iterator:
     owed = num_train = 0
     decoder = functools.partial(decode_chunk, resolution=options.resolution)
     for results in ordered_map(decoder, tasks(), workers):
-        images, labels, held_out = [], [], []
+        rows = []  # (image, label, is_val)
         for name, image, shorter, label, is_val in results:
             if isinstance(image, str):
                 source.skipped.append(f"{name!r}: {image}")
@@ -170,16 +170,14 @@ def decode_all(source, options, workers: int) -> Iterator:
                 raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
             side = height
             source.num_enlarged += shorter < options.resolution
-            images.append(image)
-            labels.append(label)
-            held_out.append(is_val)
-        if images:
-            held_out = np.array(held_out)
+            rows.append((image, label, is_val))
+        if rows:
+            images, labels, held_out = (np.array(column) for column in zip(*rows))
             spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
             held_out[spare] = True
             owed -= len(spare)
             num_train += np.sum(~held_out)
-            yield np.stack(images), np.array(labels, np.int64), held_out
+            yield images, labels.astype(np.int64), held_out
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
