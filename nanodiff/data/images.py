@@ -70,7 +70,7 @@ def val_mask(num: int, options: Options) -> np.ndarray:
 
 @contextlib.contextmanager
 def reading(path: Path):
-    """Report a damaged archive as a UserError: the libraries raise nearly every kind of exception."""
+    """A damaged archive, on which libraries raise nearly every kind of exception, is a UserError."""
     try:
         yield
     except UserError:
@@ -96,9 +96,9 @@ def open_folder(path: Path):
 
 
 def read_tar(path: Path, wanted: Callable) -> Iterator:
-    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz), without extracting it to disk.
+    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz); nothing is extracted to disk.
 
-    None for the bytes unless wanted(name), and for files above MAX_FILE_BYTES.
+    None for the bytes unless wanted(name), and above MAX_FILE_BYTES.
     """
     with reading(path):
         with open(path, "rb") as raw:
@@ -156,7 +156,7 @@ CONTAINERS = {"folder": open_folder, "tar": open_tar, "zip": open_zip}
 
 
 def is_image(name: str) -> bool:
-    """By suffix; not hidden files, nor what macOS adds to archives."""
+    """By suffix, but not if hidden or added by macOS."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
     return name.lower().endswith(SUFFIXES) and not hidden
 

@@ -1,4 +1,4 @@
-"""Sources of images: which one a path is, CIFAR-10's download, and the readers of arrays (CIFAR-10, IDX, .npz)."""
+"""Sources of images: which one a path is, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz)."""
 
 import gzip
 import itertools
@@ -22,9 +22,6 @@ CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 MAX_IMAGES = 2**24  # in a file of arrays
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which source, and opening it
 
 
 def detect(path: Path) -> str:
@@ -72,10 +69,6 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Readers
-
-
 def read_shapes(path: Path, options: Options) -> Source:
     def items():
         for split in shapes.NUM_IMAGES:
@@ -114,12 +107,11 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
 
     def items():
         image_shape = (*shape[1:], 1)[:3]
-        numbers = np.zeros(shape[0], np.int64) if labels is None else labels
         with reading(path):
             for i in range(shape[0]):
                 data = file.read(math.prod(image_shape))
                 image = np.frombuffer(data, np.uint8).reshape(image_shape)
-                yield f"image {i}", image, numbers[i], is_val[i]
+                yield f"image {i}", image, 0 if labels is None else labels[i], is_val[i]
             if file.read(1):
                 raise EOFError("it goes on after the last image")
 
@@ -137,7 +129,7 @@ def check_shape(path: Path, shape: tuple) -> None:
 
 
 def idx_files(folder: Path) -> dict[str, Path]:
-    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, .gz or not."""
+    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, perhaps .gz."""
     files = {}
     for split, mark in (("train", "train-images"), ("val", "t10k-images"), ("val", "test-images")):
         for path in sorted(path for path in folder.glob(f"*{mark}*idx*") if path.is_file()):

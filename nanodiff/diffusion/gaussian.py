@@ -166,8 +166,7 @@ class GaussianDiffusion:
         self.clip_denoised = clip_denoised
         betas = make_betas(noise_schedule, num_timesteps)  # refuses absurd numbers before they take memory
         self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
-        model_t = np.arange(num_timesteps) * (1000 / num_timesteps if rescale_timesteps else 1.0)
-        self.set_tables(betas, model_t)
+        self.set_tables(betas, np.arange(num_timesteps) * (self.t_end / num_timesteps))
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
         """All that depends on t, (T,) in float64; model_t is the t that the model sees."""
@@ -192,7 +191,7 @@ class GaussianDiffusion:
         self._tables = {}  # (name, device) -> fp32 tensor (T,)
 
     def at(self, name: str, t) -> torch.Tensor:
-        """Entries t of a table as fp32 (N, 1, 1, 1) on the device of t; MPS has no float64."""
+        """Entries t (N,) of a table as fp32 (N, 1, 1, 1); MPS has no float64."""
         if (name, t.device) not in self._tables:
             self._tables[name, t.device] = torch.from_numpy(getattr(self, name).astype(np.float32)).to(t.device)
         return self._tables[name, t.device][t][:, None, None, None]
@@ -252,7 +251,7 @@ class GaussianDiffusion:
         return out.clamp(-1, 1) if clip else out
 
     def p_mean_variance(self, out, x_t, t, clip=False) -> dict[str, torch.Tensor]:
-        """mean, log_variance and x0, each (N, C, H, W), of p(x_{t-1} | x_t) for the model's output."""
+        """mean, log_variance and x0 (N, C, H, W) of p(x_{t-1} | x_t) for the model's output."""
         x0 = self.predict_x0(out, x_t, t, clip)
         mean, min_log = self.q_posterior(x0, x_t, t)
         if self.prediction == "x_prev":
@@ -269,7 +268,7 @@ class GaussianDiffusion:
         return {"mean": mean, "log_variance": log_variance, "x0": x0}
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
-        """p_mean_variance of the model at x_t, as sampling and bits/dim use it."""
+        """p_mean_variance in sampling and bits/dim."""
         return self.p_mean_variance(self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):

@@ -17,14 +17,11 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     if cfg_scale != 1 and weak_model is None and y is None:
         raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
     low, high = settings.cfg_interval
-
-    def is_guided(t):
-        if cfg_scale == 1 or (low <= 0 and high >= 1):
-            return cfg_scale != 1
-        return low <= t[0].item() / t_end <= high  # all images have the same t; .item() waits for the device
+    always = low <= 0 and high >= 1
 
     def denoiser(x_t, t):
-        if not is_guided(t):
+        # All images have the same t; .item() waits for the device
+        if cfg_scale == 1 or not (always or low <= t[0].item() / t_end <= high):
             return model(x_t, t, **cond)
         if weak_model is not None:
             strong, weak = model(x_t, t, **cond).float(), weak_model(x_t, t, **cond).float()

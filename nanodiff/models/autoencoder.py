@@ -27,11 +27,9 @@ class Autoencoder(nn.Module):
     """Base class; a subclass has `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
 
     downsample = 8  # pixels per latent along a side
-    scale = 1.0  # the published normalisation is (z - shift) * scale
-    shift = 0.0
+    scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
     parts = 2  # mean and std; 1 = std is zero
-    name = ""
-    sha256 = ""  # of the weight file
+    name = sha256 = ""  # of the weight file
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

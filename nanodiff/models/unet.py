@@ -234,11 +234,11 @@ class UNet(nn.Module):
         return block(*args)
 
     def parts(self) -> list[nn.Module]:
-        """What torch.compile compiles, each by itself; the rest takes little time."""
+        """What torch.compile compiles, each by itself."""
         return [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)] + [self.out]
 
     def estimate_flops(self) -> int:
-        """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
+        """Per image, 2 per multiply-add, of matrix products and attention; forward + backward = 3x forward."""
         flops, size = 0, self.config.image_size
         for name, m in self.named_modules():  # in the order of forward
             if isinstance(m, nn.Conv2d):
