@@ -126,8 +126,8 @@ def test_compiling_by_parts_changes_no_gradient(plain, checkpointing):
 def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain):
     """Blocks of one shape share a graph, with adapters too; a UNet's levels repeat their blocks."""
     found = []
-    name = "num_res_blocks" if isinstance(plain, UNetConfig) else "depth"
-    for depth in (2, 9):  # torch by default allows eight graphs of one function
+    name, deep = ("num_res_blocks", 3) if isinstance(plain, UNetConfig) else ("depth", 9)
+    for depth in (2, deep):  # torch by default allows eight graphs of one function
         model = build(plain, **{name: depth})
         add_lora(model, 2, 2.0, "qkv")
         found.append(count_graphs(compile_parts(model, backend="eager")))
