@@ -16,9 +16,9 @@ def filled(config, seed=0):
     return model
 
 
-def wave(shape, i=0, scale=1.0):
+def wave(shape, i=0, scale=1.0, salt=0.0):
     numbers = np.arange(np.prod(shape), dtype=np.float64)
-    return torch.tensor(scale * np.sin(0.37 * numbers + 1.7 * i).reshape(shape), dtype=torch.float32)
+    return torch.tensor(scale * np.sin(0.37 * numbers + 1.7 * i + salt).reshape(shape), dtype=torch.float32)
 
 
 def rule_weights(parameters):

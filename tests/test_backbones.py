@@ -24,6 +24,14 @@ def config(request):
     return CONFIGS[request.param]
 
 
+@pytest.fixture
+def plain(config):
+    """Few kinds of blocks: each is compiled."""
+    if isinstance(config, UNetConfig):
+        return replace(config, channel_mult=(1,), attention_resolutions=())
+    return config
+
+
 def build(config, **settings):
     return filled(replace(config, **settings))
 
@@ -92,22 +100,21 @@ def test_checkpointing_changes_no_gradient(config):
 
 
 def count_graphs(model):
-    """Graphs compiled in two training steps, and without gradients for two sizes of batch."""
+    """Graphs compiled in two training steps, and without gradients for another size of batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
         model(*inputs()).square().mean().backward()
     with torch.no_grad():
-        model.eval()(*inputs())
-        model(*inputs(2))
+        model.eval()(*inputs(2))
     assert not torch._dynamo.utils.counters["graph_break"]
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiling_by_parts_changes_no_gradient(config, checkpointing):
-    """Without breaks, forward and backward (and without torch.compile's C++ compiler)."""
-    eager = build(config, checkpointing=checkpointing)
+def test_compiling_by_parts_changes_no_gradient(plain, checkpointing):
+    """Without torch.compile's C++ compiler."""
+    eager = build(plain, checkpointing=checkpointing)
     model = compile_parts(copy.deepcopy(eager), backend="aot_eager")
     assert model.state_dict().keys() == eager.state_dict().keys()
     for m in (model, eager):
@@ -116,12 +123,12 @@ def test_compiling_by_parts_changes_no_gradient(config, checkpointing):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(config):
+def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain):
     """Blocks of one shape share a graph, with adapters too; a UNet's levels repeat their blocks."""
     found = []
-    name, depths = ("num_res_blocks", (2, 3)) if isinstance(config, UNetConfig) else ("depth", (2, 24))
-    for depth in depths:
-        model = build(config, **{name: depth})
+    name, deep = ("num_res_blocks", 3) if isinstance(plain, UNetConfig) else ("depth", 9)
+    for depth in (2, deep):  # torch by default allows eight graphs of one function
+        model = build(plain, **{name: depth})
         add_lora(model, 2, 2.0, "qkv")
         found.append(count_graphs(compile_parts(model, backend="eager")))
     assert found[0] == found[1] > 0

@@ -11,12 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from nanodiff.common import StackedGenerator, UserError
 from nanodiff.diffusion.gaussian import (
-    LOSSES,
-    PREDICTIONS,
+    CHOICES,
     SAMPLERS,
     GaussianDiffusion,
     discretized_gaussian_log_likelihood,
-    normal_kl,
     space_timesteps,
 )
 
@@ -66,38 +64,22 @@ def test_respacing_keeps_marginals_and_timesteps(spec):
 # Parametrisations and likelihood
 
 
-def test_predictions_are_reparametrisations():
-    """The true eps, x0, v or x_{t-1} mean, fed as the output, gives back the same x0 and the same reverse mean."""
+@pytest.mark.parametrize("prediction", CHOICES["objective"])
+def test_predictions_are_reparametrisations(prediction):
+    """The true eps, x0, v or x_{t-1} mean, fed as the output, gives back x0 and the reverse mean. It has no MSE and,
+    with the posterior's own variance, no KL; at t = 0 the decoder's term stays."""
     g = torch.Generator().manual_seed(0)
     x0, noise = torch.rand(40, 3, 2, 2, generator=g) * 2 - 1, torch.randn(40, 3, 2, 2, generator=g)
     t = torch.arange(0, 40)
-    for prediction in PREDICTIONS:
-        process = GaussianDiffusion("cosine", 50, prediction)
-        x_t = process.q_sample(x0, t, noise)
-        out = process.target(x0, x_t, t, noise)
-        torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
-        p = process.p_mean_variance(out, x_t, t)
-        torch.testing.assert_close(p["mean"], process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)
-        assert process.losses(lambda *_: out, x0, t, noise)["loss"].max() < 1e-10  # noqa: B023
-
-
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_perfect_prediction_has_no_kl(prediction):
-    """Knowing x0, the bound's KL terms vanish for the posterior's own variance; at t = 0 the decoder's term stays."""
-    process = GaussianDiffusion("linear", 100, prediction, "fixed_small", "kl")
-    g = torch.Generator().manual_seed(0)
-    x0, noise = torch.rand(100, 3, 2, 2, generator=g) * 2 - 1, torch.randn(100, 3, 2, 2, generator=g)
-    t = torch.arange(100)
-    out = process.target(x0, process.q_sample(x0, t, noise), t, noise)
-    loss = process.losses(lambda *_: out, x0, t, noise)["loss"]
+    process, kl = (GaussianDiffusion("cosine", 50, prediction, loss=loss) for loss in ("mse", "kl"))
+    x_t = process.q_sample(x0, t, noise)
+    out = process.target(x0, x_t, t, noise)
+    torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
+    p = process.p_mean_variance(out, x_t, t)
+    torch.testing.assert_close(p["mean"], process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)
+    assert process.losses(lambda *_: out, x0, t, noise)["loss"].max() < 1e-10
+    loss = kl.losses(lambda *_: out, x0, t, noise)["loss"]
     assert loss[1:].abs().max() < 1e-5 and loss[0] > 0.1
-
-
-def test_normal_kl_against_torch():
-    mean1, log_variance1, mean2, log_variance2 = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).double()
-    p, q = (torch.distributions.Normal(m, (v / 2).exp()) for m, v in ((mean1, log_variance1), (mean2, log_variance2)))
-    expected = torch.distributions.kl_divergence(p, q)
-    torch.testing.assert_close(normal_kl(mean1, log_variance1, mean2, log_variance2), expected)
 
 
 def test_pixel_probability_is_the_normal_integral():
@@ -110,7 +92,7 @@ def test_pixel_probability_is_the_normal_integral():
     torch.testing.assert_close(p, expected, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", CHOICES["loss"])
 def test_gradients_of_the_hybrid(loss):
     """With a learned variance, MSE alone teaches the mean and the bound alone the variance; KL teaches both."""
     process = GaussianDiffusion("cosine", 100, variance="learned_range", loss=loss)
@@ -168,24 +150,22 @@ def test_losses_are_fp32_and_no_float64_reaches_the_device():
 
 
 @pytest.mark.parametrize(
-    "mistake,names",
+    "mistake, said",
     [
-        (lambda: GaussianDiffusion("sigmoid"), ["noise_schedule", "sigmoid", "cosine"]),
-        (lambda: GaussianDiffusion(num_timesteps=0), ["num_timesteps", "0"]),
-        (lambda: GaussianDiffusion(num_timesteps=10), ["num_timesteps=10", "(0, 1)"]),  # linear betas pass 1 there
-        (lambda: GaussianDiffusion(prediction="noise"), ["objective", "noise", "eps"]),
-        (lambda: GaussianDiffusion(variance="big"), ["variance", "big", "fixed_large"]),
-        (lambda: GaussianDiffusion(loss="l1"), ["loss", "l1", "rescaled_kl"]),
-        (lambda: space_timesteps(1000, "2000"), ["2000", "1000"]),
-        (lambda: space_timesteps(1000, "ddim999"), ["ddim999", "stride"]),
-        (lambda: space_timesteps(1000, "fast"), ["fast", "ddim50"]),
-        (lambda: space_timesteps(1000, "5,0"), ["5,0"]),
-        (lambda: GaussianDiffusion(prediction="x_prev").respaced("10"), ["x_prev", "1000"]),
-        (lambda: GaussianDiffusion().respaced(2000), ["steps=2000", "1000"]),
+        (lambda: GaussianDiffusion("sigmoid"), "noise_schedule='sigmoid'.*cosine"),
+        (lambda: GaussianDiffusion(num_timesteps=0), "num_timesteps=0"),
+        (lambda: GaussianDiffusion(num_timesteps=10), r"num_timesteps=10 .*\(0, 1\)"),  # linear betas pass 1 there
+        (lambda: GaussianDiffusion(objective="noise"), "objective='noise'.*eps"),
+        (lambda: GaussianDiffusion(variance="big"), "variance='big'.*fixed_large"),
+        (lambda: GaussianDiffusion(loss="l1"), "loss='l1'.*rescaled_kl"),
+        (lambda: space_timesteps(1000, "2000"), "2000.*1000"),
+        (lambda: space_timesteps(1000, "ddim999"), "ddim999.*stride"),
+        (lambda: space_timesteps(1000, "fast"), "fast.*ddim50"),
+        (lambda: space_timesteps(1000, "5,0"), "5,0"),
+        (lambda: GaussianDiffusion(objective="x_prev").respaced("10"), "x_prev.*1000"),
+        (lambda: GaussianDiffusion().respaced(2000), "steps=2000.*1000"),
     ],
 )
-def test_mistakes_are_named(mistake, names):
-    with pytest.raises(UserError) as error:
+def test_mistakes_are_named(mistake, said):
+    with pytest.raises(UserError, match=said):
         mistake()
-    message = str(error.value)
-    assert "\n" not in message and all(name in message for name in names), message

@@ -1,11 +1,13 @@
 """Gaussian diffusion against the figures of OpenAI's improved-diffusion."""
 
-import math
+import functools
 
 import conftest
+import figures
 import numpy as np
 import pytest
 import torch
+from figures import assert_figures
 
 from nanodiff.diffusion.gaussian import GaussianDiffusion, ddim, ddpm, space_timesteps
 
@@ -13,9 +15,7 @@ golden = conftest.golden("gaussian.json")
 SHAPE = (4, 3, 4, 4)
 
 
-def wave(shape, i, scale):
-    x = scale * np.sin(0.37 * np.arange(math.prod(shape)) + 1.7 * i + golden["salt"])
-    return torch.from_numpy(x.reshape(shape).astype(np.float32))
+wave = functools.partial(figures.wave, salt=golden["salt"])
 
 
 def toy_model(learned):
@@ -34,17 +34,7 @@ class WaveNoise:
 
     def randn_like(self, x):
         self.k += 1
-        return wave(tuple(x.shape), self.k - 1, 1)
-
-
-def assert_figure(x, figure):
-    """Against shape, first and last values, mean and rms as the file keeps them."""
-    x = x.double()
-    assert list(x.shape) == figure["shape"]
-    flat = x.flatten().numpy()
-    np.testing.assert_allclose(flat[: len(figure["first"])], figure["first"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(flat[-len(figure["last"]) :], figure["last"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose([flat.mean(), np.sqrt((flat**2).mean())], [figure["mean"], figure["rms"]], rtol=1e-5)
+        return wave(x.shape, self.k - 1)
 
 
 @pytest.mark.parametrize("name", ["linear-1000", "linear-4000", "cosine-1000", "cosine-4000"])
@@ -52,9 +42,9 @@ def test_published_schedules(name):
     schedule, T = name.split("-")[0], int(name.split("-")[1])
     process = GaussianDiffusion(schedule, T)
     rows = [0, 1, 2, 9, T // 4, T // 2, 3 * T // 4, T - 2, T - 1]
-    figures = dict(golden["schedules"][name])
-    np.testing.assert_allclose(process.alpha_bar[rows], figures.pop("alphas_cumprod"), rtol=1e-9)
-    for table, values in figures.items():
+    tables = dict(golden["schedules"][name])
+    np.testing.assert_allclose(process.alpha_bar[rows], tables.pop("alphas_cumprod"), rtol=1e-9)
+    for table, values in tables.items():
         np.testing.assert_allclose(getattr(process, table)[rows], values, rtol=1e-9, err_msg=table)
 
 
@@ -94,16 +84,16 @@ def published():
 
 def test_published_steps(published):
     process, model = published
-    figures = golden["steps"]
+    want = golden["steps"]
     x_t = wave(SHAPE, 2, 1)
-    p = process.denoise(model, x_t, torch.tensor(figures["t"]))
+    p = process.denoise(model, x_t, torch.tensor(want["t"]))
     p |= {"pred_xstart": p["x0"], "variance": p["log_variance"].exp()}
-    for name, figure in figures["p_mean_variance"].items():
-        assert_figure(p[name], figure)
+    for name, figure in want["p_mean_variance"].items():
+        assert_figures(p[name], figure)
 
     def steps(sampler, **options):
         """One step of each image, each from its own timestep."""
-        rows = [sampler(process, model, x_t[n : n + 1], i, **options) for n, i in enumerate(figures["t"])]
+        rows = [sampler(process, model, x_t[n : n + 1], i, **options) for n, i in enumerate(want["t"])]
         return torch.cat([x for x, _ in rows])
 
     class Rows:  # hands out the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
@@ -111,24 +101,24 @@ def test_published_steps(published):
             self.rows = iter(wave(SHAPE, 101, 1).split(1)[first:])
             self.randn_like = lambda x: next(self.rows)
 
-    assert_figure(steps(ddpm, generator=Rows(first=1)), figures["p_sample"])
-    assert_figure(steps(ddim, eta=0.0), figures["ddim eta=0"])
-    assert_figure(steps(ddim, eta=0.5, generator=Rows(first=0)), figures["ddim eta=0.5"])
+    assert_figures(steps(ddpm, generator=Rows(first=1)), want["p_sample"])
+    assert_figures(steps(ddim, eta=0.0), want["ddim eta=0"])
+    assert_figures(steps(ddim, eta=0.5, generator=Rows(first=0)), want["ddim eta=0.5"])
 
 
 def test_published_loops(published):
     process, model = published
     noise = wave(SHAPE, 2, 1)
     x0 = process.sample(model, noise, sampler="ddpm", generator=WaveNoise())
-    assert_figure(x0, golden["steps"]["p_sample_loop"])
-    assert_figure(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
+    assert_figures(x0, golden["steps"]["p_sample_loop"])
+    assert_figures(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
 
 
 def test_published_bits_per_dim(published):
     process, model = published
-    bpd, figures = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), WaveNoise()), golden["steps"]["bits_per_dim"]
-    np.testing.assert_allclose(bpd["total_bpd"], figures["total_bpd"], rtol=1e-5)
+    bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), WaveNoise()), golden["steps"]["bits_per_dim"]
+    np.testing.assert_allclose(bpd["total_bpd"], want["total_bpd"], rtol=1e-5)
     # The published prior is a difference of numbers near 1 in fp32, good to about 1e-7.
-    np.testing.assert_allclose(bpd["prior_bpd"], figures["prior_bpd"], atol=3e-7)
+    np.testing.assert_allclose(bpd["prior_bpd"], want["prior_bpd"], atol=3e-7)
     for name in ("vb", "xstart_mse", "mse"):
-        assert_figure(bpd[name], figures[name])
+        assert_figures(bpd[name], want[name])

@@ -33,12 +33,6 @@ def test_published_forward_with_cfg():
     assert_figures(torch.cat([out, torch.cat([out[:, :3], null[:, 3:]], dim=1)]), figures, tolerance=1e-5)
 
 
-def test_scale_one_is_the_plain_model_in_one_forward():
-    model, (x, t, y) = Counted(), inputs()
-    assert torch.equal(make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=1.0))(x, t), model.model(x, t, y))
-    assert model.batches == [3]
-
-
 @pytest.mark.parametrize("scale", [0.0, 2.5])
 def test_one_doubled_forward_equals_two(scale):
     model, (x, t, y) = Counted(), inputs()
@@ -62,13 +56,14 @@ SOME, ALL = (0.2, 0.7), (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    "interval, t, guided",
-    [(SOME, 199, False), (SOME, 201, True), (SOME, 699, True), (SOME, 701, False), (ALL, 0, True), (ALL, 1000, True)],
-)
-def test_interval(interval, t, guided):
+    "scale, interval, t, guided",
+    [(3, SOME, 199, False), (3, SOME, 201, True), (3, SOME, 699, True), (3, SOME, 701, False), (3, ALL, 0, True),
+     (3, ALL, 1000, True), (1, ALL, 500, False)],
+)  # fmt: skip
+def test_interval_and_scale_one(scale, interval, t, guided):
     model, (x, _, y) = Counted(), inputs()
     t = torch.full((3,), float(t))
-    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=3.0, cfg_interval=interval))(x, t)
+    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=scale, cfg_interval=interval))(x, t)
     assert model.batches == [6 if guided else 3]
     assert torch.equal(out, model(x, t, y)) != guided
 

@@ -16,7 +16,7 @@ from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.images import Options, classify, read_images, val_mask
+from nanodiff.data.images import Options, classify, val_mask
 from nanodiff.data.sources import open_source
 from nanodiff.png import encode_png
 
@@ -138,9 +138,12 @@ def test_unreadable_files_are_skipped_and_counted(tmp_path, monkeypatch):
     for name, data in files.items():
         (tmp_path / "in" / "cat" / name).write_bytes(data)
     (tmp_path / "in" / "cat" / "link.png").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "in" / "cat" / "pipe.png")
     source = open_source("folder", str(tmp_path / "in"), Options(64))
     assert sum(len(block[0]) for block in source.blocks) == len(arrays)
-    assert {line.split("'")[1].split("/")[1] for line in source.skipped} == {*files, "link.png"}, source.skipped
+    assert {line.split("'")[1].split("/")[1] for line in source.skipped} == {*files, "link.png", "pipe.png"}
+    with pytest.raises(UserError, match="a pipe or a device"):
+        open_source("auto", str(tmp_path / "in" / "cat" / "pipe.png"), Options())
 
 
 def test_a_tar_that_leads_elsewhere(tmp_path):
@@ -165,20 +168,36 @@ def test_a_tar_that_leads_elsewhere(tmp_path):
     )
 
 
-def test_classify_by_tables():
-    names = ["train/a/1.png", "train/b/x/2.png", "val/a/3.png", "test/a/4.png"]
-    kept, class_names, labels, is_val = classify(names, "auto", strip=False)
-    assert kept == names[:3] and class_names == ["a", "b"]
-    assert labels.tolist() == [0, 1, 0] and is_val.tolist() == [False, False, True]
-    assert classify(["set/train/a/1.png", "set/test/a/2.png"], "auto", strip=True)[3].tolist() == [False, True]
-    assert classify(["only/1.png", "only/2.png"], "auto", strip=True)[1] == ["only"]  # one class is fine
-    assert classify(["train/a/1.png"], "auto", strip=False)[3] is None  # no held-out folder
-    assert classify(["a\x1b[2J/1.png"], "auto", strip=False)[1] == ["a?[2J"]
-    assert classify(names, "none", strip=False)[1] == []
-    names = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
-    assert classify(names, "auto", strip=False)[1] == []
-    _, class_names, labels, _ = classify(names, "file", strip=False)
-    assert class_names == ["cat", "dog"] and labels.tolist() == [0, 1, 1]
+SPLITS = ["train/a/1.png", "train/b/x/2.png", "val/a/3.png", "test/a/4.png"]
+FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
+
+
+@pytest.mark.parametrize(
+    "names, labels, strip, class_names, numbers, is_val",
+    [
+        (SPLITS, "auto", False, ["a", "b"], [0, 1, 0], [False, False, True]),  # val/ goes before test/
+        (SPLITS, "none", False, [], [0, 0, 0], [False, False, True]),
+        (["set/train/a/1.png", "set/test/a/2.png"], "auto", True, ["a"], [0, 0], [False, True]),
+        (["only/1.png", "only/2.png"], "auto", True, ["only"], [0, 0], None),  # one class is fine
+        (["train/a/1.png"], "auto", False, ["a"], [0], None),  # no held-out folder
+        (["a\x1b[2J/1.png"], "auto", False, ["a?[2J"], [0], None),
+        (FLAT, "auto", False, [], [0, 0, 0], None),
+        (FLAT, "file", False, ["cat", "dog"], [0, 1, 1], None),
+        (FLAT[:2], {"cat_2.png": "10", "dog_1.png": "9"}, False, ["9", "10"], [1, 0], None),  # numbers in their order
+        (["Training/a/1.png", "Testing/a/2.png"], "auto", False, ["a"], [0, 0], [False, True]),
+        (["images/1.png", "images/2.png"], "auto", False, [], [0, 0], None),
+        (["images/train/a/1.png", "images/Val/b/2.png"], "auto", False, ["a", "b"], [0, 1], [False, True]),
+    ],
+)
+def test_classify(names, labels, strip, class_names, numbers, is_val):
+    kept, *found = classify(names, labels, strip)
+    assert kept == names[: len(numbers)]
+    assert [x if x is None else list(x) for x in found] == [class_names, numbers, is_val]
+
+
+def test_a_split_alone_is_no_class():
+    with pytest.raises(UserError, match="is no class"):
+        classify(["cat/1.png", "Test/2.png"], "auto", strip=False)
 
 
 def test_edm_zip(tmp_path):
@@ -209,7 +228,8 @@ def test_labels_from_a_table(tmp_path, name):
     for i, file in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
         (tmp_path / "in" / file).write_bytes(encode_png(noise(8, 8, i)))
     (tmp_path / name).write_text(TABLES[name])
-    prepare(tmp_path / "in", labels=str(tmp_path / name), val_fraction=0)
+    out = report(tmp_path / "in", labels=str(tmp_path / name), val_fraction=0)
+    assert ("1 labels have no file" in out) == (name == "a.csv")
     assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
     (tmp_path / "in" / "3.png").write_bytes(encode_png(noise(8, 8)))
     with pytest.raises(UserError, match=r"lacks 1 of 4 images, such as '3\.png'"):
@@ -218,22 +238,6 @@ def test_labels_from_a_table(tmp_path, name):
         (tmp_path / name).write_text(wrong)
         with pytest.raises(UserError, match="not of the form"):
             prepare(tmp_path / "in", labels=str(tmp_path / name))
-
-
-def test_labels_without_a_file_are_named(tmp_path, capsys):
-    make_folder(tmp_path / "in", classes=["a"], per_class=1)
-    (tmp_path / "in" / "dataset.json").write_text('{"labels": [["a/0.png", 10], ["a/1.png", 9]]}')
-    read_images(tmp_path / "in", "folder", Options())
-    assert "1 labels have no file" in capsys.readouterr().out
-
-
-def test_splits_in_any_case_and_images_are_no_classes():
-    _, names, _, is_val = classify(["Training/a/1.png", "Testing/a/2.png"], "auto", strip=False)
-    assert (names, is_val.tolist()) == (["a"], [False, True])
-    assert classify(["images/1.png", "images/2.png"], "auto", strip=False)[1] == []
-    assert classify(["images/train/a/1.png", "images/Val/b/2.png"], "auto", strip=False)[1] == ["a", "b"]
-    with pytest.raises(UserError, match="is no class"):
-        classify(["cat/1.png", "Test/2.png"], "auto", strip=False)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 255), (0, 65535), (-1000, 3000), (0, 10**9)])
@@ -252,15 +256,6 @@ def test_an_unreadable_pick_does_not_cost_the_validation_split(tmp_path):
     assert len(open_dataset("toy", "train")) == 8 and len(open_dataset("toy", "val")) == 1
 
 
-def test_only_regular_files_are_opened(tmp_path):
-    make_folder(tmp_path / "in", classes=["a"])
-    os.mkfifo(tmp_path / "in" / "a" / "pipe.png")
-    source = read_images(tmp_path / "in", "folder", Options())
-    assert sum(len(block[0]) for block in source.blocks) == 4 and "not a regular file" in source.skipped[0]
-    with pytest.raises(UserError, match="a pipe or a device"):
-        open_source("auto", str(tmp_path / "in" / "a" / "pipe.png"), Options())
-
-
 def test_what_was_understood_is_printed(tmp_path):
     make_folder(tmp_path / "in", sizes=[(8, 8), (20, 20)])
     (tmp_path / "in" / "cat" / "bad.png").write_bytes(b"broken")
@@ -269,21 +264,15 @@ def test_what_was_understood_is_printed(tmp_path):
     assert "cat/bad.png" in (open_dataset("toy").path / "skipped.txt").read_text()
 
 
-def test_tasks_are_bounded_by_bytes(tmp_path):
-    """One image of 16 MB per task, however many follow, and none is decoded that does not fit the first."""
-    sizes = []
-
-    def run(function, tasks, workers):
-        for size, task in tasks:
-            sizes.append((size, len(task[1])))
-            yield function(task)
-
-    large = Image.fromarray(np.zeros((2400, 2400, 3), np.uint8))
-    (tmp_path / "in").mkdir()
-    for i in range(4):
-        large.save(tmp_path / "in" / f"{i}.png")
+def test_tasks_are_bounded_by_bytes(tmp_path, monkeypatch):
+    """One large image per task, however many follow, and none is decoded that does not fit the first."""
+    make_folder(tmp_path / "in", sizes=[(100, 100)], classes=["a"])
+    monkeypatch.setattr(image_decode, "CHUNK_BYTES", 3 * 100**2)
+    found = []
+    run = lambda function, tasks, workers: (found.append(len(task[1])) or function(task) for _, task in tasks)
     with mock.patch.object(image_decode, "ordered_map", run):
-        assert sum(len(block[0]) for block in read_images(tmp_path / "in", "folder", Options()).blocks) == 4
-    assert [n for _, n in sizes] == [1] * 4
-    with mock.patch.object(image_decode, "MAX_SIDE", 2000), pytest.raises(UserError, match="above 2000 pixels"):
-        list(read_images(tmp_path / "in", "folder", Options()).blocks)
+        assert sum(len(block[0]) for block in open_source("folder", str(tmp_path / "in"), Options()).blocks) == 4
+    assert found == [1] * 4
+    monkeypatch.setattr(image_decode, "MAX_SIDE", 99)
+    with pytest.raises(UserError, match="above 99 pixels"):
+        list(open_source("folder", str(tmp_path / "in"), Options()).blocks)

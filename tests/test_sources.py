@@ -41,8 +41,7 @@ def test_arrays_are_scaled_like_image_files(tmp_path):
 
 @pytest.mark.parametrize("key", ["arr_1", "labels", None])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_round_trip(tmp_path, key, save, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 3000)  # several pieces
+def test_npz_round_trip(tmp_path, key, save):
     images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), RNG.integers(0, 7, 30).astype(np.int32)
     save(tmp_path / "a.npz", arr_0=images, **({key: labels} if key else {}))
     prepare(tmp_path / "a.npz", val_fraction=0)
@@ -52,7 +51,7 @@ def test_npz_round_trip(tmp_path, key, save, monkeypatch):
     assert open_dataset("toy").num_classes == 0
 
 
-def test_cifar10_round_trip(tmp_path, monkeypatch):
+def test_cifar10_round_trip(tmp_path):
     file = tmp_path / "cifar-10-binary.tar.gz"
     batches = write_cifar(file)
     prepare(file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())

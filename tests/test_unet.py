@@ -45,20 +45,14 @@ def test_published_weights_and_outputs(case):
 
 @pytest.mark.parametrize(
     "settings, count",
-    [
-        ({"depth": 4, "image_size": 32, "out_channels": 6, "null_class": False}, 52_546_438),
-        ({"depth": 4, "image_size": 64, "out_channels": 6, "null_class": False}, 121_063_942),
-        (
-            {"depth": 6, "image_size": 64, "out_channels": 6, "num_classes": 1000, "null_class": False},
-            273_049_350,
-        ),
-    ],
+    [((4, 32), 52_546_438), ((4, 64), 121_063_942), ((6, 64, 1000), 273_049_350)],
     ids=["CIFAR-10", "ImageNet-64", "ImageNet-64 class-conditional"],
 )
 def test_published_parameter_counts(settings, count):
     """Nichol and Dhariwal's published models; and each one's config is read back from its state dict."""
+    depth, size, *classes = settings
     with torch.device("meta"):
-        model = UNet(UNetConfig.from_depth(**settings))
+        model = UNet(UNetConfig.from_depth(depth, size, out_channels=6, num_classes=sum(classes), null_class=False))
     assert sum(p.numel() for p in model.parameters()) == count
     assert from_improved_diffusion(model.state_dict())[0] == model.config
 
@@ -69,39 +63,21 @@ def test_published_parameter_counts(settings, count):
      (64, (1, 2, 3, 4), {2, 3}), (128, (1, 1, 2, 3, 4), {3, 4}), (256, (1, 1, 2, 2, 4, 4), {4, 5})],
 )  # fmt: skip
 def test_shape_by_image_size(size, mult, levels):
-    config = UNetConfig.from_depth(1, size)
+    config = UNetConfig.from_depth(1, size, num_res_blocks=1)
     assert config.channel_mult == mult and levels <= config.attention_levels
-
-
-@pytest.mark.parametrize("size", [8, 28])
-def test_other_sizes_run(size):
-    x, t, y = inputs(size=size)
-    out = build(image_size=size, channel_mult=UNetConfig.from_depth(1, size).channel_mult)(x, t, y)
-    assert out.shape == x.shape and out.isfinite().all()
-
-
-def test_attention_splits_each_heads_own_qkv():
-    """Head h reads rows [3h, 3h + 3) * head size of qkv as q, k, v: the loop over heads in plain matrix products."""
-    block = build().middle_block[1].double()
-    x = torch.randn(2, 64, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    h = block.norm(x).flatten(2)  # (N, C, T)
-    qkv = block.qkv.weight @ h + block.qkv.bias[:, None]
-    out = []
-    for head in qkv.chunk(4, dim=1):
-        q, k, v = head.chunk(3, dim=1)  # each (N, hs, T)
-        out.append(v @ torch.softmax(q.transpose(1, 2) @ k / 16**0.5, dim=-1).transpose(1, 2))
-    want = x + (block.proj_out.weight @ torch.cat(out, 1) + block.proj_out.bias[:, None]).view_as(x)
-    torch.testing.assert_close(block(x), want)
+    if size <= 32:
+        x, t, _ = inputs(size=size)
+        assert filled(config)(x, t).shape == x.shape
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):
-    model, (x, t, y) = build().to(memory_format=layout), inputs()
+    model, (x, t, y) = build(image_size=8).to(memory_format=layout), inputs(1, size=8)  # fp16 is slow on a CPU
     want = model(x, t, y).detach()
     seen = set()
     for m in model.modules():
-        if type(m).__name__ in ("ResBlock", "AttentionBlock", "Upsample", "Downsample"):
+        if type(m).__name__ in ("ResBlock", "AttentionBlock", "Upsample"):
             m.register_forward_hook(lambda m, args, out: seen.add(out.dtype))
     with torch.autocast("cpu", dtype=dtype):
         out = model(x.to(memory_format=layout), t, y)
@@ -109,9 +85,7 @@ def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):
     tolerance = 16 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(out, want, rtol=0, atol=tolerance)
     out.square().mean().backward()
-    assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
-    )
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_channels_last_is_kept_throughout():

@@ -1,4 +1,4 @@
-"""Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes. Needs Pillow."""
+"""Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes."""
 
 import contextlib
 import functools
@@ -12,21 +12,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import UserError
 
 MAX_FILE_BYTES = 2**27  # larger files are skipped
-MAX_PIXELS = 2**26  # after scaling: a strip of 1 x 60,000 pixels is no picture
+MAX_PIXELS = 2**26  # after scaling, which makes much of a strip of 1 x 60,000
 MAX_SIDE = 4096  # pixels; larger images are scaled or refused
-LARGE_PIXELS = 2**24  # images above it are decoded one at a time: with its copies, one of 80 megapixels takes 0.7 GB
+LARGE_PIXELS = 2**24  # larger images are decoded one at a time: one of 80 megapixels takes 0.7 GB
 CHUNK_BYTES = 2**22  # of files and pixels per task of a worker
 QUEUE_BYTES = 2**26  # of tasks in flight per worker: an image of MAX_SIDE
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # by EXIF orientation  # fmt: skip
-_large = threading.Lock()  # of the one who decodes a large image; the workers share theirs
+_large = threading.Lock()  # held while a large image is decoded; the workers share one
 
 
 def import_pillow():
@@ -53,10 +54,9 @@ def center_crop(image, size: int):
 
 
 def to_rgb(file):
-    """An open image file -> PIL image in RGB, turned by EXIF, laid on white where it is transparent.
+    """An open image file -> its first frame as PIL image in RGB, turned by EXIF, laid on white where transparent.
 
-    Keeps the first frame of an animation. 16-bit values are scaled by their type's range; 32-bit ones by the range of 8
-    or 16 bits if it holds them, else by their own.
+    16-bit values are scaled by their type's range; 32-bit ones by 8 or 16 bits' if that holds them, else by their own.
     """
     Image = import_pillow()
     try:
@@ -86,62 +86,63 @@ def to_rgb(file):
 def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
     """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
 
-    C = 3 for files. resolution 0: as it is, up to MAX_SIDE.
+    C = 3 for files; resolution 0: as it is, files up to MAX_SIDE. Pillow is needed for files and for scaling.
     """
+    is_array = isinstance(payload, np.ndarray)
+    if is_array and (resolution == 0 or payload.shape[:2] == (resolution, resolution)):
+        return payload.transpose(2, 0, 1), min(payload.shape[:2])
     Image = import_pillow()
-    if isinstance(payload, str) and not os.path.isfile(payload):  # opening a pipe would wait for ever
-        raise ValueError("not a regular file")
-    if payload is None or (isinstance(payload, str) and os.path.getsize(payload) > MAX_FILE_BYTES):
+    if isinstance(payload, str):
+        if not os.path.isfile(payload):  # opening a pipe would wait for ever
+            raise ValueError("not a regular file")
+        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_FILE_BYTES else None
+    if payload is None:
         raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    with contextlib.ExitStack() as stack:
-        if isinstance(payload, np.ndarray):
-            image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
-        else:
-            source = io.BytesIO(payload) if isinstance(payload, bytes) else payload
-            image = stack.enter_context(Image.open(source, formats=FORMATS))
-            if resolution == 0 and max(image.size) > MAX_SIDE:
-                raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels")
-            if image.width * image.height > LARGE_PIXELS:
-                stack.enter_context(_large)
-            image = to_rgb(image)
+    if is_array:
+        image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
+    else:
+        image = Image.open(io.BytesIO(payload), formats=FORMATS)
+        if resolution == 0 and max(image.size) > MAX_SIDE:
+            raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels; give --resolution=...")
+    with _large if image.width * image.height > LARGE_PIXELS else contextlib.nullcontext():
+        image = image if is_array else to_rgb(image)
         side = min(image.size)
         array = np.asarray(center_crop(image, resolution) if resolution else image)
     return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
 
 
 def decode_chunk(task: tuple, resolution: int) -> list:
-    """(side of the images, [(index, name, payload)]) -> [(index, name, image, its shorter side before scaling)].
+    """(side of the images, [(name, payload, ...)]) -> [(name, image, its shorter side before scaling, ...)].
 
     In place of an unreadable image a str: why. An image of another size is the last, for `decode_all` refuses it.
     """
-    Image = import_pillow()
     expected, chunk = task
     results = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        for index, name, payload in chunk:
+        warnings.filterwarnings("error", "Image size")  # Pillow's, of a decompression bomb
+        for name, payload, *label in chunk:
             try:
                 image, side = decode(payload, resolution)
             except UserError as error:
-                raise UserError(f"image {name!r} is {error}; give --resolution=...") from None
+                raise UserError(f"image {name!r}: {error}") from None
             except Exception as error:  # Pillow raises nearly every kind on damaged files
                 image, side = str(error).splitlines()[0] if str(error) else type(error).__name__, 0
-            results.append((index, name, image, side))
+            results.append((name, image, side, *label))
             if side and image.shape[1:] != (expected, expected):
                 break
     return results
 
 
-def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options, source) -> Iterator:
-    """(index, name, payload) in any order -> blocks as in Source, whose counts grow. Unreadable images are skipped;
-    one that was drawn for validation is replaced by the next."""
+def decode_all(source, options, workers: int) -> Iterator:
+    """The blocks of a Source, whose counts grow. An unreadable image is skipped; for one that was drawn for validation
+    the next takes its place."""
     side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
 
     def tasks():
         chunk, size = [], 0
-        for item in items:
-            payload = item[2]
+        for item in source.items:
+            payload = item[1]
             chunk.append(item)
             size += 3 * side**2 + (payload.nbytes if isinstance(payload, np.ndarray) else len(payload or ""))
             if size >= CHUNK_BYTES or len(chunk) == 256:
@@ -153,12 +154,12 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options,
     first = None  # description and shape of the first image
     owed = num_train = 0
     decoder = functools.partial(decode_chunk, resolution=options.resolution)
-    for results in ordered_map(decoder, tasks(), options.workers):
-        images, rows = [], []
-        for index, name, image, shorter in results:
+    for results in ordered_map(decoder, tasks(), workers):
+        rows = []  # (image, label, is_val)
+        for name, image, shorter, label, is_val in results:
             if isinstance(image, str):
                 source.skipped.append(f"{name!r}: {image}")
-                owed += int(source.val_is_drawn and is_val[index])
+                owed += int(source.val_is_drawn and is_val)
                 continue
             _, height, width = image.shape
             this = f"{name!r} is {width}x{height}"
@@ -169,19 +170,18 @@ def decode_all(items: Iterator, labels: np.ndarray, is_val: np.ndarray, options,
                 raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
             side = height
             source.num_enlarged += shorter < options.resolution
-            images.append(image)
-            rows.append(index)
-        if images:
-            held_out = is_val[rows]
+            rows.append((image, label, is_val))
+        if rows:
+            images, labels, held_out = (np.array(column) for column in zip(*rows))
             spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
             held_out[spare] = True
             owed -= len(spare)
             num_train += np.sum(~held_out)
-            yield np.stack(images), labels[rows], held_out
+            yield images, labels.astype(np.int64), held_out
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() of (bytes that it takes, task) by worker processes, with few tasks and bytes in flight."""
+    """map() over pairs (size in bytes, task) by worker processes, with few tasks and bytes in flight."""
     if workers == 1:
         yield from (function(task) for _, task in tasks)
         return
@@ -200,7 +200,7 @@ def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
 
 
 def _init_worker(large) -> None:
-    """Leave Ctrl-C to the parent, and end with it: workers of a killed parent would wait forever."""
+    """Leave Ctrl-C to the parent, and end with it, even if it is killed."""
     global _large
     _large = large
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.decode import MAX_FILE_BYTES, decode_all, import_pillow
+from nanodiff.data.decode import MAX_FILE_BYTES, import_pillow
+from nanodiff.files import read_small
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN_FOLDERS = ("train", "training")  # in any case
@@ -42,15 +43,16 @@ class Options:
 
 @dataclass
 class Source:
-    """Images to prepare. `blocks` yields (images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool)."""
+    """Images to prepare."""
 
     num_images: int
     class_names: list[str]  # [] = unlabelled
-    blocks: Iterator
-    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files, grows with the blocks
+    items: Iterator  # (name, file or array, see decode.decode; label; is_val) of each image
+    blocks: Iterator = ()  # of the decoded items: images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool
+    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
     left_out: int = 0  # images in none of the splits
     val_is_drawn: bool = True  # not the source's own split
-    num_enlarged: int = 0  # images smaller than the resolution, grows with the blocks
+    num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
@@ -68,7 +70,7 @@ def val_mask(num: int, options: Options) -> np.ndarray:
 
 @contextlib.contextmanager
 def reading(path: Path):
-    """Report a damaged archive as a UserError: the libraries raise nearly every kind of exception."""
+    """A damaged archive, on which libraries raise nearly every kind of exception, is a UserError."""
     try:
         yield
     except UserError:
@@ -94,9 +96,9 @@ def open_folder(path: Path):
 
 
 def read_tar(path: Path, wanted: Callable) -> Iterator:
-    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz), without extracting it to disk.
+    """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz); nothing is extracted to disk.
 
-    None for the bytes unless wanted(name), and for files above MAX_FILE_BYTES.
+    None for the bytes unless wanted(name), and above MAX_FILE_BYTES.
     """
     with reading(path):
         with open(path, "rb") as raw:
@@ -104,14 +106,14 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
             opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(raw.read(2), open)
         with opener(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
             while (member := tar.next()) is not None:
-                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there, for ever
+                if not member.offset_data <= tar.offset <= limit:  # tarfile would read on to there
                     raise tarfile.ReadError(f"a file of {member.size:,} bytes")
                 if member.isreg():
                     name = posixpath.normpath(member.name)
                     small = member.size <= MAX_FILE_BYTES
                     yield name, tar.extractfile(member).read() if small and wanted(name) else None
                 tar.members.clear()  # else the list of a large archive fills the memory
-            # For tarfile an archive also ends at a damaged header, and where it is cut. But only zeros mark the end.
+            # tarfile also stops at a damaged header and where the file is cut; but only zeros mark the end
             if tar.fileobj.tell() < tar.offset + 512:
                 raise tarfile.ReadError("the end is missing")
             while rest := tar.fileobj.read(2**20):  # to the checksum of the compressed file
@@ -120,7 +122,7 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
 
 
 def open_tar(path: Path):
-    """Two passes: the names, then the bytes, in the order of the archive."""
+    """Two passes: the names, then the bytes, in the archive's order."""
     print0(f"listing the files in {path}")
 
     def fetch(wanted):
@@ -146,22 +148,25 @@ def open_zip(path: Path):
     return archive.namelist(), fetch
 
 
+CONTAINERS = {"folder": open_folder, "tar": open_tar, "zip": open_zip}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Classes and splits
 
 
 def is_image(name: str) -> bool:
-    """By suffix; not hidden files, nor what macOS adds to archives."""
+    """By suffix, but not if hidden or added by macOS."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
     return name.lower().endswith(SUFFIXES) and not hidden
 
 
 def classify(names: list[str], labels: str | dict, strip: bool):
-    """Classes and splits by name -> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
+    """-> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
-    A train/ folder, with val/ or test/ beside it, is a split. Below it, the class is the first folder (labels
-    "folder"), or the file name up to its first "_" ("file"), or what a table {name: class} says; "auto" is "folder" if
-    there are folders. `strip` ignores single folders around everything, which archives often have.
+    A train/ folder, with val/ or test/ beside it, is a split. Below it the class is the first folder (labels
+    "folder"), the file name up to its first "_" ("file"), or a table's {name: class}; "auto" is "folder" if there are
+    folders. `strip` ignores single folders around everything, which archives often have.
     """
     paths = [name.split("/") for name in names]
     paths = [[folder for folder in p[:-1] if folder.lower() != "images"] + p[-1:] for p in paths]  # no class
@@ -182,16 +187,19 @@ def classify(names: list[str], labels: str | dict, strip: bool):
     if labels == "none":
         return names, [], np.zeros(len(names), np.int64), is_val
     is_table = isinstance(labels, dict)
-    lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
-    classes = []
-    for name, p in zip(names, paths):
-        if is_table and name not in labels:
-            count = len(set(names) - labels.keys())
-            raise UserError(f"the table of labels lacks {count:,} of {len(names):,} images, such as {name!r}")
-        first, *rest = (labels[name], "") if is_table else p if labels == "folder" else p[-1].split("_")
-        if not rest:
-            raise UserError(f"labels={labels!r}: image {name!r} {lacks}; --labels=none ignores classes")
-        classes.append(first)
+    if is_table:
+        absent = [name for name in names if name not in labels]
+        if absent:
+            total = f"{len(absent):,} of {len(names):,}"
+            raise UserError(f"the table of labels lacks {total} images, such as {absent[0]!r}")
+        classes = [labels[name] for name in names]
+    else:
+        parts = [p if labels == "folder" else p[-1].split("_") for p in paths]
+        classless = [name for name, part in zip(names, parts) if len(part) == 1]
+        if classless:
+            lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
+            raise UserError(f"labels={labels!r}: image {classless[0]!r} {lacks}; --labels=none ignores classes")
+        classes = [part[0] for part in parts]
     numeric = is_table and all(name.isdecimal() for name in classes)
     class_names = sorted(set(classes), key=int if numeric else None)
     numbers = {name: i for i, name in enumerate(class_names)}
@@ -200,7 +208,7 @@ def classify(names: list[str], labels: str | dict, strip: bool):
 
 
 def read_table(name: str, payload) -> dict[str, str]:
-    """A table of labels (a path, or its bytes) -> {file: class}, {} if it holds none.
+    """A table of labels (its path or bytes) -> {file: class}, {} if it holds none.
 
     .csv: rows of file, class; .jsonl: {"file": ..., "label": ...}; .json: {file: class}, or as EDM's dataset.json
     {"labels": [[file, class], ...]} or null.
@@ -208,7 +216,7 @@ def read_table(name: str, payload) -> dict[str, str]:
     if isinstance(payload, str):
         if not name.endswith(TABLES) or not os.path.isfile(payload):
             raise UserError(f"labels={name!r}; accepted: {', '.join(LABELS)}, or a file in {', '.join(TABLES)}")
-        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_TABLE_BYTES else None
+        payload = read_small(Path(payload), MAX_TABLE_BYTES)
     if payload is None or len(payload) > MAX_TABLE_BYTES or payload.count(b",") > 3e6:  # each can cost 200 bytes
         raise UserError(f"{name} is too large for a table: above {MAX_TABLE_BYTES >> 20} MiB or 3 million commas")
     lines = io.TextIOWrapper(io.BytesIO(payload), "utf-8-sig")
@@ -233,9 +241,9 @@ def read_table(name: str, payload) -> dict[str, str]:
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
-    """The images of a "folder", "tar" or "zip"."""
+    """The images of one of CONTAINERS."""
     import_pillow()
-    found, fetch = {"folder": open_folder, "tar": open_tar, "zip": open_zip}[kind](path)
+    found, fetch = CONTAINERS[kind](path)
     images = sorted({name for name in found if is_image(name)})
     if not images:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
@@ -248,10 +256,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
         print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
     names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
-    source = Source(len(names), class_names, iter(()), left_out=len(images) - len(names), val_is_drawn=is_val is None)
-    if is_val is None:
-        is_val = val_mask(len(names), options)
-    index = {name: i for i, name in enumerate(names)}
-    items = ((index[name], name, payload) for name, payload in fetch(names))
-    source.blocks = decode_all(items, numbers, is_val, options, source)
-    return source
+    drawn = is_val is None
+    facts = dict(zip(names, zip(numbers, val_mask(len(names), options) if drawn else is_val)))
+    items = ((name, payload, *facts[name]) for name, payload in fetch(names))
+    return Source(len(names), class_names, items, left_out=len(images) - len(names), val_is_drawn=drawn)

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-# Which points (x, y) lie in the upright shape, in units of its circumscribed radius; r2 = x*x + y*y. No two shapes look
-# alike after rotation, nor blurred at 16 pixels (hence no square beside the circle): so a small classifier can tell
-# whether a model obeys its labels.
+# Which points (x, y) lie in the upright shape, in units of its circumscribed radius; r2 = x*x + y*y. No two look alike
+# when turned, nor at 16 pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels.
 INSIDE = {
     "circle": lambda x, y, r2: r2 < 0.8,
     "ring": lambda x, y, r2: (r2 < 1) & (r2 > 0.36),
@@ -30,8 +29,8 @@ SUPERSAMPLES = 4  # per pixel and axis
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
-    `seed`: an integer >= 0 or a tuple of them; `classes` (num,): the shape in each image, None draws them evenly.
-    Colour, size, rotation and place (within the image) are uniform; a pixel is the mean of 4 x 4 points.
+    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size, angle and
+    place within the image, they are uniform.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
@@ -43,7 +42,7 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
 
 
 def draw_numbered(numbers: np.ndarray, resolution: int) -> tuple[np.ndarray, np.ndarray]:
-    """The images and labels of these numbers (n,) in an endless stream of shapes: each a function of its number."""
+    """Images and labels of these numbers (n,) in an endless stream: each a function of its number."""
     u = hashed_uniforms(numbers, 6)
     labels = (u[:, 0] * len(CLASS_NAMES)).astype(np.int64)
     colours = COLOURS[(u[:, 1] * len(COLOURS)).astype(np.int64)]
@@ -60,7 +59,7 @@ def hashed_uniforms(numbers: np.ndarray, count: int) -> np.ndarray:
 
 
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
-    """(n, 3, resolution, resolution) uint8: shapes of these labels (n,), colours (n, 3) and poses on the ground."""
+    """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 4)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for label in range(len(CLASS_NAMES)):
         i = np.flatnonzero(labels == label)
@@ -72,20 +71,18 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
 
 def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
     """Random radius, x and y of the centre and angle of shapes within the image: (num, 4) float64."""
-    radius = rng.uniform(size=num)
-    x, y = rng.uniform(size=(2, num))
-    return poses_of(radius, x, y, rng.uniform(size=num))
+    return poses_of(*rng.uniform(size=(4, num)))
 
 
 def poses_of(radius, x, y, angle) -> np.ndarray:
-    """Poses (n, 4), see draw_poses, from uniform numbers (n,) each."""
+    """draw_poses from given numbers in [0, 1), (n,) each."""
     radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * radius
     room = 1 - 2 * radius
     return np.stack([radius, radius + room * x, radius + room * y, MAX_TILT * (2 * angle - 1)], 1)
 
 
 def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
-    """The share of each pixel, of 4 x 4 points, that a shape covers in poses (n, 4): (n, resolution, resolution)."""
+    """The share of each pixel's 4 x 4 points that a shape in poses (n, 4) covers: (n, resolution, resolution)."""
     side = resolution * SUPERSAMPLES
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
     masks = np.empty((len(poses), resolution, resolution), np.float32)
@@ -104,6 +101,6 @@ def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
 
 
 def draw_split(split: str, seed: int, resolution: int):
-    """The images and labels of a split, in blocks of 1,000 to bound the memory."""
+    """Images and labels of a split, in blocks of 1,000 to bound the memory."""
     for start in range(0, NUM_IMAGES[split], 1000):
         yield draw_shapes(1000, (seed, list(NUM_IMAGES).index(split), start), resolution)

@@ -1,4 +1,4 @@
-"""Sources of images: which one a path is, CIFAR-10's download, and the readers of arrays (CIFAR-10, IDX, .npz)."""
+"""Sources of images: which one a path is, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz)."""
 
 import gzip
 import itertools
@@ -6,7 +6,6 @@ import math
 import os
 import posixpath
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +13,15 @@ import numpy as np
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.decode import MAX_FILE_BYTES, decode_all
-from nanodiff.data.images import MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
+from nanodiff.data.images import CONTAINERS, MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
 from nanodiff.files import check_zip, download, sha256_of
 
-SOURCES = ("shapes", "cifar10", "mnist", "idx", "npz", "folder", "tar", "zip")
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
-BLOCK_BYTES = 2**24  # read at once
 MAX_IMAGES = 2**24  # in a file of arrays
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which source, and opening it
 
 
 def detect(path: Path) -> str:
@@ -49,68 +43,46 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
 
     `sha256` of the file: "" skips the check, "auto" takes the published one, if any.
     """
-    if source == "shapes":
-        return read_shapes(options)
+    file = Path(os.path.expanduser(path))
     if source == "cifar10" and not path:
         file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
-    elif not path:
+    elif not path and source != "shapes":
         raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
-    else:
-        file = Path(os.path.expanduser(path))
-    if not file.is_file() and not file.is_dir():
+    if source != "shapes" and not file.is_file() and not file.is_dir():
         raise UserError(f"path={path!r} is {'a pipe or a device' if file.exists() else 'no file or folder'}")
     source = detect(file) if source == "auto" else source
     if sha256 == "auto":
         sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
     if sha256 and sha256_of(file) != sha256.lower():
         raise UserError(f"path={path!r} does not have SHA-256 {sha256}: damaged or another file; --sha256= skips this")
-    if source in ("folder", "tar", "zip"):
-        return read_images(file, source, options)
-    if options.labels not in ("auto", "none"):
-        raise UserError(f"labels={options.labels!r} is for image files; for source={source!r} accepted: auto, none")
-    if source == "cifar10":
-        result = read_cifar10(file)
-    elif source == "npz":
-        result = read_npz(file, options)
+    if source in CONTAINERS:
+        found = read_images(file, source, options)
+    elif options.labels in ("auto", "none"):
+        found = READERS[source](file, options)
     else:
-        result = read_idx(file, options)
+        raise UserError(f"labels={options.labels!r} is for image files; for source={source!r} accepted: auto, none")
     if options.labels == "none":
-        result.class_names = []
-    result.blocks = resize_blocks(result.blocks, options, result)
-    return result
+        found.class_names = []
+    found.blocks = decode_all(found, options, options.workers if source in CONTAINERS else 1)
+    return found
 
 
-def resize_blocks(blocks: Iterator, options: Options, source: Source) -> Iterator:
-    """Crop and scale to the resolution, like image files."""
-    for images, labels, is_val in blocks:
-        height, width = images.shape[2:]
-        if height == width and options.resolution in (0, height):
-            yield images, labels, is_val
-        else:
-            items = ((i, f"image {i}", image.transpose(1, 2, 0)) for i, image in enumerate(images))
-            yield from decode_all(items, labels, is_val, options, source)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Readers
-
-
-def read_shapes(options: Options) -> Source:
-    def blocks():
+def read_shapes(path: Path, options: Options) -> Source:
+    def items():
         for split in shapes.NUM_IMAGES:
             for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
-                yield images, labels, np.full(len(labels), split == "val")
+                for image, label in zip(images, labels):
+                    yield "a shape", image.transpose(1, 2, 0), label, split == "val"
 
-    class_names = [] if options.labels == "none" else list(shapes.CLASS_NAMES)
-    return Source(sum(shapes.NUM_IMAGES.values()), class_names, blocks())
+    return Source(sum(shapes.NUM_IMAGES.values()), list(shapes.CLASS_NAMES), items())
 
 
-def read_cifar10(path: Path) -> Source:
+def read_cifar10(path: Path, options: Options) -> Source:
     """The tar of the binary version: records of a byte of label and 3x32x32 bytes of image."""
 
-    def blocks():
+    def items():
         left = set(CIFAR10_BATCHES)
         for member, data in read_tar(path, lambda name: posixpath.basename(name) in left):
             name = posixpath.basename(member)
@@ -121,36 +93,34 @@ def read_cifar10(path: Path) -> Source:
                 records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
                 if records[:, 0].max() > 9:
                     raise ValueError(f"{name} has labels above 9")
-            is_val = np.full(len(records), name == "test_batch.bin")
-            yield records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64), is_val
+            for i, record in enumerate(records):
+                image = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
+                yield f"{name}, image {i}", image, record[0], name == "test_batch.bin"
         if left:
             raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
 
-    return Source(60_000, list(CIFAR10_CLASSES), blocks())
+    return Source(60_000, list(CIFAR10_CLASSES), items())
 
 
 def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarray, path: Path) -> Source:
-    """Images (N, H, W) or (N, H, W, C) uint8 in an open file, read piece by piece."""
+    """Images (N, H, W) or (N, H, W, C) uint8 in an open file, read one by one."""
 
-    def blocks():
-        numbers = np.zeros(shape[0], np.int64) if labels is None else labels
-        image_bytes = math.prod(shape[1:])
-        step = max(1, BLOCK_BYTES // image_bytes)
+    def items():
+        image_shape = (*shape[1:], 1)[:3]
         with reading(path):
-            for start in range(0, shape[0], step):
-                n = min(step, shape[0] - start)
-                images = np.frombuffer(file.read(n * image_bytes), np.uint8).reshape(n, *shape[1:])
-                images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-                yield images, numbers[start : start + n], is_val[start : start + n]
+            for i in range(shape[0]):
+                data = file.read(math.prod(image_shape))
+                image = np.frombuffer(data, np.uint8).reshape(image_shape)
+                yield f"image {i}", image, 0 if labels is None else labels[i], is_val[i]
             if file.read(1):
                 raise EOFError("it goes on after the last image")
 
     class_names = [] if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
-    return Source(shape[0], class_names, blocks())
+    return Source(shape[0], class_names, items())
 
 
 def check_shape(path: Path, shape: tuple) -> None:
-    """UserError, before any memory is taken, for an array that a file of that size cannot hold."""
+    """UserError, before any memory is taken, for an array that the file cannot hold."""
     size = path.stat().st_size
     if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
@@ -159,7 +129,7 @@ def check_shape(path: Path, shape: tuple) -> None:
 
 
 def idx_files(folder: Path) -> dict[str, Path]:
-    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, .gz or not."""
+    """Split -> file of images, by MNIST's names: train-images-idx3-ubyte, t10k-images-idx3-ubyte, perhaps .gz."""
     files = {}
     for split, mark in (("train", "train-images"), ("val", "t10k-images"), ("val", "test-images")):
         for path in sorted(path for path in folder.glob(f"*{mark}*idx*") if path.is_file()):
@@ -184,7 +154,7 @@ def open_idx(path: Path, dims: int):
 
 
 def read_idx(path: Path, options: Options) -> Source:
-    """A file of images, or a folder with train-images and t10k-images; with the files of labels beside them, if any."""
+    """A file of images, or a folder with train-images and t10k-images; perhaps with files of labels beside them."""
     files = idx_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
@@ -198,8 +168,8 @@ def read_idx(path: Path, options: Options) -> Source:
     if len(kinds) > 1:
         raise UserError(f"{path}: train and test images differ in size, or only one has a file of labels")
     class_names = max((source.class_names for source in sources), key=len)
-    blocks = itertools.chain(*(source.blocks for source in sources))
-    return Source(sum(source.num_images for source in sources), class_names, blocks)
+    items = itertools.chain(*(source.items for source in sources))
+    return Source(sum(source.num_images for source in sources), class_names, items)
 
 
 def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
@@ -216,9 +186,9 @@ def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
 
 
 def open_npz(path: Path):
-    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, and labels (N,) in `labels` or `arr_1`, if any.
+    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, perhaps labels (N,) in `labels` or `arr_1`.
 
-    Returns arr_0 as a file open after its header, its shape, and the labels, int64 or None.
+    -> arr_0 as a file open after its header, its shape, the labels as int64 or None.
     """
     with reading(path):
         archive = zipfile.ZipFile(path)
@@ -245,3 +215,8 @@ def open_npz(path: Path):
 def read_npz(path: Path, options: Options) -> Source:
     file, shape, labels = open_npz(path)
     return array_source(file, shape, labels, val_mask(shape[0], options), path)
+
+
+# A new source is one such function and its entry here
+READERS = {"shapes": read_shapes, "cifar10": read_cifar10, "mnist": read_idx, "idx": read_idx, "npz": read_npz}
+SOURCES = (*READERS, *CONTAINERS)

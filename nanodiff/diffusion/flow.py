@@ -13,12 +13,8 @@ from nanodiff.common import UserError
 MIN_T = 0.05  # v of an x0-prediction divides by t; below this, errors of x0 would weigh more than 400 times
 
 
-def _full(t, x):
-    return t.view(-1, *[1] * (x.ndim - 1))
-
-
-# Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) is the network's
-# v; 1 >= t > t_next >= 0 are floats. A new sampler is one such function and its entry in SAMPLERS.
+# Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0); velocity(x, t) is the network's,
+# floats 1 >= t > t_next >= 0. A new sampler is one such function and its entry in SAMPLERS.
 
 
 def euler(velocity, x, t, t_next, generator=torch):
@@ -73,8 +69,7 @@ class FlowMatching:
         self.timestep_shift = timestep_shift
 
     def shift(self, t):
-        """t' = s t / (1 + (s - 1) t): the same noise level for an image of s^2 times as many pixels (Esser et al. 2024,
-        arXiv:2403.03206, eq. 23). The median of uniform t becomes s / (1 + s)."""
+        """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
         s = self.timestep_shift
         return t if s == 1 else s * t / (1 + (s - 1) * t)
 
@@ -84,20 +79,20 @@ class FlowMatching:
     def velocity(self, model, x_t, t, **cond):
         """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]; the network sees 1000 t."""
         out = model(x_t, 1000.0 * t, **cond).float()
-        return out if self.prediction == "v" else (x_t - out) / _full(t, x_t).clamp(min=MIN_T)
+        return out if self.prediction == "v" else (x_t - out) / t.view(-1, 1, 1, 1).clamp(min=MIN_T)
 
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,)."""
-        w = _full(t, x0)
+        w = t.view(-1, 1, 1, 1)
         x_t = (1 - w) * x0 + w * noise
         error = self.velocity(model, x_t, t, **cond) - (noise - x0)
         return {"loss": error.square().flatten(1).mean(1)}
 
     @torch.no_grad()
     def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0):
-        """Integrate from noise at t = 1 to images at t = 0 in `steps` steps, equal before the shift; (N, C, H, W) fp32.
+        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps that are equal before the shift.
 
-        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0. eta is for DDIM alone.
+        progress(i, steps, x0) follows step i = 1 ... steps, with its prediction. eta is for DDIM alone.
         """
         velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
         x, times = noise.float(), self.shift(torch.linspace(1, 0, steps + 1)).tolist()

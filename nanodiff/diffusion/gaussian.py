@@ -14,13 +14,11 @@ import torch
 
 from nanodiff.common import UserError
 
-PREDICTIONS = ("eps", "x0", "x_prev", "v")
-LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
 CHOICES = {
     "noise_schedule": ("linear", "cosine"),
-    "objective": PREDICTIONS,
+    "objective": ("eps", "x0", "x_prev", "v"),
     "variance": ("fixed_small", "fixed_large", "learned", "learned_range"),
-    "loss": LOSSES,
+    "loss": ("mse", "rescaled_mse", "kl", "rescaled_kl"),
 }
 
 
@@ -44,10 +42,10 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """The timesteps to keep, ascending, as in IDDPM's published code.
+    """The timesteps to keep, ascending, as in IDDPM's code.
 
-    "250": that many, evenly. "10,15,20": from each of three sections that many. "ddim50": every k-th, for the integer k
-    that gives 50. "": all.
+    "250": so many, evenly. "10,15,20": so many from each third. "ddim50": every k-th, where an integer k gives 50.
+    "": all.
     """
     if not spec:
         return list(range(num_timesteps))
@@ -76,7 +74,7 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
 
 def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
     """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2)))."""
-    # The first four terms cancel to about 1e-7 in fp32; in the published order the figures agree
+    # Four terms that cancel to about 1e-7 in fp32: in the published order, so that its figures agree
     gap = -1 + log_variance2 - log_variance1 + torch.exp(log_variance1 - log_variance2)
     return 0.5 * (gap + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
@@ -84,7 +82,7 @@ def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
 def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
     """log N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; end bins are open (eq. 13)."""
 
-    def cdf(z):  # the published tanh approximation, good to 3e-4: exact erf would shift published bits/dim
+    def cdf(z):  # as published, good to 3e-4: erf would shift published bits/dim
         return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
     inv_std = torch.exp(-0.5 * log_variance)
@@ -98,13 +96,12 @@ def mean_flat(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samplers: step(process, denoiser, x_t, i, x0_last, generator) -> (x_{t-1}, prediction of x0), at timestep i, an int.
-# x0_last is the previous step's prediction, or None. A new sampler is one such function and its entry in SAMPLERS.
+# Samplers: step(process, denoiser, x_t, i, x0_last, generator) -> (x_{t-1}, prediction of x0) at timestep i, an int;
+# x0_last is the last step's prediction, or None. A new sampler is one such function and its entry in SAMPLERS.
 
 
 def full(x, i: int):
-    """t (N,) int64: every image at timestep i."""
-    return torch.full((len(x),), i, device=x.device)
+    return torch.full((len(x),), i, device=x.device)  # t (N,) int64: every image at timestep i
 
 
 def denoise_x0(process, denoiser, x_t, t):
@@ -153,28 +150,26 @@ SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
 class GaussianDiffusion:
     """A diffusion process over images (N, C, H, W); timesteps t are int64 (N,) in [0, T).
 
-    The model outputs `prediction` and, with a learned `variance`, C more channels; it sees t, or 1000 t / T with
+    The model outputs the `objective` and, with a learned `variance`, C more channels; it sees t, or 1000 t / T with
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
     samplers, default_sampler = SAMPLERS, "ddim"
 
-    def __init__(self, schedule="linear", num_timesteps=1000, prediction="eps", variance="fixed_small", loss="mse",
+    def __init__(self, noise_schedule="linear", num_timesteps=1000, objective="eps", variance="fixed_small", loss="mse",
                  rescale_timesteps=False, clip_denoised=True):  # fmt: skip
-        chosen = {"noise_schedule": schedule, "objective": prediction, "variance": variance, "loss": loss}
-        for setting, value in chosen.items():
-            if value not in CHOICES[setting]:
-                raise UserError(f"{setting}={value!r} is unknown; accepted: {', '.join(CHOICES[setting])}")
-        self.prediction, self.variance, self.loss = prediction, variance, loss
+        for (setting, accepted), value in zip(CHOICES.items(), (noise_schedule, objective, variance, loss)):
+            if value not in accepted:
+                raise UserError(f"{setting}={value!r} is unknown; accepted: {', '.join(accepted)}")
+        self.prediction, self.variance, self.loss = objective, variance, loss
         self.learned_variance = variance.startswith("learned")
         self.clip_denoised = clip_denoised
-        betas = make_betas(schedule, num_timesteps)  # refuses absurd numbers of timesteps before they take memory
+        betas = make_betas(noise_schedule, num_timesteps)  # refuses absurd numbers before they take memory
         self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
-        model_t = np.arange(num_timesteps) * (1000 / num_timesteps if rescale_timesteps else 1.0)
-        self.set_tables(betas, model_t)
+        self.set_tables(betas, np.arange(num_timesteps) * (self.t_end / num_timesteps))
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
-        """Everything that depends on t, (T,) in float64; model_t is the t that the model sees."""
+        """All that depends on t, (T,) in float64; model_t is the t that the model sees."""
         self.num_timesteps, self.betas, self.model_t = len(betas), betas, model_t
         self.log_betas = np.log(betas)
         self.alpha_bar = np.cumprod(1 - betas)
@@ -196,13 +191,13 @@ class GaussianDiffusion:
         self._tables = {}  # (name, device) -> fp32 tensor (T,)
 
     def at(self, name: str, t) -> torch.Tensor:
-        """Entries t of a table as fp32 (N, 1, 1, 1) on the device of t; MPS has no float64."""
+        """Entries t (N,) of a table as fp32 (N, 1, 1, 1); MPS has no float64."""
         if (name, t.device) not in self._tables:
             self._tables[name, t.device] = torch.from_numpy(getattr(self, name).astype(np.float32)).to(t.device)
         return self._tables[name, t.device][t][:, None, None, None]
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
-        """The process over `steps` of its timesteps, evenly, or over those of a spec of space_timesteps.
+        """The process over `steps` of its timesteps, a number or a spec of space_timesteps.
 
         New betas keep alpha_bar at these timesteps (IDDPM section 4); the model sees the original t.
         """
@@ -220,15 +215,14 @@ class GaussianDiffusion:
         return process
 
     def out_channels(self, channels: int) -> int:
-        """Channels of the model's output for images of `channels`."""
         return channels * (2 if self.learned_variance else 1)
 
     def q_sample(self, x0, t, noise):
-        """x_t ~ q(x_t | x_0) for standard normal noise (Ho et al. eq. 4)."""
+        """x_t ~ q(x_t | x_0) (Ho et al. eq. 4)."""
         return self.at("sqrt_alpha_bar", t) * x0 + self.at("sqrt_one_minus_alpha_bar", t) * noise
 
     def q_posterior(self, x0, x_t, t):
-        """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0) (Ho et al. eqs. 6 and 7)."""
+        """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0)."""
         mean = self.at("posterior_mean_coef1", t) * x0 + self.at("posterior_mean_coef2", t) * x_t
         return mean, self.at("posterior_log_variance_clipped", t)
 
@@ -257,7 +251,7 @@ class GaussianDiffusion:
         return out.clamp(-1, 1) if clip else out
 
     def p_mean_variance(self, out, x_t, t, clip=False) -> dict[str, torch.Tensor]:
-        """mean, log_variance and x0, each (N, C, H, W), of p(x_{t-1} | x_t) for the model's output."""
+        """mean, log_variance and x0 (N, C, H, W) of p(x_{t-1} | x_t) for the model's output."""
         x0 = self.predict_x0(out, x_t, t, clip)
         mean, min_log = self.q_posterior(x0, x_t, t)
         if self.prediction == "x_prev":
@@ -274,7 +268,7 @@ class GaussianDiffusion:
         return {"mean": mean, "log_variance": log_variance, "x0": x0}
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
-        """p_mean_variance of the model at x_t, as sampling and bits/dim use it."""
+        """p_mean_variance in sampling and bits/dim."""
         return self.p_mean_variance(self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
@@ -287,9 +281,8 @@ class GaussianDiffusion:
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
-        kl: term t of the bound; rescaled_kl: T times it, whose mean over t estimates the whole bound.
-        mse: of the prediction. With a learned variance IDDPM's hybrid (eq. 16), mse + vb, where vb teaches the variance
-        alone; rescaled_mse: the same with vb times T / 1000.
+        kl: term t of the bound; rescaled_kl: T times it, on average over t the whole bound. mse: of the prediction,
+        and with a learned variance + vb (IDDPM eq. 16), which teaches it alone; rescaled_mse: vb times T / 1000.
         """
         x_t = self.q_sample(x0, t, noise)
         out = self.predict(model, x_t, t, **cond)
@@ -310,7 +303,7 @@ class GaussianDiffusion:
     def bits_per_dim(self, model, x0, generator=torch, **cond) -> dict[str, torch.Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
-        total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (of eps) are (N, T), t = T-1 first.
+        total_bpd, prior_bpd (N,); vb, xstart_mse and mse (of eps) (N, T), t = T-1 first.
         """
         columns = []  # for each timestep (vb, xstart_mse, mse), each (N,)
         for i in reversed(range(self.num_timesteps)):
@@ -331,8 +324,7 @@ class GaussianDiffusion:
     def sample(self, denoiser, noise, steps: int | str = "", sampler="ddpm", generator=torch, progress=None, eta=0.0):
         """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t) -> prediction.
 
-        `steps` is respaced's; "" keeps all. generator.randn_like(x) draws noise; eta is ddim's.
-        progress(i, steps, x0) follows step i = 1 ... steps, with the prediction of x0.
+        `steps`: see respaced; eta is ddim's. progress(i, steps, x0) follows step i = 1 ... steps, with its prediction.
         """
         process = self.respaced(steps)
         T, x_t, x0 = process.num_timesteps, noise, None

@@ -8,23 +8,20 @@ from nanodiff.common import UserError
 def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: y (N,), low_res (N, C, h, w).
 
-    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) is null + cfg_scale (class - null), in one forward
-    pass of twice the batch; autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507) is weak + cfg_scale
-    (strong - weak). Both act where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724) and on the
+    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
+    pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
+    (strong - weak). Both where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), and on the
     first cfg_channels of the prediction; None: as many as x_t has, so a learned variance stays the class's own.
     """
     y, cfg_scale, weak_model = cond.get("y"), settings.cfg_scale, settings.weak_model
     if cfg_scale != 1 and weak_model is None and y is None:
         raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
     low, high = settings.cfg_interval
-
-    def is_guided(t):
-        if cfg_scale == 1 or (low <= 0 and high >= 1):
-            return cfg_scale != 1
-        return low <= t[0].item() / t_end <= high  # all images have the same t; .item() waits for the device
+    always = low <= 0 and high >= 1
 
     def denoiser(x_t, t):
-        if not is_guided(t):
+        # All images have the same t; .item() waits for the device
+        if cfg_scale == 1 or not (always or low <= t[0].item() / t_end <= high):
             return model(x_t, t, **cond)
         if weak_model is not None:
             strong, weak = model(x_t, t, **cond).float(), weak_model(x_t, t, **cond).float()

@@ -11,25 +11,18 @@ SAMPLERS = flow.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose doc
 def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     """The process of config["objective"]: flow, flow_x0 (flow matching), eps, x0, x_prev or v (Gaussian diffusion).
 
-    `facts`: a codec's. Predictions of x0 are clipped to [-1, 1] for images, not for latents.
+    `facts`: a codec's; predictions of x0 are clipped to [-1, 1] for images, not for latents.
     """
     objective = config["objective"]
     if objective in ("flow", "flow_x0"):
         prediction = "x0" if objective == "flow_x0" else "v"
         return FlowMatching(prediction, config.get("timestep_shift", 1.0))
-    return GaussianDiffusion(
-        schedule=config["noise_schedule"],
-        num_timesteps=config["num_timesteps"],
-        prediction=objective,
-        variance=config["variance"],
-        loss=config["loss"],
-        rescale_timesteps=config["rescale_timesteps"],
-        clip_denoised=facts["kind"] == "images",
-    )
+    names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss", "rescale_timesteps")
+    return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] == "images")
 
 
 def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:
-    """The sampler, "auto" resolved. Refuses at the start of a program what process.sample could not do at its end."""
+    """The sampler, "auto" resolved; refuses now what process.sample could not do later."""
     sampler = process.default_sampler if sampler == "auto" else sampler
     kind = "Gaussian diffusion" if process.num_timesteps else "flow matching"
     if sampler not in process.samplers:

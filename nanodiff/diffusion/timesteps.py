@@ -1,7 +1,6 @@
-"""Distributions of t in training: from u (N,), uniform in [0, 1), to t and a weight of each image's loss.
+"""Distributions of t in training.
 
-timesteps = make_timesteps("uniform", process)
-t, weight = timesteps.sample(u)  # each (N,) on the device of u
+t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
 timesteps.update(t, losses)  # unweighted losses (N,); every rank calls it, with equally many
 """
 
@@ -21,10 +20,7 @@ def uniform(u, process):
 
 
 def bell(u, process):
-    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, scaled to mean 1.
-
-    DiffSynth-Studio fine-tunes flow matching with it.
-    """
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
         return (torch.exp(-2 * (t.float() / (process.num_timesteps or 1) - 0.5).square()) - math.exp(-0.5)).clamp(min=0)
@@ -41,7 +37,7 @@ def logit_normal(u, process):
 
 
 class Timesteps:
-    """A distribution without memory, on the part [low, high] of the range of t."""
+    """A distribution without memory, on the part [low, high] of its u."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
         self.draw, self.process, self.low, self.high = draw, process, low, high
@@ -60,8 +56,7 @@ class Timesteps:
 class LossSecondMoment:
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
-    Uniform until every t has its full history, then `uniform_prob` of uniform is mixed in. The history is the same on
-    every rank.
+    Uniform until each t has so many, then with a share `uniform_prob` of uniform. All ranks keep the same history.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
@@ -104,9 +99,7 @@ class LossSecondMoment:
         self.seen.copy_(state["seen"])
 
 
-TIMESTEPS = {
-    "uniform": uniform, "bell": bell, "logit-normal": logit_normal, "loss-second-moment": LossSecondMoment,
-}  # fmt: skip
+TIMESTEPS = {"uniform": uniform, "bell": bell, "logit-normal": logit_normal, "loss-second-moment": LossSecondMoment}
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps | LossSecondMoment:

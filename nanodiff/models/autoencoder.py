@@ -1,6 +1,6 @@
 """Latent autoencoders in plain torch, read from their published files: Stable Diffusion's VAE and the tiny TAESD.
 
-Both are frozen: a diffusion model is trained on normalised latents (data/latents.py), and `decode` shows its samples.
+Both are frozen: a diffusion model learns their normalised latents (data/latents.py).
 """
 
 import hashlib
@@ -18,20 +18,18 @@ from nanodiff.common import UserError
 from nanodiff.files import load_tensors
 from nanodiff.safetensors import load_safetensors
 
-# Pixels per forward pass; larger batches are sliced. The SD VAE takes 4.2 KB per pixel to decode, so 4 GB on a GPU. A
-# CPU is fastest with one 256 px image at a time (tiny encoder: 3.7 s for 8 images instead of 6.6 s).
+# Pixels per forward pass. The SD VAE's decoder takes 4.2 KB per pixel: 4 GB on a GPU. A CPU is fastest with one 256 px
+# image at a time (tiny encoder: 3.7 s for 8 images instead of 6.6 s).
 MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 
 
 class Autoencoder(nn.Module):
-    """Base class. A subclass gives `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
+    """Base class; a subclass has `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
 
     downsample = 8  # pixels per latent along a side
-    scale = 1.0  # the published normalisation is (z - shift) * scale
-    shift = 0.0
-    parts = 2  # 2 = a latent has mean and std; 1 = mean only, std is zero
-    name = ""
-    sha256 = ""  # of the weight file
+    scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
+    parts = 2  # mean and std; 1 = std is zero
+    name = sha256 = ""  # of the weight file
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,12 +104,9 @@ class MidBlock(nn.Module):
 def levels(widths, blocks: int, groups: int, name: str, resample) -> nn.Sequential:
     """`blocks` residual blocks per width; after each width but the last, `resample(width)` under `name`."""
     out = nn.Sequential()
-    c_in = widths[0]
     for i, width in enumerate(widths):
-        layers = {"resnets": nn.Sequential()}
-        for _ in range(blocks):
-            layers["resnets"].append(ResnetBlock(c_in, width, groups))
-            c_in = width
+        inputs = [widths[max(i - 1, 0)]] + [width] * (blocks - 1)
+        layers = {"resnets": nn.Sequential(*[ResnetBlock(c_in, width, groups) for c_in in inputs])}
         if i < len(widths) - 1:
             layers[name] = nn.Sequential(resample(width))
         out.append(named(**layers))
@@ -182,16 +177,16 @@ class TinyBlock(nn.Module):
 
 
 class TinyAutoencoder(Autoencoder):
-    """TAESD: 1.2 M parameters each way, distilled from a large VAE; std is zero.
+    """TAESD: 1.2 M parameters each way, distilled from a large VAE; std is zero, latents are normalised already.
 
-    4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 with `mid_pool` (FLUX.2). Its latents are normalised already.
+    4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 with `mid_pool` (FLUX.2).
     """
 
     parts = 1
 
-    def __init__(self, latent_channels: int = 4, mid_pool: bool = False, width: int = 64):
+    def __init__(self, latent_channels: int = 4, mid_pool: bool = False):
         super().__init__()
-        self.latent_channels = latent_channels
+        self.latent_channels, width = latent_channels, 64
         blocks = lambda pool: [TinyBlock(width, pool) for _ in range(3)]
         encoder = [conv3(3, width), TinyBlock(width)]
         for pool in (False, False, mid_pool):
@@ -231,17 +226,16 @@ RENAMES = [  # from CompVis' names, TAESD's, and diffusers' before 0.18 (SD 1.5'
 
 
 def open_autoencoder(path: str | Path) -> Autoencoder:
-    """The frozen autoencoder at `path`, in fp32 on the CPU; its architecture is read off the weights.
+    """The frozen autoencoder at `path`, in fp32 on the CPU; its shape is read off the weights.
 
     `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), either file of a TAESD pair
-    `*encoder.*`, `*decoder.*`, or a folder with one such file or pair (if several, `diffusion_pytorch_model.*`). A
-    config.json beside it sets scale, shift and the norms' groups. A pair's sha256 is that of `cat encoder decoder`.
+    `*encoder.*`, `*decoder.*`, or a folder with one of these (if several, `diffusion_pytorch_model.*`). A config.json
+    beside it sets scale, shift and the norms' groups. A pair's sha256 is that of `cat encoder decoder`.
     """
     path = Path(path)
     files = find_weights(path)
     first = next(iter(files.values()))
-    weights = {}
-    digest = hashlib.sha256()
+    weights, digest = {}, hashlib.sha256()
     try:
         for prefix, file in files.items():
             tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
@@ -268,20 +262,19 @@ def find_weights(path: Path) -> dict[str, Path]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors if any
-    found = {}
-    for file in files[:1]:
-        encoder = file.with_name(file.name.replace("decoder", "encoder"))
-        decoder = file.with_name(file.name.replace("encoder", "decoder"))
+    if files:
+        encoder = files[0].with_name(files[0].name.replace("decoder", "encoder"))
+        decoder = files[0].with_name(files[0].name.replace("encoder", "decoder"))
         pair = encoder != decoder and encoder.is_file() and decoder.is_file()
-        found = {"encoder.": encoder, "decoder.": decoder} if pair else {"": file}
-    if not found or not set(files) <= set(found.values()):
-        names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
-        raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
-    return found
+        found = {"encoder.": encoder, "decoder.": decoder} if pair else {"": files[0]}
+        if set(files) <= set(found.values()):
+            return found
+    names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
+    raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights under the names above, from any published layout, without those of other networks."""
+    """Weights of any published layout under the names above, without other networks'."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
     top = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
     renamed = {}
@@ -297,7 +290,7 @@ def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
-    """An autoencoder of the architecture that the weights' names and shapes show."""
+    """An autoencoder of the shape that the weights show."""
     if "encoder.0.weight" in weights:
         return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))
     latent_channels = weights["decoder.conv_in.weight"].shape[1]

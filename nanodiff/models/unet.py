@@ -1,7 +1,4 @@
-"""The UNet of IDDPM (Nichol & Dhariwal 2021, arXiv:2102.09672), also for super-resolution.
-
-Modules carry the published names.
-"""
+"""The UNet of IDDPM (Nichol & Dhariwal 2021, arXiv:2102.09672). Modules carry the published names."""
 
 import math
 from collections import OrderedDict
@@ -33,10 +30,10 @@ class UNetConfig:
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
     num_classes: int = 0  # 0 = unconditional
-    null_class: bool = True  # the class table has one more row, the null class; published tables have not
+    null_class: bool = True  # one more row in the class table; published tables lack it
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
-    low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
+    low_res: int = 0  # super-resolution: side in pixels of the image concatenated to x_t; 0 = off
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
@@ -49,9 +46,9 @@ class UNetConfig:
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
-        """The one dial: model_channels = 32 * depth, so depth 4 at 32 pixels is the published CIFAR-10 model.
+        """The one dial: model_channels = 32 * depth; depth 4 at 32 pixels is the published CIFAR-10 model.
 
-        CHANNEL_MULT's row for this size or the next larger is cut where a level would be odd or under 4 pixels.
+        Levels are CHANNEL_MULT's for this size or the next larger, down to where one would be odd or under 4 pixels.
         """
         mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
         levels = 1
@@ -61,12 +58,12 @@ class UNetConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Patches of 2 x 2 pixels, a DiT's measure of an image, for target_param_data_ratio."""
+        """For target_param_data_ratio: 2 x 2 patches, a DiT's measure of an image."""
         return (self.image_size // 2) ** 2
 
     @property
     def attention_levels(self) -> set[int]:
-        """For each resolution the level nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
+        """The nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
         return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 
@@ -75,7 +72,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """The output has the dtype of x: autocast would write it in fp32."""
+    """Keeps the dtype of x, where autocast would write fp32."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -85,18 +82,13 @@ class GroupNorm(nn.GroupNorm):
             return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-class Downsample(nn.Sequential):
-    def __init__(self, channels: int):
-        super().__init__(OrderedDict(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1)))
-
-
 class Upsample(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
-        with no_autocast(x):  # on the CPU autocast would copy nearest neighbours in fp32
+        with no_autocast(x):  # which on the CPU would copy pixels in fp32
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(x)
 
@@ -127,7 +119,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions and a skip; under channels_last all reshapes are views."""
+    """Self-attention over all positions and a skip; under channels_last reshaping copies nothing."""
 
     def __init__(self, channels: int, num_heads: int):
         super().__init__()
@@ -140,7 +132,7 @@ class AttentionBlock(nn.Module):
         N, C, H, W = x.shape
         h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C), T = H*W
         qkv = self.qkv(h).view(N, H * W, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        # fp32 on the CPU, whose bf16 kernel takes 1.4 to 10 times as long in backward
+        # The CPU's bf16 kernel takes 1.4 to 10 times as long in backward as fp32
         dtype = torch.promote_types(qkv.dtype, torch.float32) if x.device.type == "cpu" else qkv.dtype
         with no_autocast(x):
             q, k, v = qkv.to(dtype).permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
@@ -180,7 +172,8 @@ class UNet(nn.Module):
         skips = [ch]  # channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
             if level:
-                self.input_blocks.append(Level(Downsample(ch)))
+                down = nn.Conv2d(ch, ch, 3, stride=2, padding=1)
+                self.input_blocks.append(Level(nn.Sequential(OrderedDict(op=down))))
                 skips.append(ch)
             for _ in range(c.num_res_blocks):
                 self.input_blocks.append(Level(*blocks(ch, mult * width, level)))
@@ -199,7 +192,7 @@ class UNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Uniform within 1/sqrt(fan_in), labels N(0, 1), some layers 0; drawn on the CPU, the same for every device."""
+        """Uniform within 1/sqrt(fan_in), labels N(0, 1), last layers 0; drawn on the CPU, the same for every device."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
@@ -216,17 +209,16 @@ class UNet(nn.Module):
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
 
-        The null class, if any, is label num_classes. The output is fp32 under autocast too.
+        The null class, if any, is label num_classes. Under autocast, too, the output is fp32.
         """
         c = self.config
         if c.low_res:
             x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
-        with no_autocast(x_t):  # the published fp16 model, too, keeps the embedding and the output layer in fp32
+        with no_autocast(x_t):  # as published: the embedding and the output layer stay in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:
                 emb = emb + self.label_emb(y)
-        h = x_t
-        skips = []
+        h, skips = x_t, []
         for block in self.input_blocks:
             h = self.run(block, h, emb)
             skips.append(h)
@@ -242,22 +234,20 @@ class UNet(nn.Module):
         return block(*args)
 
     def parts(self) -> list[nn.Module]:
-        """What torch.compile compiles, each by itself; the rest takes little time."""
+        """What torch.compile compiles, each by itself."""
         return [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)] + [self.out]
 
     def estimate_flops(self) -> int:
-        """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
-        flops = 2 * sum(m.weight.numel() for m in self.time_embed[::2])
-        size = self.config.image_size
-        for level in [*self.input_blocks, self.middle_block, *self.output_blocks]:
-            for layer in level:
-                if isinstance(layer, Downsample):
-                    size //= 2
-                elif isinstance(layer, Upsample):
-                    size *= 2
-                elif isinstance(layer, AttentionBlock):
-                    flops += 2 * 2 * size**4 * layer.proj_out.in_features  # q k^T and weights @ v, 2 T T C each
-                for name, p in layer.named_parameters():
-                    if p.ndim > 1:
-                        flops += 2 * p.numel() * (1 if "emb_layers" in name else size**2)
-        return 3 * (flops + 2 * self.out[-1].weight.numel() * size**2)
+        """Per image, 2 per multiply-add, of matrix products and attention; forward + backward = 3x forward."""
+        flops, size = 0, self.config.image_size
+        for name, m in self.named_modules():  # in the order of forward
+            if isinstance(m, nn.Conv2d):
+                size //= m.stride[0]
+                flops += m.weight.numel() * size**2
+            elif isinstance(m, nn.Linear):
+                flops += m.weight.numel() * (1 if "emb" in name else size**2)
+            elif isinstance(m, AttentionBlock):
+                flops += 2 * size**4 * m.proj_out.in_features  # q k^T and weights @ v, T T C each
+            elif isinstance(m, Upsample):
+                size *= 2
+        return 3 * 2 * flops
