@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -180,8 +181,8 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
     model = Matrices()
     if channels_last:
         model.to(memory_format=torch.channels_last)
-    lr, wd, mu = 0.1, 0.2, 0.9
-    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd, momentum=mu, momentum_warmup=0)
+    lr, wd = 0.1, 0.2
+    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd)
     assert model.blocks[3].weight.is_contiguous(memory_format=torch.channels_last) == channels_last
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     momentum = dict.fromkeys(weights, 0.0)
@@ -192,6 +193,7 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
         opt.step()
         for name, p in weights.items():
             g = p.grad.double().numpy().reshape(p.shape[0], -1)
+            mu = 0.85 + 0.1 * step / 300
             momentum[name] = mu * momentum[name] + (1 - mu) * g
             polar = polar_factor(mu * momentum[name] + (1 - mu) * g)
             scale = lr * max(1, g.shape[0] / g.shape[1]) ** 0.5
@@ -200,10 +202,10 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
             assert error < 0.16, (name, error)
 
 
-def test_momentum_warms_up_linearly_from_085():
-    """With a zero gradient after the first, Nesterov's momentum is mu^2 m_1, and `momentum` itself shrinks by mu."""
+def test_momentum_warms_up_linearly_from_085(monkeypatch):
     model = nn.ModuleDict({"blocks": nn.Linear(4, 4, bias=False)})
-    opt = make_optimizer(model, momentum=0.95, momentum_warmup=10)
+    monkeypatch.setattr(optim_module, "MOMENTUM_WARMUP", 10)
+    opt = make_optimizer(model)
     mus = []
     model["blocks"].weight.grad = torch.eye(4)
     for _ in range(12):
@@ -318,23 +320,17 @@ def test_state_is_a_copy_on_the_cpu_with_the_parameters_shapes():
 
 def test_state_of_another_model_is_refused_by_name():
     opt = make_optimizer(Toy())
-    state = opt.state_dict()
-    lacking = {k: v for k, v in state.items() if k != "momentum/blocks.2.fc1.weight"}
-    more = {**state, "exp_avg/other": torch.zeros(3)}
-    for bad, message in (
-        (lacking, r"blocks\.2\.fc1\.weight.*missing"),
-        (more, "other.*unknown"),
-        ({k: v for k, v in state.items() if k != "step"}, "'step'.*missing"),
-        (make_optimizer(Toy(), "adamw").state_dict(), "exp_avg/blocks"),
-    ):
+    other = make_optimizer(Toy(), "adamw").state_dict()
+    lacking = {name: value for name, value in opt.state_dict().items() if name != "step"}
+    for state, message in ((other, "exp_avg/blocks.* unknown"), (lacking, "'step' is missing")):
         with pytest.raises(UserError, match=message):
-            opt.load_state_dict(bad)
+            opt.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks
 
-CASES = [("muon", 0.0), ("muon", 0.05), ("adamw", 0.0), ("adamw", 0.05)]
+CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not
 OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 
@@ -382,7 +378,8 @@ def two_ranks(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(two_ranks, (str(folder),), nprocs=2)
+    start = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"  # forks import nothing
+    mp.start_processes(two_ranks, (str(folder),), nprocs=2, start_method=start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -434,29 +431,6 @@ def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
         assert [found[f"signal, {kind}"] for kind in ("none", "inf", "nan")] == [0, 15, 15]  # any rank's, NaN or not
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_another_order_of_sums_changes_losses_by_rounding_only(optimizer):
-    """A batch whole and in halves, as ranks or micro-steps cut it; Muon may amplify rounding, to 1e-4 here."""
-    losses = []
-    for parts in (1, 2):
-        model = Toy()
-        opt = make_optimizer(model, optimizer, lr=3e-3)
-        losses.append([])
-        for step in range(20):
-            x, y = batch(step)
-            loss = 0.0
-            for rows in torch.arange(len(x)).chunk(parts):
-                part = model.loss(x[rows], y[rows]) / parts
-                part.backward()
-                loss += part.item()
-            opt.sync_grads()
-            opt.step()
-            opt.zero_grad()
-            losses[-1].append(loss)
-    np.testing.assert_allclose(*losses, rtol=1e-4 if optimizer == "muon" else 1e-5)
-    assert losses[0][-1] < 0.7 * losses[0][0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss scale of fp16
 
@@ -485,25 +459,6 @@ def test_the_scale_saves_gradients_from_underflow():
         scaler.scale(x.half().float() * 1e-9).sum().backward()
         grads.append(x.grad.item() * scaler.inv_scale)
     assert grads[0] == 0.0 and grads[1] == pytest.approx(1e-9, rel=1e-2)
-
-
-def test_training_survives_an_overflow_and_finds_a_scale():
-    """From a scale that overflows fp16, skipped steps bring it down until steps are good; weights stay finite."""
-    scaler, w = LossScaler(enabled=True, lg_scale=30.0), torch.full((4,), 2.0, requires_grad=True)
-    optimizer, good = torch.optim.SGD([w], lr=0.1), 0
-    for _ in range(60):
-        scaler.scale((w.half() ** 2).mean().float()).backward()
-        norm = w.grad.norm().item() * scaler.inv_scale
-        overflow = not norm < float("inf")
-        if not overflow:
-            w.grad *= scaler.inv_scale
-            optimizer.step()
-            good += 1
-        scaler.update(overflow)
-        optimizer.zero_grad()
-    assert 40 < good <= 60 - 13  # 2^30 to below fp16's 2^16 takes more than 13 skips
-    assert scaler.lg_loss_scale < 17
-    assert w.abs().max() < 2.0  # it trained
 
 
 def test_state_survives_json_and_a_change_of_dtype():
