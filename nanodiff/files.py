@@ -18,6 +18,9 @@ import torch
 
 from nanodiff.common import Progress, UserError, print0
 
+# What wrong values in a file raise
+FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+
 
 def fsync_dir(path: Path) -> None:
     """Make a rename within a folder survive a power cut."""
@@ -30,13 +33,16 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def names_file(path: str | Path):
-    """Add the file's name to an OSError raised inside, which a failed write lacks."""
+    """Add the file's name to the OSError of a failed write, which torch.save hides in a RuntimeError."""
     try:
         yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(path)
-        raise
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        if cause.errno and not cause.filename:
+            cause.filename = str(path)
+        raise cause from None
 
 
 @contextlib.contextmanager

@@ -3,10 +3,9 @@ Fine-tune a trained model with low-rank adapters (LoRA): settings, setup, loop, 
 
     python -m scripts.lora_train --base=cifar10_dit_d12 --data=photos                 # a run's averaged weights
     python -m scripts.lora_train --base=DiT-XL-2-256x256.pt --data=photos256_latents  # a published model
-    torchrun --standalone --nproc_per_node=8 -m scripts.lora_train --base=... --data=...
 
-Classes are matched by name; those that the base lacks are added. Rerunning the same command resumes where it stopped.
-The result is a file of adapters, and a run that the other scripts take like any other.
+Classes are matched by name; those that the base lacks are added. Rerunning the same command resumes.
+The result is a file of adapters, and a run like any other.
 """
 
 import math
@@ -37,20 +36,19 @@ from nanodiff.web.report import LiveReport
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from base and data
-resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint if there is one, with its settings;
-#                  changed = likewise, with other rates or another horizon; a number = from that step
-seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
+resume = "auto"  # auto|never|changed or >= 0: as in base_train
+seed = 42  # >= 0: of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
-deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
 base_ema = ""  # which average of its weights: a rate, or raw; "" = the first rate
 rank = 8  # >= 1: rank of the adapters
 alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
-targets = "all"  # linear layers with adapters, by the end of their names, such as qkv,proj,fc1,fc2,ada; all = every one
+targets = "all"  # linear layers with adapters, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
 train_classes = "new"  # rows of the class table that learn: new|all|none, or names of classes, comma-separated
 init_from = ""  # a file of adapters, for this base, to go on from; "" = new ones
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
@@ -59,8 +57,8 @@ data = ""  # name of a data set, or the path of its folder: images, or latents o
 flip = False  # mirror half of the images left-right
 autoencoder = ""  # path of a latent base's VAE; "" = where it was when the latents were made
 label_drop = -1.0  # [0, 1) or -1: fraction of labels replaced by the null class; -1 = as the base was trained
-t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, none for the rest
-timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; see base_train; 0 = as the base was trained
+t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, else none
+timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; 0 = as the base was trained
 t_min = 0.0  # [0, 1): train only on t from here; 0 is the image
 t_max = 1.0  # (0, 1]: to here; 1 is noise
 # Horizon: the first that is set counts
@@ -104,7 +102,7 @@ if timestep_shift:
     shift_timesteps(loaded, timestep_shift)
 raw_model, process, origin = loaded.model, loaded.process, identity(loaded)
 num_params = sum(p.numel() for p in raw_model.parameters())
-flops_per_image = raw_model.estimate_flops() * 2 // 3  # no gradients of frozen weights; the adapters' share is small
+flops_per_image = raw_model.estimate_flops() * 2 // 3  # no gradients of frozen weights; adapters are small
 print0(f"base: {origin['name']}: {num_params:,} parameters")
 
 train_set = open_dataset(data, "train")
@@ -125,7 +123,7 @@ print0(f"data: {data}: {len(train_set):,} images of {codec.shape}; rows of the c
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
 if init_from:
-    start_from_adapters(raw_model, init_from, origin, class_names)
+    start_from_adapters(raw_model, init_from, alpha / rank, origin, class_names)
 raw_model.config = model_config = replace(raw_model.config, checkpointing=checkpointing)
 num_trained = sum(p.numel() for p in trained(raw_model).values())
 print0(f"adapters: rank {rank}: {num_trained:,} parameters, {100 * num_trained / num_params:.1f}% of the base's")
@@ -138,8 +136,7 @@ print0(f"steps: {num_iterations:,}, or {num_iterations * total_batch_size / len(
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no adapters, so nothing to sample from or to resume")
 
-is_flow = process.num_timesteps == 0
-bell = t_weighting == "bell" or (t_weighting == "auto" and is_flow)
+bell = t_weighting == "bell" or (t_weighting == "auto" and process.num_timesteps == 0)
 timestep_sampler = make_timesteps("bell" if bell else "uniform", process, low=t_min, high=t_max)
 optim = make_optimizer(raw_model, "adamw", lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
@@ -317,8 +314,6 @@ while True:
             f"{minutes:.1f} m | eta {eta:.1f} m"
         )
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 loader.close()
 end(log, step, stopping, loop["train_time_s"], device)

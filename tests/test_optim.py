@@ -176,14 +176,10 @@ class Matrices(nn.Module):
         self.blocks = nn.ModuleList([*linear, nn.Conv2d(8, 16, 3), nn.Conv1d(40, 20, 1)])
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
+def test_muon_is_momentum_nesterov_and_the_polar_factor():
     model = Matrices()
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
     lr, wd = 0.1, 0.2
     opt = make_optimizer(model, muon_lr=lr, weight_decay=wd)
-    assert model.blocks[3].weight.is_contiguous(memory_format=torch.channels_last) == channels_last
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     momentum = dict.fromkeys(weights, 0.0)
     for step in range(3):
@@ -304,7 +300,7 @@ def test_resuming_is_bit_identical(optimizer, tmp_path):
 
 
 def test_state_is_a_copy_on_the_cpu_with_the_parameters_shapes():
-    model = Matrices().to(memory_format=torch.channels_last)
+    model = Matrices()
     opt = make_optimizer(model)
     state = opt.state_dict()
     randomize_grads(model)
@@ -438,14 +434,15 @@ def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
 def test_the_walk_is_the_published_one():
     """log2 of the scale: 20 at first, +0.001 per good step, -1 per overflow (IDDPM's fp16 trainer); the end is at 0."""
     scaler, off = LossScaler(enabled=True), LossScaler(enabled=False)
-    for _ in range(1000):
-        scaler.update(overflow=False)
-    assert scaler.lg_loss_scale == pytest.approx(21.0)
-    for overflow in (True, True, False, True):
+    for overflow in (*[False] * 1000, True, True, False, True):
         scaler.update(overflow)
         off.update(overflow)
     assert scaler.lg_loss_scale == pytest.approx(21.0 - 3 + 0.001)
-    assert scaler.skipped_in_a_row == 1 and off.inv_scale == 1.0
+    resumed = LossScaler(enabled=True)
+    for other in (resumed, off):
+        other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+        assert other.state_dict() == scaler.state_dict()
+    assert resumed.inv_scale == scaler.inv_scale < off.inv_scale == 1.0
     with pytest.raises(FloatingPointError, match="20 steps skipped in a row"):
         for _ in range(100):
             scaler.update(overflow=True)
@@ -459,12 +456,3 @@ def test_the_scale_saves_gradients_from_underflow():
         scaler.scale(x.half().float() * 1e-9).sum().backward()
         grads.append(x.grad.item() * scaler.inv_scale)
     assert grads[0] == 0.0 and grads[1] == pytest.approx(1e-9, rel=1e-2)
-
-
-def test_state_survives_json_and_a_change_of_dtype():
-    a, b, off = LossScaler(enabled=True, lg_scale=15.0), LossScaler(enabled=True), LossScaler(enabled=False)
-    a.update(overflow=True)
-    for scaler in (b, off):
-        scaler.load_state_dict(json.loads(json.dumps(a.state_dict())))
-    assert b.lg_loss_scale == 14.0 and b.skipped_in_a_row == 1
-    assert off.inv_scale == 1.0 and off.state_dict() == a.state_dict()

@@ -40,12 +40,9 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
         manifest = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
         write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         publish_folder(temporary, final)
-    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError after the OSError of the file's write
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise UserError(f"cannot write checkpoint {final}: {cause.strerror}; earlier checkpoints are intact") from error
+        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
     if keep > 0:
         # Later steps, of a run that was resumed from an earlier one, do not count
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]

@@ -118,11 +118,6 @@ class Bucket:
         self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
         self.offsets, share, runs = plan_buffer(self.params, world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
-        # A convolution in channels_last keeps its memory order: Muon may see its columns permuted
-        self.strides = [
-            p.stride() if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last)
-            else torch.empty(p.shape, device="meta").stride() for p in self.params
-        ]  # fmt: skip
         self.flat = torch.zeros(world * share, device=self.params[0].device)
         self.own, self.grad = self.flat[self.mine], None
         self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
@@ -131,8 +126,7 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a buffer with the layout of `flat`."""
-        layout = zip(self.params, self.strides, self.offsets)
-        return [flat.as_strided(p.shape, strides, offset) for p, strides, offset in layout]
+        return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
     def reduce_grads(self):
         """Put this rank's share of the summed gradients into `grad`; the collective in flight, or None."""
@@ -207,12 +201,12 @@ class Optimizer:
 
     @collective("the all-gather of the weights")
     @torch.no_grad()
-    def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
+    def step(self, grad_scale: float = 1.0) -> None:
         """One update with the gradients of sync_grads times `grad_scale` (clipping, 1 / loss scale); a collective."""
         self.steps += 1
         works, scale = [], grad_scale / self.world
         for bucket in self.buckets:
-            if torch.is_tensor(scale) or scale != 1:
+            if scale != 1:
                 bucket.grad.mul_(scale)
             if bucket.group["kind"] == "muon":
                 update_muon(bucket, self.steps, self.muon_dtype)
@@ -256,7 +250,7 @@ class Optimizer:
                 wait_all([bucket.all_gather(full, share)])
                 if self.rank == 0:
                     for name, view in zip(bucket.names, bucket.views(full)):
-                        state[f"{key}/{name}"] = torch.empty(view.shape).copy_(view)
+                        state[f"{key}/{name}"] = view.to("cpu", copy=True)
         return state if self.rank == 0 else {}
 
     @torch.no_grad()
