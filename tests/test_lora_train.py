@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import run_process
+from conftest import run_ranks
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
@@ -31,15 +31,19 @@ NEW = ["star", "bar"]  # the first is unknown to the base
 
 
 @pytest.fixture
-def old(base, run_script):
+def old(base, run_script, tmp_path_factory):
     """A base of random weights, and a set of 40 images of a class that it lacks and one that it knows."""
-    make_data()
-    run_dir = make_run(run_script, "old")
-    with DatasetWriter("tuned", NEW) as writer:
-        for split, n in (("train", 40), ("val", 8)):
-            images, labels = draw_shapes(n, seed=n)
-            writer.append(split, images, labels % 2)
-    return run_dir
+    made = tmp_path_factory.getbasetemp() / "old"  # once for all tests
+    if not made.exists():
+        make_data()
+        make_run(run_script, "old")
+        with DatasetWriter("tuned", NEW) as writer:
+            for split, n in (("train", 40), ("val", 8)):
+                images, labels = draw_shapes(n, seed=n)
+                writer.append(split, images, labels % 2)
+        base.rename(made)
+    shutil.copytree(made, base, dirs_exist_ok=True)
+    return base / "runs" / "old"
 
 
 def metrics(base, tag):
@@ -86,7 +90,7 @@ def test_device_batch_size_does_not_change_the_adapters(base, old, run_script):
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
     args = (*TINY, "--device_batch_size=4", "--weight_decay=0.1", "--targets=qkv")
     run_script("lora_train", *args, "--model_tag=one")
-    run_process("lora_train", *args, "--model_tag=two", ranks=2)
+    run_ranks(run_script, "lora_train", *args, "--model_tag=two")
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     # and a checkpoint of two ranks goes on with one
     for tag in ("one", "two"):
