@@ -79,18 +79,11 @@ def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
     assert adapters(base, "parts")[1] == adapters(base, "whole")[1]
 
 
-def test_device_batch_size_does_not_change_the_adapters(base, old, run_script):
-    for size in (16, 4):
-        run_script("lora_train", *TINY, f"--device_batch_size={size}", f"--model_tag=b{size}")
-    assert losses(base, "b4") == pytest.approx(losses(base, "b16"), rel=1e-4)
-    assert_same(adapters(base, "b4")[0], adapters(base, "b16")[0], rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
-    args = (*TINY, "--device_batch_size=4", "--weight_decay=0.1", "--targets=qkv")
+    """One takes 16 images at a time, the two take 4."""
+    args = (*TINY, "--weight_decay=0.1", "--targets=qkv")
     run_script("lora_train", *args, "--model_tag=one")
-    run_ranks(run_script, "lora_train", *args, "--model_tag=two")
+    run_ranks(run_script, "lora_train", *args, "--device_batch_size=4", "--model_tag=two")
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     # and a checkpoint of two ranks goes on with one
     for tag in ("one", "two"):
@@ -147,12 +140,11 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
 
 def test_training_learns_and_the_rate_follows_its_schedule(base, old, run_script):
     """A few percent of the weights bring the loss of a random model far down."""
-    args = [arg for arg in TINY if "iterations" not in arg]
-    done = run_script("lora_train", *args, "--num_iterations=80", "--warmup_ratio=0", "--warmdown_ratio=0.5")
+    done = run_script("lora_train", *TINY, "--num_iterations=40", "--warmup_ratio=0", "--warmdown_ratio=0.5")
     log = metrics(base, "old_tuned_lora")
     loss = [line["train/loss"] for line in log]
-    assert np.mean(loss[-10:]) < 0.7 * np.mean(loss[:10])
-    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 41 + [1 - i / 40 for i in range(1, 40)])
+    assert np.mean(loss[-10:]) < 0.8 * np.mean(loss[:10])
+    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 21 + [1 - i / 20 for i in range(1, 20)])
     assert done["num_trained"] < 0.05 * done["num_params"]
 
 
@@ -186,15 +178,15 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
     make_data()
     with DatasetWriter("plain") as writer:
         writer.append("train", draw_shapes(24, seed=0)[0])
-    end = [arg for arg in TINY if not arg.startswith(("--base", "--data"))] + ["--num_iterations=2"]
+    end = [arg for arg in TINY if not arg.startswith(("--base", "--data"))] + ["--num_iterations=1"]
     kinds = {
-        "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1", "--checkpointing"),
+        "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1"),
         "eps": ("--objective=eps", "--variance=learned_range", "--num_timesteps=50", "--arch=dit_classic"),
         "small": ("--low_res_size=4", "--class_cond=False"),
     }
     for tag, settings in kinds.items():
         make_run(run_script, tag, *settings)
-        more = ("--sample_every=0", "--sample_steps=2", "--checkpointing", "--t_max=0.5", "--train_classes=all")
+        more = ("--sample_every=0", "--sample_steps=1", "--checkpointing", "--t_max=0.5", "--train_classes=all")
         done = run_script("lora_train", *end, *more, f"--base={tag}", "--data=plain", f"--model_tag={tag}_lora")
         assert done["learned"] == ([] if tag == "small" else [None])
         loaded = load_run(f"{tag}_lora", "cpu")
@@ -212,7 +204,6 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
 def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
     make_data("large", resolution=32)
     faults = {
-        "--base=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--base=none": "run='none' is no folder, file or tag; known tags: old",
         "--data=none": "no data set 'none'",

@@ -192,12 +192,8 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
 def test_where_to_resume(tmp_path):
     config = config_of({"lr": 1, "depth": 4})
     assert resume_point(tmp_path, "auto", config, ()) == resume_point(tmp_path, "never", config, ()) == (None, {})
-    for resume, fault in (
-        ("later", "resume='later': accepted are auto, never, changed or"),
-        ("3", "no checkpoint of step 3"),
-    ):
-        with pytest.raises(UserError, match=fault):
-            resume_point(tmp_path, resume, config, ())
+    with pytest.raises(UserError, match="no checkpoint of step 3"):
+        resume_point(tmp_path, "3", config, ())
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_has_its_default(tmp_path, capsys):

@@ -305,8 +305,8 @@ class LossScaler:
     The exponent grows by 0.001 each good step and falls by 1 on overflow. Disabled (bf16, fp32) the scale is 1.
     """
 
-    def __init__(self, enabled: bool, lg_scale: float = 20.0):
-        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, lg_scale, 0
+    def __init__(self, enabled: bool):
+        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, 20.0, 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss

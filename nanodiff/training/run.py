@@ -48,8 +48,6 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
     Settings in `fixed` must agree with the checkpoint's. Others that shape the weights must agree unless `resume` is
     "changed" or a step. A setting that the checkpoint does not know had its default.
     """
-    if resume not in ("auto", "never", "changed") and not resume.isdigit():
-        raise UserError(f"resume={resume!r}: accepted are auto, never, changed or the step of a checkpoint")
     checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
     if checkpoint is None:
         return None, {}
