@@ -1,4 +1,4 @@
-"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trusting them."""
+"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trust."""
 
 import argparse
 import contextlib
@@ -145,7 +145,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
 
 
 def check_fields(record, source, /, **kinds) -> None:
-    """Raises UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
+    """UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
     for key, kind in kinds.items():
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -176,6 +176,6 @@ def load_tensors(path: Path):
     except UserError:
         raise
     except Exception as error:  # pickle, zip and torch each raise their own kinds
-        # The first sentence says what was refused, the next ones how to load it all the same
+        # The first sentence says what was refused, the next how to load it all the same
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
         raise UserError(f"{path} cannot be loaded safely as tensors: {type(error).__name__}: {first}") from error

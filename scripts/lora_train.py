@@ -90,7 +90,7 @@ check_wandb(run)
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak, _ = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
+peak, _ = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 if not base or not data:
     raise UserError("give --base=..., a run or a published file, and --data=..., a data set")
@@ -149,7 +149,7 @@ sample_settings = SampleSettings(
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
 
-FIXED = (  # settings that make the adapters what they are: a run cannot resume with others
+FIXED = (  # a run cannot resume with others
     "seed", "data", "flip", "base", "rank", "alpha", "targets", "train_classes", "label_drop", "t_weighting", "t_min",
     "t_max", "total_batch_size", "init_from", "timestep_shift",
 )  # fmt: skip
@@ -157,9 +157,8 @@ model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
 if loaded.run_dir and ddp_rank == 0:
-    keep_checkpoint(Path(loaded.source))  # training may go on there: these adapters need this very step
+    keep_checkpoint(Path(loaded.source))  # training may go on there
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
-# All state of the loop that is not in tensors
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
     check_same_data(meta["data"], facts, model_tag)
@@ -181,12 +180,12 @@ report = LiveReport(run_dir)
 
 
 def due(every):
-    """Is it time for something that happens every so many steps (0 = only at the end, -1 = never)?"""
+    """Is it time for what happens every so many steps (0 = only at the end, -1 = never)?"""
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
 
 
 def lr_multiplier(step):
-    """Linear warmup, constant, linear warmdown to 0: a factor on every learning rate."""
+    """Linear warmup, constant, linear warmdown to 0."""
     warmup = warmup_ratio * num_iterations
     warmdown = warmdown_ratio * num_iterations
     if step < warmup:
@@ -198,21 +197,21 @@ def lr_multiplier(step):
 
 raw_model.train()
 model = compiled(raw_model, device, num_iterations) if compile else raw_model
-draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
+draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels = next(loader)  # (B, C, H, W) as stored, (B,) int64
+images, labels = next(loader)  # (B, C, H, W) as stored, (B,)
 stop = StopSignal()
 stopping = 0
 loss_terms = LossTerms(process)
-steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
+steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
 saved_step = start_step if checkpoint else -1
 
 while True:
     epoch_ended = save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
     if (due(save_every) or epoch_ended or (stopping and save_every >= 0)) and step != saved_step:
-        optim_state = optim.state_dict()  # gathered over ranks: all take part
+        optim_state = optim.state_dict()  # of all ranks
         if ddp_rank == 0:
-            path = run_dir / "adapters" / f"step_{step:06d}.safetensors"  # all of them stay
+            path = run_dir / "adapters" / f"step_{step:06d}.safetensors"
             save_adapters(path, raw_model, rank, alpha, targets, learned, origin)
             tensors = dict(model=trained(raw_model), optim=optim_state, train=dict(scaler=scaler.state_dict()))
             meta = dict(step=step, arch="lora", config=config, model_config=asdict(model_config), data=facts)
@@ -221,14 +220,14 @@ while True:
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
         saved_step = step
 
-    with stop.interrupts():  # a signal ends the drawing between two batches
+    with stop.interrupts():
         if due(sample_every) and not stopping:
             with autocast:
                 grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
             log.grid(grid, step)
     if stop.interrupted and not stopping:
         stopping = stop.interrupted
-        continue  # to save, and to leave
+        continue
 
     leaving = step == num_iterations or bool(stopping)
     if ddp_rank == 0 and (leaving or due(sample_every)):
@@ -239,31 +238,30 @@ while True:
     # The step, line for line that of base_train, which explains it
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
-    u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
+    u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)
+    t, t_weight = timestep_sampler.sample(u_t)
     for micro_step in range(grad_accum_steps):
-        first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
+        first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
         noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = None
         if codec.stochastic:
             vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
-        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) in about [-1, 1]
-        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # the null class: for classifier-free guidance
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
+        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
-        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
+        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
-        images, labels = next(loader)  # the next micro-batch, copied while the device is busy with this one
+        images, labels = next(loader)
         data_wait_since += loader.data_wait
     timestep_sampler.update(*loss_terms.end_step())
 
-    grad_norm, stopping = optim.sync_grads(stop.received)  # global norm; waits for the device, once per step
+    grad_norm, stopping = optim.sync_grads(stop.received)
     grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
-    # In fp16 the step is skipped and the loss scale lowered; else the run ends here, with all weights as they were
     if overflow and not scaler.enabled:
         where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
@@ -283,7 +281,7 @@ while True:
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
+    if step == start_step + 1 and not log_now:
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
     if log_now:
@@ -302,7 +300,7 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= loss_terms.summary(loop, device)  # train/loss: the mean over all images since the last line
+        line |= loss_terms.summary(loop, device)
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)

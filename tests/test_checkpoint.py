@@ -81,10 +81,9 @@ def test_an_exception_within_a_save(tmp_path, monkeypatch, error):
         raise error
 
     save(tmp_path, 1)
-    monkeypatch.setattr(torch, "save", failing)
-    with pytest.raises(type(error)):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(torch, "save", failing)
         save(tmp_path, 2)
-    monkeypatch.undo()
     assert steps(tmp_path) == [1] and find_checkpoint(tmp_path, 1)
     save(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
@@ -131,10 +130,9 @@ def test_no_room_on_the_disk(tmp_path, limit):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write checkpoint .*file.*intact"):
-        save(tmp_path / "file", 1)
-    with pytest.raises(UserError, match=r"cannot write to .*file"):
-        lock_run(tmp_path / "file")
+    for make, fault in ((lambda run: save(run, 1), "checkpoint .*file.*intact"), (lock_run, "to .*file")):
+        with pytest.raises(UserError, match=f"cannot write {fault}"):
+            make(tmp_path / "file")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,9 +198,10 @@ def test_nothing_is_executed(tmp_path, monkeypatch, legacy):
 def test_files_that_torch_did_not_write(tmp_path):
     for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04.", bytes(100)):
         (tmp_path / "a.pt").write_bytes(content)
-        for name in ("a.pt", "missing.pt"):
-            with pytest.raises(UserError, match=name):
-                load_tensors(tmp_path / name)
+        with pytest.raises(UserError, match="a.pt cannot be loaded"):
+            load_tensors(tmp_path / "a.pt")
+    with pytest.raises(UserError, match="no such file"):
+        load_tensors(tmp_path / "missing.pt")
 
 
 @pytest.mark.parametrize("bomb", ["bytearray", "deflated", "pickle"])

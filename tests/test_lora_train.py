@@ -1,7 +1,6 @@
 """Fine-tuning as a whole: the base stays; the same adapters whatever the ranks, micro-batches and interruptions."""
 
 import json
-import math
 import shutil
 
 import numpy as np
@@ -156,19 +155,14 @@ def test_epochs_and_what_is_saved_after_each(base, old, run_script):
     assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000005"]
 
 
-def test_part_of_t_and_the_bell():
-    """t in [t_min, t_max]; the bell is DiffSynth-Studio's: symmetric, 0 at the ends, of mean 1 over all of t."""
+def test_part_of_t():
     u = (torch.arange(4000) + 0.5) / 4000
     t, weight = make_timesteps("uniform", FlowMatching(), low=0.25, high=0.75).sample(u)
     assert (weight == 1).all() and 0.25 <= t.min() < 0.2502 and 0.7498 < t.max() <= 0.75
-    t, weight = make_timesteps("bell", FlowMatching()).sample(u)
-    torch.testing.assert_close(weight, weight.flip(0), rtol=0, atol=1e-5)
-    assert weight.mean().item() == pytest.approx(1, abs=1e-4) and weight[0] < 1e-3 and weight.argmax() in (1999, 2000)
-    ratio = (weight[1000] - weight[500]) / (weight[2000] - weight[500])
-    expected = [math.exp(-2 * (t[i].item() - 0.5) ** 2) for i in (500, 1000, 2000)]
-    assert ratio.item() == pytest.approx((expected[1] - expected[0]) / (expected[2] - expected[0]), abs=1e-4)
-    process = GaussianDiffusion(num_timesteps=100)
-    t, weight = make_timesteps("bell", process, low=0.5, high=1.0).sample(u)
+    t, weight = make_timesteps("bell", FlowMatching()).sample(u)  # DiffSynth-Studio's, shifted to 0 at the ends
+    bell = torch.exp(-2 * (t - 0.5) ** 2)
+    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
+    t, weight = make_timesteps("bell", GaussianDiffusion(num_timesteps=100), low=0.5, high=1.0).sample(u)
     assert t.dtype == torch.int64 and t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
 
 

@@ -1,6 +1,6 @@
-"""Files of LoRA adapters: written by scripts/lora_train.py, merged into the weights of their base when it is loaded.
+"""Files of LoRA adapters: written by lora_train, merged into the weights of their base when it is loaded.
 
-A .safetensors with the names of peft (github.com/huggingface/peft), so its set_peft_model_state_dict reads it.
+A .safetensors with the names of peft (github.com/huggingface/peft): its set_peft_model_state_dict reads it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Which weights load_run gave: `base` (its arguments, to load them again), `name` and `sha256`."""
+    """Which weights load_run gave: `base` (its arguments), `name` and `sha256`."""
     sha256 = fingerprint(loaded.model.state_dict())
     path = (loaded.run_dir or Path(loaded.source)).absolute()
     if loaded.run_dir is None:
@@ -129,7 +129,7 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
 def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
     """Merge adapters into a model from load_run, W + scale alpha / rank B A, and add their new classes to its `data`.
 
-    `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all. Several add up, class rows too.
+    `lora`: paths, comma-separated; `lora_scale`: a number each, or one for all. Several add up, class rows too.
     """
     paths = [path.strip() for path in lora.split(",") if path.strip()]
     if not paths:

@@ -30,15 +30,15 @@ MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of 
 
 @dataclasses.dataclass
 class Loaded:
-    """A trained model and what it takes to use it."""
+    """A trained model and all that its use needs."""
 
     model: torch.nn.Module
     process: object
-    config: dict  # the settings it was trained with
+    config: dict  # the settings
     data: dict  # a codec's facts
     step: int
     source: str  # the checkpoint or file
-    weights: str  # which average: a rate, "raw" or "as published"
+    weights: str  # a rate, "raw" or "as published"
     weights_path: Path
     run_dir: Path | None = None
 
@@ -107,8 +107,7 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published=Publishe
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
     if "lora" not in meta:
         weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
-        loaded = build(meta, load_tensors(weights_path), device, checkpoint, ema, weights_path)
-        return dataclasses.replace(loaded, run_dir=path)
+        return build(meta, load_tensors(weights_path), device, checkpoint, ema, weights_path, run_dir=path)
 
     if checkpoint in tuned:
         raise UserError(f"{checkpoint} is a fine-tune of itself")
@@ -187,8 +186,7 @@ def read_published(path: Path, told: Published) -> tuple[dict, dict]:
 def translate(meta: dict, source) -> dict:
     """Put what older versions stored into today's words."""
     check_fields(meta, source, step=int, arch=str, config=dict, model_config=dict, data=dict)
-    config = dict(meta["config"])
-    model_config = dict(meta["model_config"])
+    config, model_config = dict(meta["config"]), dict(meta["model_config"])
     if config.get("objective") == "flow" and config.get("flow_prediction") == "x0":
         config["objective"] = "flow_x0"
     if isinstance(model_config.get("low_res"), bool):  # now the side of the low-resolution image, 0 without one
@@ -209,7 +207,7 @@ def check_data(data: dict, source, model_config) -> None:
         check_latents(data["latents"], source, "offset", "scale")
 
 
-def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path) -> Loaded:
+def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path, run_dir=None) -> Loaded:
     """The model that `meta` describes, with these tensors."""
     meta = translate(meta, source)
     config, data = meta["config"], meta["data"]
@@ -224,7 +222,8 @@ def build(meta: dict, tensors: dict, device, source, weights: str, weights_path:
     if process.out_channels(model_config.in_channels) != model_config.out_channels:
         raise UserError(f"{source}: out_channels={model_config.out_channels} does not fit the variance or objective")
     load_weights(model, tensors, source, assign=True)
-    return Loaded(model.to(device).eval(), process, config, data, meta["step"], str(source), weights, weights_path)
+    model = model.to(device).eval()
+    return Loaded(model, process, config, data, meta["step"], str(source), weights, weights_path, run_dir)
 
 
 def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
@@ -269,10 +268,10 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
 
 def check_guide(guide: Loaded, loaded: Loaded) -> None:
     """Refuse a `guide`, for autoguidance, that predicts something else, or from other inputs."""
-    its = inputs_of(guide)
-    differing = [name for name, value in inputs_of(loaded).items() if its[name] != value]
+    its, mine = inputs_of(guide), inputs_of(loaded)
+    differing = ", ".join(name for name in mine if its[name] != mine[name])
     if differing:
-        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
+        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {differing}")
 
 
 def inputs_of(loaded: Loaded) -> dict:

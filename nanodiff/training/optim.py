@@ -39,7 +39,7 @@ def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
     tall = G.size(-2) > G.size(-1)
     X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
     X = X.mT if tall else X  # (K, m, n), m <= n
-    # A restart recomputes A: rounding in bf16 gives it negative eigenvalues, which three steps would blow up
+    # A restart recomputes A, whose rounding in bf16 (negative eigenvalues) three steps would blow up
     restarts = (0, 1, 3, 5, 6) if X.size(-1) > 1.5 * X.size(-2) else range(7)
     for i, (a, b, c) in enumerate(POLAR_EXPRESS):
         if i in restarts:
@@ -159,10 +159,7 @@ def wait_all(works) -> None:
 
 
 class Optimizer:
-    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`, built by `make_optimizer`.
-
-    `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
-    """
+    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step."""
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
@@ -171,13 +168,12 @@ class Optimizer:
         self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
         self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
         self.param_groups = [bucket.group for bucket in self.buckets]
-        if self.world > 1:
-            for bucket in self.buckets:
-                dist.broadcast(bucket.flat, 0)  # the same start on every rank
+        for bucket in self.buckets if self.world > 1 else ():
+            dist.broadcast(bucket.flat, 0)  # the same start on every rank
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
+        """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
         return sum(2 * (self.world - 1) * 4 * bucket.own.numel() for bucket in self.buckets)
 
     @collective("the reduce-scatter of the gradients")
@@ -190,7 +186,7 @@ class Optimizer:
         """
         wait_all([bucket.reduce_grads() for bucket in self.buckets])
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
-        shared = torch.zeros(33, device=norm_sq.device)  # how many ranks received each signal; the norm squared
+        shared = torch.zeros(33, device=norm_sq.device)  # ranks that received each signal; the norm squared
         shared[signal] = 1
         shared[32] = norm_sq
         if self.world > 1:
@@ -202,7 +198,7 @@ class Optimizer:
     @collective("the all-gather of the weights")
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> None:
-        """One update with the gradients of sync_grads times `grad_scale` (clipping, 1 / loss scale); a collective."""
+        """One update by the gradients of sync_grads times `grad_scale`; a collective."""
         self.steps += 1
         works, scale = [], grad_scale / self.world
         for bucket in self.buckets:
@@ -224,7 +220,7 @@ class Optimizer:
     @collective("the gathering of what is not finite")
     @torch.no_grad()
     def not_finite(self) -> str:
-        """For an error message: each rank's parameter with the largest share of bad gradients; a collective."""
+        """Each rank's parameter with the largest share of bad gradients, in words; a collective."""
         worst = (0.0, "")
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.params):
@@ -255,7 +251,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take this rank's share of a whole state_dict, written by any number of ranks."""
+        """Take this rank's share of a state_dict of any number of ranks."""
         mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
@@ -278,9 +274,8 @@ def make_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, and AdamW at `lr` for all else;
-    "adamw": AdamW for everything. Weight decay is decoupled and for tensors of 2 or more dimensions. Muon multiplies
-    matrices in bf16 where that is native, else in fp32.
+    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is native;
+    AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
     """
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
@@ -288,7 +283,7 @@ def make_optimizer(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        assert p.dtype == torch.float32, f"{name} is {p.dtype}: the weights are kept in fp32, autocast does the rest"
+        assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
         index = 0 if p.ndim >= 2 else 1
         if optimizer == "muon" and p.ndim >= 2 and name.startswith(BLOCKS) and not name.startswith(FIRST):
             index = 2
@@ -316,14 +311,13 @@ class LossScaler:
         return 2.0**-self.lg_loss_scale if self.enabled else 1.0
 
     def update(self, overflow: bool) -> None:
-        """Raises FloatingPointError once the scale is below 1: a smaller one cures nothing."""
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
         if self.lg_loss_scale < 0:
             skipped = f"{self.skipped_in_a_row} steps skipped in a row"
-            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale has fallen below 1")
+            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale is below 1")
 
     def state_dict(self) -> dict:
         return {"lg_loss_scale": self.lg_loss_scale, "skipped_in_a_row": self.skipped_in_a_row}

@@ -1,4 +1,4 @@
-"""A run's folder and logs, shared by base_train and lora_train: where it resumes, what it writes, when it ends."""
+"""A run's folder and logs: where it resumes, what it writes, how it ends."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 
 COMPILE_WHOLE = 3000  # steps of a run
 
-# Settings that do not shape the weights: a run resumes with others without being asked
+# Settings that do not shape the weights: they may change in a resume
 FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
@@ -155,7 +155,6 @@ class LossTerms:
         self.num_images = 0
 
     def add(self, t, weight, terms: dict[str, torch.Tensor]) -> None:
-        """Take in a micro-batch."""
         self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
 
     def end_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +188,7 @@ class LossTerms:
 
 
 def check_wandb(run: str) -> None:
-    """Refuse, before anything is built, a wandb run that could not log."""
+    """Refuse a wandb run that could not log."""
     if run == "dummy" or get_dist()[0] > 0:
         return
     try:
@@ -254,7 +253,7 @@ class RunLog:
             self.wandb.log(line, step=line["step"])
 
     def grid(self, grid, step: int) -> None:
-        """A picture (H, W, C) uint8 to samples/, to wandb, and to the terminal if it is one; on rank 0."""
+        """A picture (H, W, C) uint8 to samples/, to wandb and, if there is one, to the terminal."""
         if self.file is None:
             return
         png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
