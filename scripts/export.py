@@ -23,7 +23,7 @@ from nanodiff.files import write_atomic, writing
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import DIFFUSERS, load_run
 from nanodiff.formats.published import to_diffusers, to_improved_diffusion, to_meta
-from nanodiff.models.dit import DiTConfig
+from nanodiff.formats.start import shape_settings
 from nanodiff.safetensors import save_safetensors
 
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
@@ -44,9 +44,7 @@ if out and not out.endswith(suffix):
 loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
 apply_adapters(loaded, lora, lora_scale)
 model_config = loaded.model.config
-arch = "unet"
-if isinstance(model_config, DiTConfig):
-    arch = "dit_classic" if model_config.block == "classic" else "dit"
+arch = shape_settings(model_config, model_config.image_size)["arch"]
 given = f"{loaded.source} is a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
 if form == "improved_diffusion" and arch != "unet":
     raise UserError(f"form={form} takes a unet; {given}")

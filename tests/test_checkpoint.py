@@ -14,7 +14,7 @@ import torch
 from nanodiff.common import UserError
 from nanodiff.files import load_tensors
 from nanodiff.training import checkpoint
-from nanodiff.training.checkpoint import (
+from nanodiff.training.checkpoint import (  # fmt: skip
     find_checkpoint,
     list_checkpoints,
     load_meta,
