@@ -10,7 +10,7 @@ from test_load import CLASSIC, DIT, UNET, UPSAMPLER, write_run
 from tiny_runs import TIMELESS, randomise
 
 from nanodiff.common import UserError
-from nanodiff.formats.load import Published, load_run
+from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_diffusers, to_diffusers, to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
@@ -105,7 +105,7 @@ def test_a_run_in_metas_format(base, export):
     path = export("a", "--form=meta")
     names = torch.load(path, weights_only=True).keys()  # github.com/facebookresearch/DiT; all of them: test_dit.py
     assert {"pos_embed", "y_embedder.embedding_table.weight", "blocks.0.adaLN_modulation.1.bias"} <= names
-    loaded = load_run(str(path), "cpu", published=Published(num_heads=1))
+    loaded = load_run(str(path), "cpu", published=dict(num_heads=1))
     assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
     assert loaded.data["kind"] == "images" and loaded.process.clip_denoised
 
@@ -151,7 +151,7 @@ def test_diffusers_loads_the_folder_and_predicts_the_same(export, tmp_path, size
 
 def test_a_diffusers_folder_comes_back_unchanged(export, tmp_path):
     meta_file(tmp_path / "dit.pt", heads=4)
-    told = Published(num_heads=4)
+    told = dict(num_heads=4)
     folder = tmp_path / "folder"
     run = load_run(str(tmp_path / "dit.pt"), "cpu", published=told)
     settings, theirs = to_diffusers(run.model.state_dict(), run.model.config)
@@ -217,7 +217,7 @@ def test_a_run_in_improved_diffusions_format(base, export, capsys):
     path = export("a", "--form=improved_diffusion")
     assert "null class" in capsys.readouterr().out
     ours = load_run("a", "cpu").model
-    loaded = load_run(str(path), "cpu", published=Published(num_heads=1, image_size=8))
+    loaded = load_run(str(path), "cpu", published=dict(num_heads=1, image_size=8))
     assert loaded.num_classes == ours.config.num_classes == 2 and not loaded.has_null_class
     assert torch.equal(outputs(loaded.model), outputs(ours))
     assert len(torch.load(path)["label_emb.weight"].untyped_storage()) == 4 * 2 * 128  # no trace of the null class

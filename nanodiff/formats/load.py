@@ -24,6 +24,8 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
+# Settings of scripts/sample.py that a published file does not say; 0 and "auto": as in the published models
+PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
 MAX_SIZE = 2**20  # of any number in a model_config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024
 
@@ -58,17 +60,6 @@ class Loaded:
         return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """What a published file does not say; 0 and "auto": as in the published models."""
-
-    num_heads: int = 0
-    image_size: int = 0  # of a UNet, in pixels
-    noise_schedule: str = "auto"
-    num_timesteps: int = 0
-    rescale_timesteps: str = "auto"  # auto|yes|no
-
-
 def find_run(run: str) -> Path:
     """The folder of a run, or a file, by its path or tag; "" is the run that was written to last."""
     runs = base_dir() / "runs"
@@ -82,12 +73,12 @@ def find_run(run: str) -> Path:
     raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
 
 
-def load_run(run: str, device, step: int = -1, ema: str = "", published=Published(), tuned=()) -> Loaded:
+def load_run(run: str, device, step: int = -1, ema: str = "", published: dict | None = None, tuned=()) -> Loaded:
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file or diffusers' folder. Of a run,
     `step` chooses the checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first rate.
-    `tuned`: the fine-tunes that led to this base.
+    `published`: any of PUBLISHED; `tuned`: the fine-tunes that led to this base.
     """
     path = find_run(run)
     if (path / DIFFUSERS).is_file():
@@ -144,23 +135,25 @@ def read_exported(path: Path) -> tuple[dict, dict]:
     return meta, tensors
 
 
-def read_published(path: Path, told: Published) -> tuple[dict, dict]:
+def read_published(path: Path, published: dict | None) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
     tensors = load_safetensors(path)[0] if path.suffix == ".safetensors" else load_tensors(path)
     if isinstance(tensors, dict) and isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
         tensors = tensors["ema"]
     check_tensors(tensors, path)
+    told = {name: value for name, value in (published or {}).items() if value not in (0, "auto")}
+    heads, image_size = told.pop("num_heads", 0), told.pop("image_size", 0)
     try:
         arch = "dit_classic"
         config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
         if "x_embedder.proj.weight" in tensors:
-            model_config, tensors = from_meta(tensors, told.num_heads)
+            model_config, tensors = from_meta(tensors, heads)
         elif "pos_embed.proj.weight" in tensors:
             settings = json.loads(read_small(path.with_name("config.json")))
             model_config, tensors = from_diffusers(tensors, settings)
         else:
             arch = "unet"
-            model_config, tensors = from_improved_diffusion(tensors, told.image_size, told.num_heads)
+            model_config, tensors = from_improved_diffusion(tensors, image_size, heads)
             lsun = not model_config.use_scale_shift_norm  # the settings are those of improved-diffusion's README
             schedule = "linear" if lsun or model_config.low_res else "cosine"
             rescale = not lsun and not model_config.num_classes
@@ -168,12 +161,8 @@ def read_published(path: Path, told: Published) -> tuple[dict, dict]:
             config["label_drop"] = 0.0  # the class table has no null class
     except FAULTS as error:
         raise UserError(f"{path} holds no published model: {error}") from error
-    if told.noise_schedule != "auto":
-        config["noise_schedule"] = told.noise_schedule
-    if told.num_timesteps:
-        config["num_timesteps"] = told.num_timesteps
-    if told.rescale_timesteps != "auto":
-        config["rescale_timesteps"] = told.rescale_timesteps == "yes"
+    config |= told
+    config["rescale_timesteps"] = config["rescale_timesteps"] in (True, "yes")
     channels, num_classes = model_config.in_channels, model_config.num_classes
     variance = "learned_range" if model_config.out_channels == 2 * channels else "fixed_large"
     config |= dict(objective="eps", loss="mse", variance=variance, low_res_size=model_config.low_res)

@@ -13,28 +13,17 @@ from nanodiff.models.unet import UNetConfig
 
 # (our part of a name, theirs), replaced in this order; the way back goes from last to first
 META = (
-    ("final.", "final_layer."),
-    (".ada.", ".adaLN_modulation.1."),
-    (".fc", ".mlp.fc"),
-    (".proj.", ".attn.proj."),
-    (".qkv.", ".attn.qkv."),
-    ("y_embed.", "y_embedder.embedding_table."),
-    ("t_embed.", "t_embedder.mlp."),
+    ("final.", "final_layer."), (".ada.", ".adaLN_modulation.1."), (".fc", ".mlp.fc"), (".proj.", ".attn.proj."),
+    (".qkv.", ".attn.qkv."), ("y_embed.", "y_embedder.embedding_table."), ("t_embed.", "t_embedder.mlp."),
     ("patch_embed.", "x_embedder.proj."),
-)
+)  # fmt: skip
 DIFFUSERS = (
-    (".proj.", ".attn1.to_out.0."),
-    (".fc1.", ".ff.net.0.proj."),
-    (".fc2.", ".ff.net.2."),
-    ("final.ada.", "proj_out_1."),
-    ("final.linear.", "proj_out_2."),
-    (".ada.", ".norm1.linear."),
-    ("blocks.", "transformer_blocks."),
-    ("patch_embed.", "pos_embed.proj."),
-    ("t_embed.0.", "timestep_embedder.linear_1."),
-    ("t_embed.2.", "timestep_embedder.linear_2."),
+    (".proj.", ".attn1.to_out.0."), (".fc1.", ".ff.net.0.proj."), (".fc2.", ".ff.net.2."),
+    ("final.ada.", "proj_out_1."), ("final.linear.", "proj_out_2."), (".ada.", ".norm1.linear."),
+    ("blocks.", "transformer_blocks."), ("patch_embed.", "pos_embed.proj."),
+    ("t_embed.0.", "timestep_embedder.linear_1."), ("t_embed.2.", "timestep_embedder.linear_2."),
     ("y_embed.", "class_embedder.embedding_table."),
-)
+)  # fmt: skip
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 
 
