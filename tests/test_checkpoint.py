@@ -62,8 +62,7 @@ def test_round_trip(tmp_path):
     assert load_meta(path) == META | {"step": 500}
     model = load_tensors(path / "model.pt")
     assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
-    optim = load_tensors(path / "optim.pt")
-    assert optim["state"]["w"]["m"].tolist() == [0, 1, 2, 3, 4] and optim["groups"] == [("w", 0.5), None]
+    assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
     assert find_checkpoint(tmp_path / "another run") is None
     with pytest.raises(UserError, match="no checkpoint of step 7; it has: 500"):
@@ -130,9 +129,10 @@ def test_no_room_on_the_disk(tmp_path, limit):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    for make, fault in ((lambda run: save(run, 1), "checkpoint .*file.*intact"), (lock_run, "to .*file")):
-        with pytest.raises(UserError, match=f"cannot write {fault}"):
-            make(tmp_path / "file")
+    with pytest.raises(UserError, match=r"cannot write checkpoint .*file.*intact"):
+        save(tmp_path / "file", 1)
+    with pytest.raises(UserError, match=r"cannot write to .*file"):
+        lock_run(tmp_path / "file")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
