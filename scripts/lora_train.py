@@ -36,10 +36,10 @@ from nanodiff.web.report import LiveReport
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from base and data
-resume = "auto"  # auto|never|changed or >= 0: as in base_train
-seed = 42  # >= 0: of the adapters, the order of the images and all noise
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint; changed = with other rates; or a step
+seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products; adapters and weights stay fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
 deterministic = False  # on CUDA, the same bits each time, in exchange for speed
 # What is tuned
