@@ -1,4 +1,4 @@
-"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trusting them."""
+"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trust."""
 
 import argparse
 import contextlib
@@ -18,6 +18,9 @@ import torch
 
 from nanodiff.common import Progress, UserError, print0
 
+# What wrong values in a file raise
+FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+
 
 def fsync_dir(path: Path) -> None:
     """Make a rename within a folder survive a power cut."""
@@ -30,18 +33,21 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def names_file(path: str | Path):
-    """Add the file's name to an OSError raised inside: a failed write does not carry it."""
+    """Add the file's name to the OSError of a failed write, which torch.save hides in a RuntimeError."""
     try:
         yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(path)
-        raise
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        if cause.errno and not cause.filename:
+            cause.filename = str(path)
+        raise cause from None
 
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """`with writing(path) as file:` a binary file that is named `path` once all of it is on the disk."""
+    """A binary file that is named `path` once all of it is on the disk."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
@@ -55,15 +61,14 @@ def writing(path: Path):
         raise
 
 
-def write_atomic(path: Path, *parts) -> None:
-    """Write bytes, one part after the other: all or nothing."""
+def write_atomic(path: Path, data) -> None:
+    """Write bytes: all or nothing."""
     with writing(path) as file:
-        for part in parts:
-            file.write(part)
+        file.write(data)
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` and all settings that were changed, but for those in `apart`: other settings make another file."""
+    """`stem` and the settings that were changed, but for those in `apart`."""
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:
             stem += f"_{key}={value}"
@@ -72,29 +77,22 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder, replacing what is there; a kill leaves the old one or the new one."""
+    """Rename a finished folder, replacing what is there."""
     temporary.chmod(0o755)
     fsync_dir(temporary)
-    old = None
+    old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
     if final.exists():
-        old = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-"))
         os.rename(final, old)
-    try:
-        os.rename(temporary, final)
-    except BaseException:
-        if old:
-            os.rename(old, final)
-        raise
+    os.rename(temporary, final)
     fsync_dir(final.parent)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False, leftovers: str = ""):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
     The UserError is `busy` if another process holds it (unless `wait`), and names the setting `hint` if its folder
-    cannot be written to. Once locked, removes the folders beside it that match `leftovers`, of killed holders.
+    cannot be written to. Folders beside it that match `leftovers`, of killed holders, are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +112,7 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
 
 
 def read_small(path: Path, most: int = 2**22) -> bytes:
-    """A regular file of at most `most` bytes: a FIFO would hang, a larger one fill the memory once it is parsed."""
+    """The bytes of a regular file of at most `most`: a FIFO would hang, a larger one fill the memory once parsed."""
     if not path.is_file() or path.stat().st_size > most:
         raise UserError(f"{path} is not a regular file of at most {most:,} bytes")
     return path.read_bytes()
@@ -126,7 +124,7 @@ def sha256_of(path: Path) -> str:
 
 
 def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) -> None:
-    """Fetch a published file to `path`, verified. The UserError ends with `otherwise`: what to do."""
+    """Fetch a published file to `path`, verified. `otherwise`: what to do if that fails."""
     print0(f"downloading {url} ({num_bytes / 1e6:.0f} MB, once)")
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -147,7 +145,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
 
 
 def check_fields(record, source, /, **kinds) -> None:
-    """Raises UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
+    """UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
     for key, kind in kinds.items():
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -155,7 +153,7 @@ def check_fields(record, source, /, **kinds) -> None:
 
 
 def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
-    """UserError if the files in a zip (.pt, .npz) with this ending of their names unpack to more than `most` bytes."""
+    """UserError if the files with this ending in a zip (.pt, .npz) unpack to more than `most` bytes."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(info.file_size for info in archive.infolist() if info.filename.endswith(ending))
@@ -163,21 +161,21 @@ def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
             raise UserError(f"{path} unpacks to {size:,} bytes; accepted here: {most:,}")
 
 
-def load_tensors(path: Path, device="cpu"):
+def load_tensors(path: Path):
     """The one torch.load of the package: tensors and plain containers, never code."""
     torch._weights_only_unpickler._get_allowed_globals().pop("builtins.bytearray", None)  # of any length: no tensor
     try:
-        check_zip(path, os.path.getsize(path))  # torch.save does not compress
+        check_zip(path, path.stat().st_size)  # torch.save does not compress
         check_zip(path, 2**23, "data.pkl")
         # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickle protocols
-            return torch.load(path, map_location=device, weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except UserError:
         raise
     except Exception as error:  # pickle, zip and torch each raise their own kinds
-        # The first sentence says what was refused, the next ones how to load it all the same
+        # The first sentence says what was refused, the next how to load it all the same
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
         raise UserError(f"{path} cannot be loaded safely as tensors: {type(error).__name__}: {first}") from error

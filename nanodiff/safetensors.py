@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.files import writing
+from nanodiff.files import FAULTS, writing
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000  # the official library's bound
 def save_safetensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None):
     """Write named tensors (any device, any strides), one at a time, and string metadata: the whole file or nothing."""
     header = {"__metadata__": metadata} if metadata else {}
-    # Widest dtypes first, so that every tensor starts at a multiple of its item size
+    # Widest dtypes first: every tensor starts at a multiple of its item size
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     offset = 0
     for name in names:
@@ -40,8 +40,7 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: str | Path, metadat
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with writing(Path(path)) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             flat = tensors[name].detach().cpu().contiguous().flatten()  # a 0-dim tensor has no view as bytes
             file.write(flat.view(torch.uint8).numpy())
@@ -77,11 +76,11 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
                 raise ValueError(f"{name!r} takes bytes {begin:,} to {end:,}: bad data_offsets, or cut at {size:,}")
             data = buffer[begin:end]
             if begin % dtype.itemsize:
-                data = bytearray(data)  # the writer did not align this tensor: copy it to where it is
+                data = bytearray(data)  # unaligned: copy
             flat = torch.frombuffer(data, dtype=dtype) if begin < end else torch.empty(0, dtype=dtype)
             tensors[name] = flat.reshape(info["shape"])
             begin = end
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
+    except FAULTS as error:
         raise UserError(f"{path}: bad safetensors header: {type(error).__name__}: {str(error)[:200]}") from None
     if begin != size:
         raise UserError(f"{path}: {size - begin:,} bytes follow the last tensor")

@@ -10,7 +10,6 @@ Write a trained model to a file: for nanodiff, or in a published format.
 A .safetensors holds all that sampling needs, the other forms weights alone: their settings are printed.
 """
 
-import io
 import json
 import shlex
 from dataclasses import asdict
@@ -20,18 +19,18 @@ import torch
 
 from configurator import configure
 from nanodiff.common import UserError, print0
-from nanodiff.files import write_atomic
+from nanodiff.files import write_atomic, writing
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import DIFFUSERS, load_run
 from nanodiff.formats.published import to_diffusers, to_improved_diffusion, to_meta
-from nanodiff.models.dit import DiTConfig
+from nanodiff.formats.start import shape_settings
 from nanodiff.safetensors import save_safetensors
 
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
-lora = ""  # adapters of scripts/lora_train.py to merge into the weights: .safetensors files, comma-separated
-lora_scale = "1"  # strength of the adapters: one number for all, or one each, comma-separated
+lora = ""  # adapters of lora_train to merge into the weights: .safetensors files, comma-separated
+lora_scale = "1"  # their strength: one number for all, or one each, comma-separated
 form = "safetensors"  # safetensors|meta|diffusers|improved_diffusion: what to write
 out = ""  # path of the file, or of the folder for diffusers; "" = exports/ in the run's folder
 config = configure(globals())
@@ -45,9 +44,7 @@ if out and not out.endswith(suffix):
 loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
 apply_adapters(loaded, lora, lora_scale)
 model_config = loaded.model.config
-arch = "unet"
-if isinstance(model_config, DiTConfig):
-    arch = "dit_classic" if model_config.block == "classic" else "dit"
+arch = shape_settings(model_config, model_config.image_size)["arch"]
 given = f"{loaded.source} is a {arch} with {model_config.num_classes or 'no'} classes, low_res={model_config.low_res}"
 if form == "improved_diffusion" and arch != "unet":
     raise UserError(f"form={form} takes a unet; {given}")
@@ -67,28 +64,23 @@ if loaded.run_dir:
 ending = "" if form == "safetensors" else f"_{form}"
 path = Path(out or f"{default}{ending}{suffix}")
 tensors = loaded.model.state_dict()
-if form == "safetensors":
-    meta = dict(step=loaded.step, ema=loaded.weights, arch=arch, model_config=asdict(model_config))
-    meta |= dict(config=loaded.config, data=loaded.data)
-elif form == "diffusers":
+if form == "diffusers":
     diffusers_config, tensors = to_diffusers(tensors, model_config)
-elif form == "meta":
-    tensors = to_meta(tensors, model_config)
-else:
-    tensors = to_improved_diffusion(tensors, model_config)
-folder = path if form == "diffusers" else path.parent
+elif form != "safetensors":
+    tensors = (to_meta if form == "meta" else to_improved_diffusion)(tensors, model_config)
 try:
-    folder.mkdir(parents=True, exist_ok=True)
+    (path if form == "diffusers" else path.parent).mkdir(parents=True, exist_ok=True)
     if form == "safetensors":
+        meta = dict(step=loaded.step, ema=loaded.weights, arch=arch, model_config=asdict(model_config))
+        meta |= dict(config=loaded.config, data=loaded.data)
         save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
     elif form == "diffusers":
-        save_safetensors(tensors, path / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        save_safetensors(tensors, path / DIFFUSERS, {"format": "pt"})
         # the config last: without it the folder does not load
         write_atomic(path / "config.json", json.dumps(diffusers_config, indent=2).encode())
     else:
-        buffer = io.BytesIO()
-        torch.save(tensors, buffer)
-        write_atomic(path, buffer.getbuffer())
+        with writing(path) as file:
+            torch.save(tensors, file)
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
 

@@ -3,10 +3,9 @@ Fine-tune a trained model with low-rank adapters (LoRA): settings, setup, loop, 
 
     python -m scripts.lora_train --base=cifar10_dit_d12 --data=photos                 # a run's averaged weights
     python -m scripts.lora_train --base=DiT-XL-2-256x256.pt --data=photos256_latents  # a published model
-    torchrun --standalone --nproc_per_node=8 -m scripts.lora_train --base=... --data=...
 
-Classes are matched by name; those that the base lacks are added. Rerunning the same command resumes where it stopped.
-The result is a file of adapters, and a run that the other scripts take like any other.
+Classes are matched by name; those that the base lacks are added. Rerunning the same command resumes.
+The result is a file of adapters, and a run like any other.
 """
 
 import math
@@ -37,20 +36,19 @@ from nanodiff.web.report import LiveReport
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from base and data
-resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint if there is one, with its settings;
-#                  changed = likewise, with other rates or another horizon; a number = from that step
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint; changed = with other rates; or a step
 seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
-deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
+deterministic = False  # on CUDA, the same bits each time, in exchange for speed
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
 base_ema = ""  # which average of its weights: a rate, or raw; "" = the first rate
 rank = 8  # >= 1: rank of the adapters
 alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
-targets = "all"  # linear layers with adapters, by the end of their names, such as qkv,proj,fc1,fc2,ada; all = every one
+targets = "all"  # linear layers with adapters, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
 train_classes = "new"  # rows of the class table that learn: new|all|none, or names of classes, comma-separated
 init_from = ""  # a file of adapters, for this base, to go on from; "" = new ones
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
@@ -59,8 +57,8 @@ data = ""  # name of a data set, or the path of its folder: images, or latents o
 flip = False  # mirror half of the images left-right
 autoencoder = ""  # path of a latent base's VAE; "" = where it was when the latents were made
 label_drop = -1.0  # [0, 1) or -1: fraction of labels replaced by the null class; -1 = as the base was trained
-t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, none for the rest
-timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; see base_train; 0 = as the base was trained
+t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, else none
+timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; 0 = as the base was trained
 t_min = 0.0  # [0, 1): train only on t from here; 0 is the image
 t_max = 1.0  # (0, 1]: to here; 1 is noise
 # Horizon: the first that is set counts
@@ -92,7 +90,7 @@ check_wandb(run)
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak, _ = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
+peak, _ = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 if not base or not data:
     raise UserError("give --base=..., a run or a published file, and --data=..., a data set")
@@ -104,7 +102,7 @@ if timestep_shift:
     shift_timesteps(loaded, timestep_shift)
 raw_model, process, origin = loaded.model, loaded.process, identity(loaded)
 num_params = sum(p.numel() for p in raw_model.parameters())
-flops_per_image = raw_model.estimate_flops() * 2 // 3  # no gradients of frozen weights; the adapters' share is small
+flops_per_image = raw_model.estimate_flops() * 2 // 3  # no gradients of frozen weights; adapters are small
 print0(f"base: {origin['name']}: {num_params:,} parameters")
 
 train_set = open_dataset(data, "train")
@@ -125,7 +123,7 @@ print0(f"data: {data}: {len(train_set):,} images of {codec.shape}; rows of the c
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
 if init_from:
-    start_from_adapters(raw_model, init_from, origin, class_names)
+    start_from_adapters(raw_model, init_from, alpha / rank, origin, class_names)
 raw_model.config = model_config = replace(raw_model.config, checkpointing=checkpointing)
 num_trained = sum(p.numel() for p in trained(raw_model).values())
 print0(f"adapters: rank {rank}: {num_trained:,} parameters, {100 * num_trained / num_params:.1f}% of the base's")
@@ -138,8 +136,7 @@ print0(f"steps: {num_iterations:,}, or {num_iterations * total_batch_size / len(
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no adapters, so nothing to sample from or to resume")
 
-is_flow = process.num_timesteps == 0
-bell = t_weighting == "bell" or (t_weighting == "auto" and is_flow)
+bell = t_weighting == "bell" or (t_weighting == "auto" and process.num_timesteps == 0)
 timestep_sampler = make_timesteps("bell" if bell else "uniform", process, low=t_min, high=t_max)
 optim = make_optimizer(raw_model, "adamw", lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
@@ -152,7 +149,7 @@ sample_settings = SampleSettings(
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
 
-FIXED = (  # settings that make the adapters what they are: a run cannot resume with others
+FIXED = (  # a run cannot resume with others
     "seed", "data", "flip", "base", "rank", "alpha", "targets", "train_classes", "label_drop", "t_weighting", "t_min",
     "t_max", "total_batch_size", "init_from", "timestep_shift",
 )  # fmt: skip
@@ -160,9 +157,8 @@ model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
 if loaded.run_dir and ddp_rank == 0:
-    keep_checkpoint(Path(loaded.source))  # training may go on there: these adapters need this very step
+    keep_checkpoint(Path(loaded.source))  # training may go on there
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
-# All state of the loop that is not in tensors
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
     check_same_data(meta["data"], facts, model_tag)
@@ -184,12 +180,12 @@ report = LiveReport(run_dir)
 
 
 def due(every):
-    """Is it time for something that happens every so many steps (0 = only at the end, -1 = never)?"""
+    """Is it time for what happens every so many steps (0 = only at the end, -1 = never)?"""
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
 
 
 def lr_multiplier(step):
-    """Linear warmup, constant, linear warmdown to 0: a factor on every learning rate."""
+    """Linear warmup, constant, linear warmdown to 0."""
     warmup = warmup_ratio * num_iterations
     warmdown = warmdown_ratio * num_iterations
     if step < warmup:
@@ -201,21 +197,21 @@ def lr_multiplier(step):
 
 raw_model.train()
 model = compiled(raw_model, device, num_iterations) if compile else raw_model
-draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
+draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels = next(loader)  # (B, C, H, W) as stored, (B,) int64
+images, labels = next(loader)  # (B, C, H, W) as stored, (B,)
 stop = StopSignal()
 stopping = 0
 loss_terms = LossTerms(process)
-steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
+steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
 saved_step = start_step if checkpoint else -1
 
 while True:
     epoch_ended = save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
     if (due(save_every) or epoch_ended or (stopping and save_every >= 0)) and step != saved_step:
-        optim_state = optim.state_dict()  # gathered over ranks: all take part
+        optim_state = optim.state_dict()  # of all ranks
         if ddp_rank == 0:
-            path = run_dir / "adapters" / f"step_{step:06d}.safetensors"  # all of them stay
+            path = run_dir / "adapters" / f"step_{step:06d}.safetensors"
             save_adapters(path, raw_model, rank, alpha, targets, learned, origin)
             tensors = dict(model=trained(raw_model), optim=optim_state, train=dict(scaler=scaler.state_dict()))
             meta = dict(step=step, arch="lora", config=config, model_config=asdict(model_config), data=facts)
@@ -224,14 +220,14 @@ while True:
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
         saved_step = step
 
-    with stop.interrupts():  # a signal ends the drawing between two batches
+    with stop.interrupts():
         if due(sample_every) and not stopping:
             with autocast:
                 grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
             log.grid(grid, step)
     if stop.interrupted and not stopping:
         stopping = stop.interrupted
-        continue  # to save, and to leave
+        continue
 
     leaving = step == num_iterations or bool(stopping)
     if ddp_rank == 0 and (leaving or due(sample_every)):
@@ -242,31 +238,30 @@ while True:
     # The step, line for line that of base_train, which explains it
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
-    u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
+    u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)
+    t, t_weight = timestep_sampler.sample(u_t)
     for micro_step in range(grad_accum_steps):
-        first = (micro_step * world + ddp_rank) * device_batch_size  # this rank's rows of the global batch
+        first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
         noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = None
         if codec.stochastic:
             vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
-        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) in about [-1, 1]
-        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # the null class: for classifier-free guidance
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
+        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
-        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
+        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
-        images, labels = next(loader)  # the next micro-batch, copied while the device is busy with this one
+        images, labels = next(loader)
         data_wait_since += loader.data_wait
     timestep_sampler.update(*loss_terms.end_step())
 
-    grad_norm, stopping = optim.sync_grads(stop.received)  # global norm; waits for the device, once per step
+    grad_norm, stopping = optim.sync_grads(stop.received)
     grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
-    # In fp16 the step is skipped and the loss scale lowered; else the run ends here, with all weights as they were
     if overflow and not scaler.enabled:
         where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
@@ -286,7 +281,7 @@ while True:
     loop["train_time_s"] += dt
     steps_since += 1
     seconds_since += dt
-    if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
+    if step == start_step + 1 and not log_now:
         print0(f"first step: {dt:.1f} s")
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
     if log_now:
@@ -305,7 +300,7 @@ while True:
             "train/images_per_sec": img_per_sec,
             "train/mfu": mfu,
         }
-        line |= loss_terms.summary(loop, device)  # train/loss: the mean over all images since the last line
+        line |= loss_terms.summary(loop, device)
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)
@@ -317,8 +312,6 @@ while True:
             f"{minutes:.1f} m | eta {eta:.1f} m"
         )
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 loader.close()
 end(log, step, stopping, loop["train_time_s"], device)

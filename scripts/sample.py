@@ -28,7 +28,7 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (t
 from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import Published, check_guide, load_run, parse_classes
+from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
 from nanodiff.png import encode_png, make_grid
@@ -80,7 +80,7 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-published = Published(num_heads, image_size, noise_schedule, num_timesteps, rescale_timesteps)
+published = {name: config[name] for name in PUBLISHED}
 loaded = load_run(run, device, checkpoint_step, ema, published)
 apply_adapters(loaded, lora, lora_scale)
 model, process, num_classes = loaded.model, loaded.process, loaded.num_classes

@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from configurator import configure
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on a busy machine its threads wait for each other
+
+import torch  # noqa: E402
 
 
 def golden(name):
@@ -69,6 +72,28 @@ def run_process(name, *args, ranks=1, check=True, **env):
     done = subprocess.run(command(name, *args, ranks=ranks), capture_output=True, text=True, env=env, timeout=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def run_ranks(run_script, name, *args, ranks=2):
+    """Run a script on several ranks, forks of this process, which import nothing; as a user would where none can be."""
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return run_process(name, *args, ranks=ranks)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free.getsockname()[1])
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            env |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+            os.environ.update({key: str(value) for key, value in env.items()})
+            code = 1
+            try:
+                run_script(name, *args)
+                code = 0
+            finally:
+                os._exit(code)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * ranks
 
 
 def children(pid):

@@ -14,7 +14,7 @@ import torch
 from nanodiff.common import UserError
 from nanodiff.files import load_tensors
 from nanodiff.training import checkpoint
-from nanodiff.training.checkpoint import (
+from nanodiff.training.checkpoint import (  # fmt: skip
     find_checkpoint,
     list_checkpoints,
     load_meta,
@@ -62,8 +62,7 @@ def test_round_trip(tmp_path):
     assert load_meta(path) == META | {"step": 500}
     model = load_tensors(path / "model.pt")
     assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
-    optim = load_tensors(path / "optim.pt")
-    assert optim["state"]["w"]["m"].tolist() == [0, 1, 2, 3, 4] and optim["groups"] == [("w", 0.5), None]
+    assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
     assert find_checkpoint(tmp_path / "another run") is None
     with pytest.raises(UserError, match="no checkpoint of step 7; it has: 500"):
@@ -81,10 +80,9 @@ def test_an_exception_within_a_save(tmp_path, monkeypatch, error):
         raise error
 
     save(tmp_path, 1)
-    monkeypatch.setattr(torch, "save", failing)
-    with pytest.raises(type(error)):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(torch, "save", failing)
         save(tmp_path, 2)
-    monkeypatch.undo()
     assert steps(tmp_path) == [1] and find_checkpoint(tmp_path, 1)
     save(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
@@ -98,17 +96,11 @@ def test_kill_9_within_a_save(tmp_path, moment):
         kill = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         if moment == "rename":
             os.rename = kill
+        elif moment == "manifest":
+            write = checkpoint.write_atomic
+            checkpoint.write_atomic = lambda path, data: (kill if path.name == "manifest.json" else write)(path, data)
         else:
-            write, wanted = checkpoint.HashingFile.write, {"first tensor": "model.pt", "manifest": "manifest.json"}
-
-            def half(self, data):
-                if Path(self.file.name).name == wanted[moment]:
-                    write(self, data[: len(data) // 2])
-                    self.file.flush()
-                    kill()
-                return write(self, data)
-
-            checkpoint.HashingFile.write = half
+            torch.save = lambda value, file: (file.write(b"half of it"), file.flush(), kill())
         save(tmp_path, 2)
 
     assert in_child(save_until_killed) == -signal.SIGKILL
@@ -206,9 +198,10 @@ def test_nothing_is_executed(tmp_path, monkeypatch, legacy):
 def test_files_that_torch_did_not_write(tmp_path):
     for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04.", bytes(100)):
         (tmp_path / "a.pt").write_bytes(content)
-        for name in ("a.pt", "missing.pt"):
-            with pytest.raises(UserError, match=name):
-                load_tensors(tmp_path / name)
+        with pytest.raises(UserError, match="a.pt cannot be loaded"):
+            load_tensors(tmp_path / "a.pt")
+    with pytest.raises(UserError, match="no such file"):
+        load_tensors(tmp_path / "missing.pt")
 
 
 @pytest.mark.parametrize("bomb", ["bytearray", "deflated", "pickle"])

@@ -1,13 +1,12 @@
 """Fine-tuning as a whole: the base stays; the same adapters whatever the ranks, micro-batches and interruptions."""
 
 import json
-import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import run_process
+from conftest import run_ranks
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
@@ -31,15 +30,19 @@ NEW = ["star", "bar"]  # the first is unknown to the base
 
 
 @pytest.fixture
-def old(base, run_script):
+def old(base, run_script, tmp_path_factory):
     """A base of random weights, and a set of 40 images of a class that it lacks and one that it knows."""
-    make_data()
-    run_dir = make_run(run_script, "old")
-    with DatasetWriter("tuned", NEW) as writer:
-        for split, n in (("train", 40), ("val", 8)):
-            images, labels = draw_shapes(n, seed=n)
-            writer.append(split, images, labels % 2)
-    return run_dir
+    made = tmp_path_factory.getbasetemp() / "old"  # once for all tests
+    if not made.exists():
+        make_data()
+        make_run(run_script, "old")
+        with DatasetWriter("tuned", NEW) as writer:
+            for split, n in (("train", 40), ("val", 8)):
+                images, labels = draw_shapes(n, seed=n)
+                writer.append(split, images, labels % 2)
+        base.rename(made)
+    shutil.copytree(made, base, dirs_exist_ok=True)
+    return base / "runs" / "old"
 
 
 def metrics(base, tag):
@@ -75,18 +78,11 @@ def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
     assert adapters(base, "parts")[1] == adapters(base, "whole")[1]
 
 
-def test_device_batch_size_does_not_change_the_adapters(base, old, run_script):
-    for size in (16, 4):
-        run_script("lora_train", *TINY, f"--device_batch_size={size}", f"--model_tag=b{size}")
-    assert losses(base, "b4") == pytest.approx(losses(base, "b16"), rel=1e-4)
-    assert_same(adapters(base, "b4")[0], adapters(base, "b16")[0], rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
-    args = (*TINY, "--device_batch_size=4", "--weight_decay=0.1", "--targets=qkv")
+    """One takes 16 images at a time, the two take 4."""
+    args = (*TINY, "--weight_decay=0.1", "--targets=qkv")
     run_script("lora_train", *args, "--model_tag=one")
-    run_process("lora_train", *args, "--model_tag=two", ranks=2)
+    run_ranks(run_script, "lora_train", *args, "--device_batch_size=4", "--model_tag=two")
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     # and a checkpoint of two ranks goes on with one
     for tag in ("one", "two"):
@@ -143,12 +139,11 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
 
 def test_training_learns_and_the_rate_follows_its_schedule(base, old, run_script):
     """A few percent of the weights bring the loss of a random model far down."""
-    args = [arg for arg in TINY if "iterations" not in arg]
-    done = run_script("lora_train", *args, "--num_iterations=80", "--warmup_ratio=0", "--warmdown_ratio=0.5")
+    done = run_script("lora_train", *TINY, "--num_iterations=40", "--warmup_ratio=0", "--warmdown_ratio=0.5")
     log = metrics(base, "old_tuned_lora")
     loss = [line["train/loss"] for line in log]
-    assert np.mean(loss[-10:]) < 0.7 * np.mean(loss[:10])
-    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 41 + [1 - i / 40 for i in range(1, 40)])
+    assert np.mean(loss[-10:]) < 0.8 * np.mean(loss[:10])
+    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 21 + [1 - i / 20 for i in range(1, 20)])
     assert done["num_trained"] < 0.05 * done["num_params"]
 
 
@@ -160,19 +155,14 @@ def test_epochs_and_what_is_saved_after_each(base, old, run_script):
     assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000005"]
 
 
-def test_part_of_t_and_the_bell():
-    """t in [t_min, t_max]; the bell is DiffSynth-Studio's: symmetric, 0 at the ends, of mean 1 over all of t."""
+def test_part_of_t():
     u = (torch.arange(4000) + 0.5) / 4000
     t, weight = make_timesteps("uniform", FlowMatching(), low=0.25, high=0.75).sample(u)
     assert (weight == 1).all() and 0.25 <= t.min() < 0.2502 and 0.7498 < t.max() <= 0.75
-    t, weight = make_timesteps("bell", FlowMatching()).sample(u)
-    torch.testing.assert_close(weight, weight.flip(0), rtol=0, atol=1e-5)
-    assert weight.mean().item() == pytest.approx(1, abs=1e-4) and weight[0] < 1e-3 and weight.argmax() in (1999, 2000)
-    ratio = (weight[1000] - weight[500]) / (weight[2000] - weight[500])
-    expected = [math.exp(-2 * (t[i].item() - 0.5) ** 2) for i in (500, 1000, 2000)]
-    assert ratio.item() == pytest.approx((expected[1] - expected[0]) / (expected[2] - expected[0]), abs=1e-4)
-    process = GaussianDiffusion(num_timesteps=100)
-    t, weight = make_timesteps("bell", process, low=0.5, high=1.0).sample(u)
+    t, weight = make_timesteps("bell", FlowMatching()).sample(u)  # DiffSynth-Studio's, shifted to 0 at the ends
+    bell = torch.exp(-2 * (t - 0.5) ** 2)
+    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
+    t, weight = make_timesteps("bell", GaussianDiffusion(num_timesteps=100), low=0.5, high=1.0).sample(u)
     assert t.dtype == torch.int64 and t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
 
 
@@ -182,15 +172,15 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
     make_data()
     with DatasetWriter("plain") as writer:
         writer.append("train", draw_shapes(24, seed=0)[0])
-    end = [arg for arg in TINY if not arg.startswith(("--base", "--data"))] + ["--num_iterations=2"]
+    end = [arg for arg in TINY if not arg.startswith(("--base", "--data"))] + ["--num_iterations=1"]
     kinds = {
-        "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1", "--checkpointing"),
+        "unet": ("--arch=unet", "--num_res_blocks=1", "--dropout=0.1"),
         "eps": ("--objective=eps", "--variance=learned_range", "--num_timesteps=50", "--arch=dit_classic"),
         "small": ("--low_res_size=4", "--class_cond=False"),
     }
     for tag, settings in kinds.items():
         make_run(run_script, tag, *settings)
-        more = ("--sample_every=0", "--sample_steps=2", "--checkpointing", "--t_max=0.5", "--train_classes=all")
+        more = ("--sample_every=0", "--sample_steps=1", "--checkpointing", "--t_max=0.5", "--train_classes=all")
         done = run_script("lora_train", *end, *more, f"--base={tag}", "--data=plain", f"--model_tag={tag}_lora")
         assert done["learned"] == ([] if tag == "small" else [None])
         loaded = load_run(f"{tag}_lora", "cpu")
@@ -208,7 +198,6 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
 def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
     make_data("large", resolution=32)
     faults = {
-        "--base=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--base=none": "run='none' is no folder, file or tag; known tags: old",
         "--data=none": "no data set 'none'",

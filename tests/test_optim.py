@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -84,6 +85,10 @@ def randomize_grads(*models, seed=0):
         p.grad = torch.randn(p.shape, generator=generator)
         for other in others:
             other.grad = p.grad.clone()
+
+
+def tensors(state):
+    return {name: torch.as_tensor(value) for name, value in state.items()}
 
 
 def largest_difference(a, b):
@@ -175,14 +180,10 @@ class Matrices(nn.Module):
         self.blocks = nn.ModuleList([*linear, nn.Conv2d(8, 16, 3), nn.Conv1d(40, 20, 1)])
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
+def test_muon_is_momentum_nesterov_and_the_polar_factor():
     model = Matrices()
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
-    lr, wd, mu = 0.1, 0.2, 0.9
-    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd, momentum=mu, momentum_warmup=0)
-    assert model.blocks[3].weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+    lr, wd = 0.1, 0.2
+    opt = make_optimizer(model, muon_lr=lr, weight_decay=wd)
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     momentum = dict.fromkeys(weights, 0.0)
     for step in range(3):
@@ -192,6 +193,7 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
         opt.step()
         for name, p in weights.items():
             g = p.grad.double().numpy().reshape(p.shape[0], -1)
+            mu = 0.85 + 0.1 * step / 300
             momentum[name] = mu * momentum[name] + (1 - mu) * g
             polar = polar_factor(mu * momentum[name] + (1 - mu) * g)
             scale = lr * max(1, g.shape[0] / g.shape[1]) ** 0.5
@@ -200,10 +202,10 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor(channels_last):
             assert error < 0.16, (name, error)
 
 
-def test_momentum_warms_up_linearly_from_085():
-    """With a zero gradient after the first, Nesterov's momentum is mu^2 m_1, and `momentum` itself shrinks by mu."""
+def test_momentum_warms_up_linearly_from_085(monkeypatch):
     model = nn.ModuleDict({"blocks": nn.Linear(4, 4, bias=False)})
-    opt = make_optimizer(model, momentum=0.95, momentum_warmup=10)
+    monkeypatch.setattr(optim_module, "MOMENTUM_WARMUP", 10)
+    opt = make_optimizer(model)
     mus = []
     model["blocks"].weight.grad = torch.eye(4)
     for _ in range(12):
@@ -255,16 +257,13 @@ def test_every_trainable_parameter_is_in_exactly_one_group(build, optimizer):
 def test_missing_gradients_are_zero():
     model, reference = Toy(), Toy()
     opts = make_optimizer(model), make_optimizer(reference)
-    for step in range(2):
-        randomize_grads(model, reference, seed=step)
-        for name, p in model.named_parameters():
-            if name in ("blocks.1.qkv.weight", "patch.bias", "table.weight"):
-                p.grad = None
-                reference.get_parameter(name).grad.zero_()
-        norms = [opt.sync_grads() for opt in opts]
-        assert norms[0] == norms[1]
-        for opt in opts:
-            opt.step()
+    randomize_grads(model, reference)
+    for name in ("blocks.1.qkv.weight", "patch.bias", "table.weight"):
+        model.get_parameter(name).grad = None
+        reference.get_parameter(name).grad.zero_()
+    assert opts[0].sync_grads() == opts[1].sync_grads()
+    for opt in opts:
+        opt.step()
     assert largest_difference(params(model), params(reference)) == 0
     assert torch.equal(model.blocks[1].qkv.weight, Toy().blocks[1].qkv.weight)
     opts[0].zero_grad()
@@ -298,43 +297,34 @@ def test_resuming_is_bit_identical(optimizer, tmp_path):
     opt2.load_state_dict(saved["optim"])
     train(resumed, opt2, range(4, 8))
     assert largest_difference(params(model), params(resumed)) == 0
-    assert largest_difference(*({k: torch.as_tensor(v) for k, v in o.state_dict().items()} for o in (opt, opt2))) == 0
+    assert largest_difference(tensors(opt.state_dict()), tensors(opt2.state_dict())) == 0
 
 
 def test_state_is_a_copy_on_the_cpu_with_the_parameters_shapes():
-    model = Matrices().to(memory_format=torch.channels_last)
+    model = Matrices()
     opt = make_optimizer(model)
     state = opt.state_dict()
     randomize_grads(model)
     opt.sync_grads()
     opt.step()
-    shapes = dict(model.named_parameters())
+    assert state.pop("step") == 0
     for key, value in state.items():
-        if key == "step":
-            assert value == 0
-        else:
-            assert (value == 0).all() and value.is_contiguous() and value.shape == shapes[key.split("/")[1]].shape
+        assert (value == 0).all() and value.shape == model.get_parameter(key.split("/")[1]).shape
 
 
 def test_state_of_another_model_is_refused_by_name():
     opt = make_optimizer(Toy())
-    state = opt.state_dict()
-    lacking = {k: v for k, v in state.items() if k != "momentum/blocks.2.fc1.weight"}
-    more = {**state, "exp_avg/other": torch.zeros(3)}
-    for bad, message in (
-        (lacking, r"blocks\.2\.fc1\.weight.*missing"),
-        (more, "other.*unknown"),
-        ({k: v for k, v in state.items() if k != "step"}, "'step'.*missing"),
-        (make_optimizer(Toy(), "adamw").state_dict(), "exp_avg/blocks"),
-    ):
+    other = make_optimizer(Toy(), "adamw").state_dict()
+    lacking = {name: value for name, value in opt.state_dict().items() if name != "step"}
+    for state, message in ((other, "exp_avg/blocks.* unknown"), (lacking, "'step' is missing")):
         with pytest.raises(UserError, match=message):
-            opt.load_state_dict(bad)
+            opt.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks
 
-CASES = [("muon", 0.0), ("muon", 0.05), ("adamw", 0.0), ("adamw", 0.05)]
+CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not
 OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 
@@ -382,42 +372,33 @@ def two_ranks(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(two_ranks, (str(folder),), nprocs=2)
+    start = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"  # forks import nothing
+    mp.start_processes(two_ranks, (str(folder),), nprocs=2, start_method=start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(ranks, case):
+    """Norms, weights, state; and one or two that resume from the state of two."""
     model = Toy(seed=0)
     opt = make_optimizer(model, case[0], **OPTIONS)
     norms = train(model, opt, range(4), clip=case[1])
+    theirs = ranks[0][case]["state"]
+    assert ranks[1][case]["state"] == {} and theirs["step"] == opt.state_dict()["step"] == 4
+    assert largest_difference(tensors(theirs), tensors(opt.state_dict())) < 1e-5
+    resumed = Toy(seed=7)
+    resumed_opt = make_optimizer(resumed, case[0], **OPTIONS)
+    resumed.load_state_dict(ranks[0][case]["params"], strict=False)
+    resumed_opt.load_state_dict(theirs)
+    train(resumed, resumed_opt, range(4, 7), clip=case[1])
     for found in ranks:
         torch.testing.assert_close(found[case]["norms"], norms, rtol=1e-5, atol=0)
         assert largest_difference(found[case]["params"], params(model)) < 1e-5
+        assert largest_difference(found[case]["later"], params(resumed)) < 1e-5
+        assert largest_difference(found[case]["resumed"], ranks[0][case]["later"]) == 0
     assert largest_difference(ranks[0][case]["params"], ranks[1][case]["params"]) == 0
 
-    state = opt.state_dict()
-    theirs = ranks[0][case]["state"]
-    assert ranks[1][case]["state"] == {}
-    assert theirs.pop("step") == state.pop("step") == 4
-    assert largest_difference(theirs, state) < 1e-5
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_state_of_two_ranks_continues_on_one_and_on_two(ranks, case):
-    model = Toy(seed=7)
-    opt = make_optimizer(model, case[0], **OPTIONS)
-    model.load_state_dict(ranks[0][case]["params"], strict=False)
-    opt.load_state_dict({"step": 4, **ranks[0][case]["state"]})
-    train(model, opt, range(4, 7), clip=case[1])
-    assert largest_difference(params(model), ranks[0][case]["later"]) < 1e-5
-    for found in ranks:
-        assert largest_difference(found[case]["resumed"], found[case]["later"]) == 0
-
-
-@pytest.mark.slow
 def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
     """A missing one is zero there; any that is not finite shows in the norm of all ranks."""
     model = Toy()
@@ -434,29 +415,6 @@ def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
         assert [found[f"signal, {kind}"] for kind in ("none", "inf", "nan")] == [0, 15, 15]  # any rank's, NaN or not
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_another_order_of_sums_changes_losses_by_rounding_only(optimizer):
-    """A batch whole and in halves, as ranks or micro-steps cut it; Muon may amplify rounding, to 1e-4 here."""
-    losses = []
-    for parts in (1, 2):
-        model = Toy()
-        opt = make_optimizer(model, optimizer, lr=3e-3)
-        losses.append([])
-        for step in range(20):
-            x, y = batch(step)
-            loss = 0.0
-            for rows in torch.arange(len(x)).chunk(parts):
-                part = model.loss(x[rows], y[rows]) / parts
-                part.backward()
-                loss += part.item()
-            opt.sync_grads()
-            opt.step()
-            opt.zero_grad()
-            losses[-1].append(loss)
-    np.testing.assert_allclose(*losses, rtol=1e-4 if optimizer == "muon" else 1e-5)
-    assert losses[0][-1] < 0.7 * losses[0][0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss scale of fp16
 
@@ -464,14 +422,15 @@ def test_another_order_of_sums_changes_losses_by_rounding_only(optimizer):
 def test_the_walk_is_the_published_one():
     """log2 of the scale: 20 at first, +0.001 per good step, -1 per overflow (IDDPM's fp16 trainer); the end is at 0."""
     scaler, off = LossScaler(enabled=True), LossScaler(enabled=False)
-    for _ in range(1000):
-        scaler.update(overflow=False)
-    assert scaler.lg_loss_scale == pytest.approx(21.0)
-    for overflow in (True, True, False, True):
+    for overflow in (*[False] * 1000, True, True, False, True):
         scaler.update(overflow)
         off.update(overflow)
     assert scaler.lg_loss_scale == pytest.approx(21.0 - 3 + 0.001)
-    assert scaler.skipped_in_a_row == 1 and off.inv_scale == 1.0
+    resumed = LossScaler(enabled=True)
+    for other in (resumed, off):
+        other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+        assert other.state_dict() == scaler.state_dict()
+    assert resumed.inv_scale == scaler.inv_scale < off.inv_scale == 1.0
     with pytest.raises(FloatingPointError, match="20 steps skipped in a row"):
         for _ in range(100):
             scaler.update(overflow=True)
@@ -485,31 +444,3 @@ def test_the_scale_saves_gradients_from_underflow():
         scaler.scale(x.half().float() * 1e-9).sum().backward()
         grads.append(x.grad.item() * scaler.inv_scale)
     assert grads[0] == 0.0 and grads[1] == pytest.approx(1e-9, rel=1e-2)
-
-
-def test_training_survives_an_overflow_and_finds_a_scale():
-    """From a scale that overflows fp16, skipped steps bring it down until steps are good; weights stay finite."""
-    scaler, w = LossScaler(enabled=True, lg_scale=30.0), torch.full((4,), 2.0, requires_grad=True)
-    optimizer, good = torch.optim.SGD([w], lr=0.1), 0
-    for _ in range(60):
-        scaler.scale((w.half() ** 2).mean().float()).backward()
-        norm = w.grad.norm().item() * scaler.inv_scale
-        overflow = not norm < float("inf")
-        if not overflow:
-            w.grad *= scaler.inv_scale
-            optimizer.step()
-            good += 1
-        scaler.update(overflow)
-        optimizer.zero_grad()
-    assert 40 < good <= 60 - 13  # 2^30 to below fp16's 2^16 takes more than 13 skips
-    assert scaler.lg_loss_scale < 17
-    assert w.abs().max() < 2.0  # it trained
-
-
-def test_state_survives_json_and_a_change_of_dtype():
-    a, b, off = LossScaler(enabled=True, lg_scale=15.0), LossScaler(enabled=True), LossScaler(enabled=False)
-    a.update(overflow=True)
-    for scaler in (b, off):
-        scaler.load_state_dict(json.loads(json.dumps(a.state_dict())))
-    assert b.lg_loss_scale == 14.0 and b.skipped_in_a_row == 1
-    assert off.inv_scale == 1.0 and off.state_dict() == a.state_dict()

@@ -27,7 +27,7 @@ from nanodiff.diffusion import sampling as evaluation
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
-from nanodiff.formats.load import Published, load_run
+from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.formats.sample_store import SampleStore
 from nanodiff.models.dit import DiT, DiTConfig
@@ -444,7 +444,7 @@ def test_meta_files(draw, tmp_path, dit, training_checkpoint):
         opt = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
         published = {"model": other, "ema": published, "opt": opt, "args": args}
     torch.save(published, tmp_path / "dit.pt")
-    loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=Published(num_heads=4))
+    loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=dict(num_heads=4))
     assert loaded.model.config == dit.config and loaded.data["kind"] == "latents"
     assert not loaded.process.clip_denoised  # latents are not confined to [-1, 1]
     x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 800.0]), torch.tensor([1, 5])

@@ -31,7 +31,7 @@ def test_a_published_file_is_what_the_run_starts_as(base, run_script, tmp_path, 
     settings = str(refusal.value).split("start from it: ")[1].split()
     done = run_script("base_train", *args, "--depth=3", "--heads=1", *settings, "--label_drop=0")
     out = capsys.readouterr().out
-    assert "warning: " in out and "noise_schedule" in out + "noise_schedule" and "by order: 8 of 8" in out
+    assert "warning: " in out and " was trained with " in out and "by order: 8 of 8" in out
     source = load_run(str(tmp_path / "published.pt"), "cpu")
     x, t, y = torch.randn(3, 3, 16, 16), torch.tensor([10.0, 500.0, 990.0]), torch.tensor([0, 3, 7])
     torch.testing.assert_close(done["raw_model"].eval()(x, t, y), source.model(x, t, y))

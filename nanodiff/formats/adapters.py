@@ -1,6 +1,6 @@
-"""Files of LoRA adapters: written by scripts/lora_train.py, merged into the weights of their base when it is loaded.
+"""Files of LoRA adapters: written by lora_train, merged into the weights of their base when it is loaded.
 
-A .safetensors with the names of peft (github.com/huggingface/peft), so its set_peft_model_state_dict reads it.
+A .safetensors with the names of peft (github.com/huggingface/peft): its set_peft_model_state_dict reads it.
 """
 
 import hashlib
@@ -12,16 +12,17 @@ import torch
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.dataset import same_order
-from nanodiff.models.lora import ClassTable, LoRALinear, add_classes, class_table
+from nanodiff.files import FAULTS
+from nanodiff.models.lora import ClassTable, add_classes, class_table, trained
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
-# peft's names: the prefix, the module's name, and one of the three suffixes
+# peft's names: prefix, module, suffix
 PREFIX = "base_model.model."
 A, B, ROWS = ".lora_A.weight", ".lora_B.weight", ".token_adapter.trainable_tokens_delta"
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of names, shapes, dtypes and values, whatever file they came in."""
+    """SHA-256 of names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
@@ -30,7 +31,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Which weights load_run gave: `base` (its arguments, to load them again), `name` and `sha256`."""
+    """Which weights load_run gave: `base` (its arguments), `name` and `sha256`."""
     sha256 = fingerprint(loaded.model.state_dict())
     path = (loaded.run_dir or Path(loaded.source)).absolute()
     if loaded.run_dir is None:
@@ -41,12 +42,10 @@ def identity(loaded) -> dict:
 
 
 def match_classes(loaded, dataset, train_classes: str = "new"):
-    """Match a data set's classes with a model's by name, or by order (see same_order); classes that the model lacks are
-    added to it.
+    """Match a data set's classes with a model's by name, or by order (see same_order); add those that the model lacks.
 
     Returns the data set with the model's label numbers, the names of the model's classes, and the rows of the class
-    table to train, by `train_classes`: "new", "all" (the null class too), "none", or names. Unlabelled images get the
-    null class.
+    table to train, by `train_classes`: "new", "all" (the null class too), "none", or names. No label: the null class.
     """
     known = loaded.data["class_names"] if loaded.num_classes else []
     if not known:
@@ -74,12 +73,13 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
 def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, classes: list, origin: dict) -> None:
     """Write what add_lora added. `classes`: names of the trained rows, None = null class; `origin`: base's identity."""
     tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            tensors[PREFIX + name + A] = module.lora_A.weight
-            tensors[PREFIX + name + B] = module.lora_B.weight
-        elif isinstance(module, ClassTable):  # peft stores the rows themselves, not their change
-            tensors[PREFIX + name + ROWS] = (module.weight[module.rows] + module.delta).detach()
+    for name, p in trained(model).items():
+        if name.endswith(".delta"):  # peft stores the rows themselves, not their change
+            name = name.removesuffix(".delta")
+            table = model.get_submodule(name)
+            tensors[PREFIX + name + ROWS] = (table.weight[table.rows] + p).detach()
+        else:
+            tensors[PREFIX + name] = p
     metadata = dict(format="pt", rank=str(rank), alpha=str(alpha), targets=targets, classes=json.dumps(classes))
     metadata |= dict(base=origin["name"], base_sha256=origin["sha256"], sha256=fingerprint(tensors))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,27 +87,27 @@ def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, clas
 
 
 @torch.no_grad()
-def start_from_adapters(model, path: str, origin: dict, class_names: list[str]) -> None:
-    """Copy a file's adapters into those that add_lora made, for the same base, layers and rank."""
-    tensors, classes, alpha_over_rank = read_adapters(path, origin)
-    mine = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-    theirs = {key.removeprefix(PREFIX).removesuffix(A) for key in tensors if key.endswith(A)}
-    if theirs != mine.keys():
-        name = min(theirs ^ mine.keys())
-        raise UserError(f"init_from={path!r} has adapters on other layers, such as {name}; see targets")
-    for name, module in mine.items():
-        x = tensors[PREFIX + name + A]
-        if x.shape != module.lora_A.weight.shape:
+def start_from_adapters(model, path: str, scale: float, origin: dict, class_names: list[str]) -> None:
+    """Copy a file's adapters into those that add_lora made with alpha / rank = `scale`: same base, layers and rank."""
+    tensors, classes, their_scale = read_adapters(path, origin)
+    mine = {PREFIX + name: p for name, p in trained(model).items() if not name.endswith(".delta")}
+    for name in sorted(mine.keys() ^ {name for name in tensors if not name.endswith(ROWS)}):
+        raise UserError(
+            f"init_from={path!r} has adapters on other layers, such as {name.removeprefix(PREFIX)}; see targets"
+        )
+    for name, p in mine.items():
+        x = tensors[name]
+        if x.shape != p.shape:
             raise UserError(f"init_from={path!r} has adapters of rank {len(x)}; give --rank={len(x)}")
-        module.lora_A.weight.copy_(x)
-        module.lora_B.weight.copy_(tensors[PREFIX + name + B] * (alpha_over_rank / module.lora_scale))
-    rows = [x for key, x in tensors.items() if key.endswith(ROWS)]
+        p.copy_(x * (their_scale / scale) if name.endswith(B) else x)
+    rows = [x for name, x in tensors.items() if name.endswith(ROWS)]
     table = class_table(model)[1] if rows else None
+    trains = table.rows.tolist() if isinstance(table, ClassTable) else []
     for class_name, row in zip(classes, rows[0] if rows else []):
         number = len(class_names) if class_name is None else class_names.index(class_name)
-        if not isinstance(table, ClassTable) or number not in table.rows.tolist():
+        if number not in trains:
             raise UserError(f"init_from={path!r} has learned class {class_name!r}; name it in train_classes")
-        table.delta[table.rows.tolist().index(number)] = row.to(table.weight) - table.weight[number]
+        table.delta[trains.index(number)] = row.to(table.weight) - table.weight[number]
 
 
 def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], list, float]:
@@ -120,7 +120,7 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
             raise UserError(f"they are for other weights, those of {info['base']}, not for {origin['name']}")
         if info["sha256"] != fingerprint(tensors):
             raise UserError("corrupt, its tensors do not have the SHA-256 in its metadata")
-    except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as e:
+    except FAULTS as e:
         raise UserError(f"{path} holds no usable adapters of lora_train: {e}") from None
     return tensors, classes, scale
 
@@ -129,22 +129,19 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
 def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
     """Merge adapters into a model from load_run, W + scale alpha / rank B A, and add their new classes to its `data`.
 
-    `lora`: paths, comma-separated; `lora_scale`: a number for each, or one for all. Several add up, class rows too.
+    `lora`: paths, comma-separated; `lora_scale`: a number each, or one for all. Several add up, class rows too.
     """
     paths = [path.strip() for path in lora.split(",") if path.strip()]
     if not paths:
         return
-    scales = lora_scale.split(",")
+    try:
+        scales = [float(scale) for scale in lora_scale.split(",")]
+    except ValueError:
+        scales = []
     if len(scales) == 1:
         scales *= len(paths)
-    try:
-        scales = [float(scale) for _, scale in zip(paths, scales, strict=True)]
-        if not all(map(math.isfinite, scales)):
-            raise ValueError
-    except ValueError:
-        raise UserError(
-            f"lora_scale={lora_scale!r}; accepted: a number, or {len(paths)} of them, comma-separated"
-        ) from None
+    if len(scales) != len(paths) or not all(map(math.isfinite, scales)):
+        raise UserError(f"lora_scale={lora_scale!r}; accepted: a number, or {len(paths)} of them, comma-separated")
     origin = identity(loaded)
     files = [read_adapters(path, origin) for path in paths]  # all, before any weight changes
 
@@ -152,7 +149,7 @@ def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
     if loaded.num_classes:
         known = loaded.data["class_names"]
         taught = [name for _, classes, _ in files for name in classes if name is not None]
-        names = list(dict.fromkeys([*known, *taught]))  # in order, once each
+        names = list(dict.fromkeys([*known, *taught]))
         add_classes(loaded.model, len(names) - len(known))
         loaded.data = loaded.data | {"class_names": names, "num_classes": len(names)}
         original = class_table(loaded.model)[1].weight.clone()  # a new class starts as the base's null class
@@ -167,5 +164,5 @@ def apply_adapters(loaded, lora: str, lora_scale: str = "1") -> None:
                 elif key.endswith(ROWS):
                     table = loaded.model.get_submodule(key.removeprefix(PREFIX).removesuffix(ROWS)).weight
                     table[rows] += scale * (x.to(table) - original[rows])
-        except (AttributeError, LookupError, ValueError, RuntimeError) as e:
+        except FAULTS as e:
             raise UserError(f"{path} does not fit {origin['name']}: {e}") from None

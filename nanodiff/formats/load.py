@@ -1,7 +1,7 @@
 """From a file to a model: find it, read it, build the model, load the weights.
 
-Every kind of file yields the same two things: `meta`, a dict of step, arch, config (the settings), model_config and
-data (a codec's facts); and the weights under our names.
+Every kind of file yields `meta`, a dict of step, arch, config (the settings), model_config and data (a codec's facts),
+and the weights under our names.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.dataset import check_latents
 from nanodiff.diffusion.process import make_process
-from nanodiff.files import check_fields, load_tensors, read_small, sha256_of
+from nanodiff.files import FAULTS, check_fields, load_tensors, read_small, sha256_of
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.published import from_diffusers, from_improved_diffusion, from_meta
 from nanodiff.models.build import empty_model
@@ -23,74 +23,62 @@ from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
-# What wrong settings and shapes raise
-FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
+# Settings of scripts/sample.py that a published file does not say; 0 and "auto": as in the published models
+PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
 MAX_SIZE = 2**20  # of any number in a model_config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024
 
 
 @dataclasses.dataclass
 class Loaded:
-    """A trained model and what it takes to use it."""
+    """A trained model and all that its use needs."""
 
     model: torch.nn.Module
     process: object
-    config: dict  # the settings it was trained with
+    config: dict  # the settings
     data: dict  # a codec's facts
     step: int
     source: str  # the checkpoint or file
-    weights: str  # which average: a rate, "raw" or "as published"
+    weights: str  # a rate, "raw" or "as published"
     weights_path: Path
     run_dir: Path | None = None
 
     @property
     def num_classes(self) -> int:
-        """0 if the model is unconditional, whatever classes the data set has."""
+        """0 if the model is unconditional."""
         return self.model.config.num_classes
 
     @property
     def has_null_class(self) -> bool:
-        """Can the model predict without a label, as classifier-free guidance needs?"""
+        """Can it predict without a label, as classifier-free guidance needs?"""
         return self.num_classes > 0 and self.config["label_drop"] > 0
 
     def described(self) -> dict:
         """Identifies the weights in a protocol."""
-        found = {"checkpoint": self.source, "step": self.step, "weights": self.weights}
-        return found | {"sha256": sha256_of(self.weights_path)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """What a published file does not say; 0 and "auto": as in the published models."""
-
-    num_heads: int = 0
-    image_size: int = 0  # of a UNet, in pixels
-    noise_schedule: str = "auto"
-    num_timesteps: int = 0
-    rescale_timesteps: str = "auto"  # auto|yes|no
+        sha256 = sha256_of(self.weights_path)
+        return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
 
 def find_run(run: str) -> Path:
     """The folder of a run, or a file, by its path or tag; "" is the run that was written to last."""
     runs = base_dir() / "runs"
     known = sorted((p for p in runs.glob("*") if (p / "checkpoints").is_dir()), key=os.path.getmtime)
-    if not run:
-        if not known:
-            raise UserError(f"no run in {runs}; train one: python -m scripts.base_train")
+    if not run and known:
         return known[-1]
-    for path in (os.path.expanduser(run), runs / run):
+    for path in (os.path.expanduser(run), runs / run) if run else ():
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
-    raise UserError(f"run={run!r} is no folder, file or tag; known tags: {', '.join(p.name for p in known) or 'none'}")
+    tags = ", ".join(p.name for p in known) or "none; train one: python -m scripts.base_train"
+    raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
 
 
-def load_run(run: str, device, step: int = -1, ema: str = "", published=Published(), tuned=()) -> Loaded:
+def load_run(run: str, device, step: int = -1, ema: str = "", published: dict | None = None, tuned=()) -> Loaded:
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file or diffusers' folder. Of a run,
     `step` chooses the checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or "" for the first rate.
-    `tuned`: the checkpoints of fine-tunes that led to this base.
+    `published`: any of PUBLISHED; `tuned`: the fine-tunes that led to this base.
     """
     path = find_run(run)
     if (path / DIFFUSERS).is_file():
@@ -110,8 +98,7 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published=Publishe
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
     if "lora" not in meta:
         weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
-        loaded = build(meta, load_tensors(weights_path), device, checkpoint, ema, weights_path)
-        return dataclasses.replace(loaded, run_dir=path)
+        return build(meta, load_tensors(weights_path), device, checkpoint, ema, weights_path, run_dir=path)
 
     if checkpoint in tuned:
         raise UserError(f"{checkpoint} is a fine-tune of itself")
@@ -138,7 +125,7 @@ def shift_timesteps(loaded: Loaded, timestep_shift: float) -> None:
 
 
 def read_exported(path: Path) -> tuple[dict, dict]:
-    """(meta, tensors) of a .safetensors that scripts/export.py wrote; its metadata are meta's fields in JSON."""
+    """(meta, tensors) of a .safetensors of scripts/export.py; its metadata are meta's fields in JSON."""
     tensors, metadata = load_safetensors(path)
     try:
         meta = {key: json.loads(value) for key, value in metadata.items()}
@@ -148,45 +135,39 @@ def read_exported(path: Path) -> tuple[dict, dict]:
     return meta, tensors
 
 
-def read_published(path: Path, told: Published) -> tuple[dict, dict]:
+def read_published(path: Path, published: dict | None) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
     tensors = load_safetensors(path)[0] if path.suffix == ".safetensors" else load_tensors(path)
     if isinstance(tensors, dict) and isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
         tensors = tensors["ema"]
     check_tensors(tensors, path)
+    told = {name: value for name, value in (published or {}).items() if value not in (0, "auto")}
+    heads, image_size = told.pop("num_heads", 0), told.pop("image_size", 0)
     try:
         arch = "dit_classic"
         config = dict(noise_schedule="linear", num_timesteps=1000, rescale_timesteps=False, label_drop=0.1)
         if "x_embedder.proj.weight" in tensors:
-            model_config, tensors = from_meta(tensors, told.num_heads)
+            model_config, tensors = from_meta(tensors, heads)
         elif "pos_embed.proj.weight" in tensors:
             settings = json.loads(read_small(path.with_name("config.json")))
             model_config, tensors = from_diffusers(tensors, settings)
         else:
             arch = "unet"
-            model_config, tensors = from_improved_diffusion(tensors, told.image_size, told.num_heads)
-            # By the commands in improved-diffusion's README
-            lsun = not model_config.use_scale_shift_norm
-            config = dict(
-                noise_schedule="linear" if lsun or model_config.low_res else "cosine",
-                num_timesteps=1000 if lsun else 4000,
-                rescale_timesteps=not lsun and not model_config.num_classes,
-                label_drop=0.0,  # the class table has no null class
-            )
+            model_config, tensors = from_improved_diffusion(tensors, image_size, heads)
+            lsun = not model_config.use_scale_shift_norm  # the settings are those of improved-diffusion's README
+            schedule = "linear" if lsun or model_config.low_res else "cosine"
+            rescale = not lsun and not model_config.num_classes
+            config = dict(noise_schedule=schedule, num_timesteps=1000 if lsun else 4000, rescale_timesteps=rescale)
+            config["label_drop"] = 0.0  # the class table has no null class
     except FAULTS as error:
         raise UserError(f"{path} holds no published model: {error}") from error
-    if told.noise_schedule != "auto":
-        config["noise_schedule"] = told.noise_schedule
-    if told.num_timesteps:
-        config["num_timesteps"] = told.num_timesteps
-    if told.rescale_timesteps != "auto":
-        config["rescale_timesteps"] = told.rescale_timesteps == "yes"
-    channels = model_config.in_channels
+    config |= told
+    config["rescale_timesteps"] = config["rescale_timesteps"] in (True, "yes")
+    channels, num_classes = model_config.in_channels, model_config.num_classes
     variance = "learned_range" if model_config.out_channels == 2 * channels else "fixed_large"
     config |= dict(objective="eps", loss="mse", variance=variance, low_res_size=model_config.low_res)
-    data = dict(name="", kind="images" if channels <= 3 else "latents", channels=channels)
-    data |= dict(resolution=model_config.image_size, num_classes=model_config.num_classes)
-    data |= dict(class_names=[str(i) for i in range(model_config.num_classes)])
+    data = dict(name="", kind="images" if channels <= 3 else "latents", channels=channels, num_classes=num_classes)
+    data |= dict(resolution=model_config.image_size, class_names=[str(i) for i in range(num_classes)])
     meta = dict(step=0, ema="as published", arch=arch, config=config, data=data)
     return meta | dict(model_config=dataclasses.asdict(model_config)), tensors
 
@@ -194,8 +175,7 @@ def read_published(path: Path, told: Published) -> tuple[dict, dict]:
 def translate(meta: dict, source) -> dict:
     """Put what older versions stored into today's words."""
     check_fields(meta, source, step=int, arch=str, config=dict, model_config=dict, data=dict)
-    config = dict(meta["config"])
-    model_config = dict(meta["model_config"])
+    config, model_config = dict(meta["config"]), dict(meta["model_config"])
     if config.get("objective") == "flow" and config.get("flow_prediction") == "x0":
         config["objective"] = "flow_x0"
     if isinstance(model_config.get("low_res"), bool):  # now the side of the low-resolution image, 0 without one
@@ -206,7 +186,7 @@ def translate(meta: dict, source) -> dict:
 
 
 def check_data(data: dict, source, model_config) -> None:
-    """Refuse a codec's facts whose images or latents are not the model's."""
+    """Refuse a codec's facts that are not those of the model's images or latents."""
     check_fields(data, source, name=str, kind=str, channels=int, resolution=int, num_classes=int, class_names=list)
     shape_differs = (data["channels"], data["resolution"]) != (model_config.in_channels, model_config.image_size)
     num_classes = len(data["class_names"])
@@ -216,8 +196,8 @@ def check_data(data: dict, source, model_config) -> None:
         check_latents(data["latents"], source, "offset", "scale")
 
 
-def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path) -> Loaded:
-    """The model that `meta` describes, which takes the tensors over, without a copy on the CPU."""
+def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path, run_dir=None) -> Loaded:
+    """The model that `meta` describes, with these tensors."""
     meta = translate(meta, source)
     config, data = meta["config"], meta["data"]
     check_fields(config, source, label_drop=float)
@@ -231,11 +211,12 @@ def build(meta: dict, tensors: dict, device, source, weights: str, weights_path:
     if process.out_channels(model_config.in_channels) != model_config.out_channels:
         raise UserError(f"{source}: out_channels={model_config.out_channels} does not fit the variance or objective")
     load_weights(model, tensors, source, assign=True)
-    return Loaded(model.to(device).eval(), process, config, data, meta["step"], str(source), weights, weights_path)
+    model = model.to(device).eval()
+    return Loaded(model, process, config, data, meta["step"], str(source), weights, weights_path, run_dir)
 
 
 def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
-    """The backbone's config, with its sizes bounded before anything is made of them."""
+    """The backbone's config, its sizes bounded before anything is made of them."""
     fields = {}
     for key, value in meta["model_config"].items():
         fields[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -257,7 +238,7 @@ def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
 
 
 def check_tensors(tensors, source) -> None:
-    """Refuse anything but tensors with all of their numbers: an expanded one (stride 0) could claim any size."""
+    """Refuse all but tensors with all of their numbers: an expanded one (stride 0) could claim any size."""
     for x in tensors.values() if isinstance(tensors, dict) else [None]:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type != "meta"
         if not strided or not x.is_floating_point() or x.numel() * x.itemsize > x.untyped_storage().nbytes():
@@ -265,7 +246,7 @@ def check_tensors(tensors, source) -> None:
 
 
 def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = False) -> None:
-    """Strict load_state_dict, with one line for a mismatch. `assign`: the model takes the tensors, without a copy."""
+    """Strict load_state_dict. `assign`: the model takes the tensors, without a copy."""
     check_tensors(tensors, source)
     try:
         model.load_state_dict(tensors, assign=assign)
@@ -275,11 +256,11 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
 
 
 def check_guide(guide: Loaded, loaded: Loaded) -> None:
-    """Refuse a `guide`, for autoguidance, that predicts something else or from other inputs than `loaded`."""
-    its = inputs_of(guide)
-    differing = [name for name, value in inputs_of(loaded).items() if its[name] != value]
+    """Refuse a `guide`, for autoguidance, that predicts something else, or from other inputs."""
+    its, mine = inputs_of(guide), inputs_of(loaded)
+    differing = ", ".join(name for name in mine if its[name] != mine[name])
     if differing:
-        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
+        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {differing}")
 
 
 def inputs_of(loaded: Loaded) -> dict:
@@ -304,9 +285,7 @@ def parse_classes(classes: str, class_names: list[str]) -> list[int]:
     for text in classes.split(","):
         number = class_names.index(text) if text in class_names and not text.isdecimal() else text
         if not str(number).isdecimal() or int(number) >= len(class_names):
-            known = (
-                f"{len(class_names) or 'no'} classes; accepted: 0,3 (from 0) or names: {', '.join(class_names)[:200]}"
-            )
+            known = f"{len(class_names) or 'no'} classes; accepted: 0,3 or names: {', '.join(class_names)[:200]}"
             raise UserError(f"classes={classes!r}: {text!r} is none, this model has {known}")
         chosen.append(int(number))
     return chosen

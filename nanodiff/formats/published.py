@@ -1,7 +1,6 @@
 """Key maps of published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
-`from_*` gives our config, read off names and shapes, and our state dict; it raises LookupError, ValueError, ... for
-weights of another model. `to_*` gives theirs.
+`from_*` gives our config, read off names and shapes, and our state dict, or raises one of FAULTS; `to_*` gives theirs.
 """
 
 import math
@@ -14,28 +13,17 @@ from nanodiff.models.unet import UNetConfig
 
 # (our part of a name, theirs), replaced in this order; the way back goes from last to first
 META = (
-    ("final.", "final_layer."),
-    (".ada.", ".adaLN_modulation.1."),
-    (".fc", ".mlp.fc"),
-    (".proj.", ".attn.proj."),
-    (".qkv.", ".attn.qkv."),
-    ("y_embed.", "y_embedder.embedding_table."),
-    ("t_embed.", "t_embedder.mlp."),
+    ("final.", "final_layer."), (".ada.", ".adaLN_modulation.1."), (".fc", ".mlp.fc"), (".proj.", ".attn.proj."),
+    (".qkv.", ".attn.qkv."), ("y_embed.", "y_embedder.embedding_table."), ("t_embed.", "t_embedder.mlp."),
     ("patch_embed.", "x_embedder.proj."),
-)
+)  # fmt: skip
 DIFFUSERS = (
-    (".proj.", ".attn1.to_out.0."),
-    (".fc1.", ".ff.net.0.proj."),
-    (".fc2.", ".ff.net.2."),
-    ("final.ada.", "proj_out_1."),
-    ("final.linear.", "proj_out_2."),
-    (".ada.", ".norm1.linear."),
-    ("blocks.", "transformer_blocks."),
-    ("patch_embed.", "pos_embed.proj."),
-    ("t_embed.0.", "timestep_embedder.linear_1."),
-    ("t_embed.2.", "timestep_embedder.linear_2."),
+    (".proj.", ".attn1.to_out.0."), (".fc1.", ".ff.net.0.proj."), (".fc2.", ".ff.net.2."),
+    ("final.ada.", "proj_out_1."), ("final.linear.", "proj_out_2."), (".ada.", ".norm1.linear."),
+    ("blocks.", "transformer_blocks."), ("patch_embed.", "pos_embed.proj."),
+    ("t_embed.0.", "timestep_embedder.linear_1."), ("t_embed.2.", "timestep_embedder.linear_2."),
     ("y_embed.", "class_embedder.embedding_table."),
-)
+)  # fmt: skip
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 
 
@@ -46,7 +34,7 @@ def rename(name: str, pairs) -> str:
 
 
 def from_meta(state_dict: dict, heads: int = 0, tokens: int = 0) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: as in DiT-S to XL by width, or width / 64; tokens=0 a side: by pos_embed."""
+    """For `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64; tokens=0 a side: by pos_embed."""
     width, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
     classes = state_dict.get("y_embedder.embedding_table.weight")  # (num_classes + 1, width)
     config = DiTConfig(
@@ -82,7 +70,7 @@ def unfold_patches(state_dict: dict, config: DiTConfig) -> dict:
 
 
 def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
-    """(config.json, state dict) for a classic DiT with classes and without low_res; from_diffusers is the way back.
+    """(config.json, state dict) for a classic DiT with classes and without low_res.
 
     diffusers embeds t with frequencies 10000^(-i/127), the published DiT and we with 10000^(-i/128): outputs are equal
     after `block.norm1.emb.time_proj.downscale_freq_shift = 0` in each of its blocks.
@@ -116,7 +104,7 @@ def to_diffusers(state_dict: dict, config: DiTConfig) -> tuple[dict, dict]:
 
 
 def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
-    """For a DiTTransformer2DModel and its config.json; t is embedded as published: see to_diffusers."""
+    """For a DiTTransformer2DModel and its config.json; t is embedded as published."""
     theirs = {}
     for name, value in state_dict.items():
         name = name.split(".norm1.emb.")[-1]
@@ -133,8 +121,8 @@ def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
     """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
 
-    image_size=0: attention starts at 16 pixels, as in all published models. num_heads=0: 4, or LSUN's 1. Six input
-    channels are super-resolution from a quarter of the size.
+    image_size=0: attention starts at 16 pixels, as published. num_heads=0: 4, or LSUN's 1. Six input channels are
+    super-resolution from a quarter of the size.
     """
     shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
     width, channels = shapes["input_blocks.0.0.weight"][:2]

@@ -28,8 +28,8 @@ def shape_settings(model_config, image_size: int) -> dict:
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
     """Copy a loaded model's weights into `model`, which has its shape but for image size and classes.
 
-    Rows of the class table are matched by the names of the classes or, where no name is known and their numbers are
-    equal, by order; other rows keep their initial values. `config`: the settings of the new run.
+    Rows of the class table are matched by the names of the classes or, if none is known and their numbers are equal, by
+    order; other rows keep their initial values. `config`: the settings of the new run.
     """
     source = loaded.source
     theirs = shape_settings(loaded.model.config, model.config.image_size)

@@ -17,14 +17,15 @@ class LoRALinear(nn.Linear):
     """W x + b + alpha / rank B A x, with W and b of the layer it replaces."""
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
-        n_in, n_out, device = layer.in_features, layer.out_features, layer.weight.device
+        n_out, n_in = layer.weight.shape
+        device = layer.weight.device
         super().__init__(n_in, n_out, layer.bias is not None, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias
         self.lora_scale = alpha / rank
         self.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
         self.lora_B = nn.Linear(rank, n_out, bias=False, device=device)
-        with torch.no_grad():  # uniform within 1/sqrt(in), as in peft; drawn on the CPU, the same for every device
+        with torch.no_grad():  # uniform within 1/sqrt(in), as in peft; drawn on the CPU, alike for every device
             self.lora_A.weight.copy_((2 * torch.rand(rank, n_in, generator=generator) - 1) * n_in**-0.5)
             self.lora_B.weight.zero_()
 
@@ -47,10 +48,7 @@ class ClassTable(nn.Embedding):
 
 
 def find_layers(model: nn.Module, targets: str) -> list[str]:
-    """Names of the linear layers that end in one of `targets` (comma-separated), as in peft; "all" = every one.
-
-    "qkv,proj" is a DiT's attention, "fc1,fc2" its MLPs, "blocks.0.ada" one layer.
-    """
+    """Names of the linear layers that end in one of `targets`, as in peft: "qkv,proj", "blocks.0.ada"; or "all"."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if targets == "all":
         return layers
@@ -63,9 +61,9 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
-    """Freeze the model except for adapters on the layers of `targets` (see find_layers) and `rows` of its class table.
+    """Freeze the model but for new adapters on the layers of `targets` (see find_layers) and `rows` of its class table.
 
-    Its predictions stay the same, bit for bit, and dropout is off.
+    Its predictions stay the same, bit for bit; dropout is off.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)

@@ -7,9 +7,7 @@ runs/<tag>/checkpoints/step_000500/
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -17,38 +15,16 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic
+from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic, writing
 
-IN_USE = "in_use"  # a file in a checkpoint that adapters need: it is not deleted for newer ones
+IN_USE = "in_use"  # a file in a checkpoint that adapters need
 STEP_DIR = re.compile(r"step_(\d{6,})")
-
-
-class HashingFile:
-    """A binary file for torch.save that hashes what passes through; close() syncs it and returns size and hash."""
-
-    def __init__(self, path):
-        self.file, self.sha256, self.size = open(path, "wb"), hashlib.sha256(), 0
-
-    def write(self, data):
-        self.sha256.update(data)
-        self.size += len(data)
-        return self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
-
-    def close(self):
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        return {"size": self.size, "sha256": self.sha256.hexdigest()}
 
 
 def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: dict, keep: int = -1) -> Path:
     """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
 
-    The folder gets its name when all of it is on the disk. Then the oldest checkpoints beyond `keep` (-1 keeps all) are
-    deleted.
+    Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
     """
     parent = run_dir / "checkpoints"
     for leftover in parent.glob(".*tmp-*"):  # of a run killed while it saved: the run's lock is ours
@@ -56,37 +32,30 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
     temporary, final = parent / f".tmp-step_{step:06d}", parent / f"step_{step:06d}"
     try:
         temporary.mkdir(parents=True)
-        manifest = {}
         for name, value in tensors.items():
-            out = HashingFile(temporary / f"{name}.pt")
-            try:
-                torch.save(value, out)
-            finally:
-                manifest[f"{name}.pt"] = out.close()
-        for name, value in (("meta.json", meta), ("manifest.json", manifest)):
-            out = HashingFile(temporary / name)
-            out.write(json.dumps(value, indent=1).encode())
-            manifest[name] = out.close()
+            with writing(temporary / f"{name}.pt") as file:
+                torch.save(value, file)
+        write_atomic(temporary / "meta.json", json.dumps(meta, indent=1).encode())
+        files = sorted(temporary.iterdir())
+        manifest = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+        write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         publish_folder(temporary, final)
-    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError after the OSError of the file's write
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise UserError(f"cannot write checkpoint {final}: {cause.strerror}; earlier checkpoints are intact") from error
+        raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
     if keep > 0:
         # Later steps, of a run that was resumed from an earlier one, do not count
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
-        intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
-        for old_step, old in found:
-            if old_step < intact[-keep:][0] and not (old / IN_USE).exists():
-                shutil.rmtree(old, ignore_errors=True)
+        oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
+        for s, path in found:
+            if s < oldest and not (path / IN_USE).exists():
+                shutil.rmtree(path, ignore_errors=True)
     return final
 
 
 def keep_checkpoint(checkpoint: Path) -> None:
-    """Mark a checkpoint that adapters need, so that a run that goes on there does not delete it."""
-    with contextlib.suppress(OSError):  # in a folder that cannot be written to nobody deletes
+    """Mark a checkpoint that adapters need, so that its run does not delete it."""
+    with contextlib.suppress(OSError):  # a folder that cannot be written to: nobody deletes there
         (checkpoint / IN_USE).touch()
 
 
@@ -97,7 +66,7 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
-    """What is wrong with a checkpoint, or "" when every file has the manifest's size and hash."""
+    """What is wrong with a checkpoint, or "" if every file has the manifest's size and hash."""
     name = "manifest.json"
     try:
         manifest = json.loads(read_small(checkpoint / name))
@@ -117,10 +86,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
-    """The newest checkpoint that verifies, or the one of `step`; None if the run has none.
-
-    Corrupt ones are reported and skipped; it is an error if all are corrupt.
-    """
+    """The newest intact checkpoint, or the one of `step`; None if the run has none. Corrupt ones are reported."""
     found = list_checkpoints(run_dir)
     if step is not None:
         steps = ", ".join(str(s) for s, _ in found) or "none"
@@ -133,9 +99,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
     if found:
-        raise UserError(
-            f"every checkpoint in {run_dir / 'checkpoints'} is corrupt; move that folder away to start anew"
-        )
+        raise UserError(f"every checkpoint in {run_dir}/checkpoints is corrupt; move that folder away to start anew")
     return None
 
 
@@ -157,7 +121,7 @@ def lock_run(run_dir: Path):
 def trim_metrics(path: Path, step: int) -> None:
     """Drop from metrics.jsonl what a run that resumes from `step` logs again, and a half-written last line.
 
-    A training line of step s precedes the checkpoint of step s, its evaluation line follows it.
+    A step's training line precedes its checkpoint, its evaluation line follows.
     """
     if not path.exists():
         return

@@ -15,9 +15,9 @@ from nanodiff.common import UserError, collective
 from nanodiff.device import choose_dtype
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
-# a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1]. Five leave waves from
-# 0.84 to 1.13, whose slopes amplify rounding until the losses of two ranks and of one differ by 1% (fp32, 80 steps of a
-# d2); the last row flattens them, and less than 0.01% is left.
+# a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1]. After five, the waves
+# from 0.84 to 1.13 amplify rounding: losses of two ranks and of one differ by 1% (fp32, 80 steps of a d2). With the
+# last, by less than 0.01%.
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -27,18 +27,19 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 SAFETY = 1.01  # the listing's own: room for singular values that rounding pushes above 1
+MOMENTUM, MOMENTUM_WARMUP = 0.95, 300  # Muon's, from 0.85 over so many steps (modded-nanogpt)
 
 
 def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """G (K, m, n) -> (K, m, n) in `dtype`: nearly U V^T of each matrix G = U S V^T; a zero matrix stays zero.
 
     Singular values above 1e-3 of the Frobenius norm end within [0.84, 1.13]. Oblong matrices take two steps at a time
-    on their small Gram matrix A, a quarter less work (github.com/Dao-AILab/gram-newton-schulz).
+    on their Gram matrix A, a quarter less work (github.com/Dao-AILab/gram-newton-schulz).
     """
     tall = G.size(-2) > G.size(-1)
     X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
     X = X.mT if tall else X  # (K, m, n), m <= n
-    # A restart recomputes A: rounding in bf16 gives it negative eigenvalues, which three steps would blow up
+    # A restart recomputes A, whose rounding in bf16 (negative eigenvalues) three steps would blow up
     restarts = (0, 1, 3, 5, 6) if X.size(-1) > 1.5 * X.size(-2) else range(7)
     for i, (a, b, c) in enumerate(POLAR_EXPRESS):
         if i in restarts:
@@ -53,13 +54,13 @@ def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
     return X.mT if tall else X
 
 
-def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float, warmup: int) -> None:
+def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype) -> None:
     """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    The rate is times sqrt(max(1, rows / columns)), momentum warms up from 0.85 (modded-nanogpt).
+    The rate is times sqrt(max(1, rows / columns)).
     """
     p, g, m, lr = bucket.own, bucket.grad, bucket.state["momentum"], bucket.group["lr"]
-    mu = momentum if step > warmup else min(momentum, 0.85 + (momentum - 0.85) * (step - 1) / warmup)
+    mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
     m.lerp_(g, 1 - mu)
     g.lerp_(m, mu)
     p.mul_(1 - lr * bucket.group["weight_decay"])
@@ -70,12 +71,12 @@ def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype, momentum: float
         P.add_(polar_express(G, dtype), alpha=-lr * max(1.0, rows / cols) ** 0.5)
 
 
-def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float], eps: float) -> None:
-    """torch's own fused AdamW, on the whole share at once."""
+def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float]) -> None:
+    """torch's fused AdamW, on the whole share at once."""
     before = torch.full((), step - 1.0, device=bucket.own.device)  # fp32; the kernel adds 1
     adamw(
         [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
-        fused=True, amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], eps=eps,
+        fused=True, amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], eps=1e-8,
         lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"],
     )  # fmt: skip
 
@@ -90,7 +91,7 @@ def align(n: int) -> int:
 def plan_buffer(params, world: int):
     """(offset of each parameter, length of a share, runs of each share). Largest first, each to the emptiest share.
 
-    In a share, matrices of one shape lie side by side: a run [start, count, rows, cols] is one batch for Muon.
+    Within a share, a run [start, count, rows, cols] of matrices of one shape is one batch for Muon.
     """
     shapes = [(p.shape[0], p.numel() // p.shape[0]) if p.ndim else (1, 1) for p in params]
     load, owner = [0] * world, {}
@@ -111,39 +112,30 @@ def plan_buffer(params, world: int):
 
 
 class Bucket:
-    """One group's parameters, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
+    """A group's parameters, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
 
     def __init__(self, group: dict, rank: int, world: int):
         self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
         self.offsets, share, runs = plan_buffer(self.params, world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
-        # A convolution in channels_last keeps its memory order: Muon may see its columns permuted
-        self.strides = [
-            p.stride() if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last)
-            else torch.empty(p.shape, device="meta").stride() for p in self.params
-        ]  # fmt: skip
         self.flat = torch.zeros(world * share, device=self.params[0].device)
         self.own, self.grad = self.flat[self.mine], None
         self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
         for p, view in zip(self.params, self.views(self.flat)):
-            view.copy_(p)
-            p.data = view
+            p.data = view.copy_(p)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a buffer laid out as `flat` is."""
-        layout = zip(self.params, self.strides, self.offsets)
-        return [flat.as_strided(p.shape, strides, offset) for p, strides, offset in layout]
+        """The parameters' parts of a buffer with the layout of `flat`."""
+        return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
     def reduce_grads(self):
-        """Put this rank's share of the summed gradients into `grad`; returns the collective in flight or None."""
+        """Put this rank's share of the summed gradients into `grad`; the collective in flight, or None."""
         start, full = self.flat.data_ptr(), torch.zeros_like(self.flat)
-        targets, grads = [], []
-        for name, p, offset, view in zip(self.names, self.params, self.offsets, self.views(full)):
+        for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
-            if p.grad is not None:
-                targets.append(view)
-                grads.append(p.grad)
+        targets = [view for view, p in zip(self.views(full), self.params) if p.grad is not None]
+        grads = [p.grad for p in self.params if p.grad is not None]
         if grads:  # a missing gradient counts as zero
             torch._foreach_copy_(targets, grads)
         if self.world == 1:
@@ -154,7 +146,7 @@ class Bucket:
         return reduce_scatter(self.grad, full, async_op=True)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
-        """Gather every rank's share into `flat`; returns the collective in flight or None."""
+        """Gather every rank's share into `flat`; the collective in flight, or None."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
@@ -167,25 +159,21 @@ def wait_all(works) -> None:
 
 
 class Optimizer:
-    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`, built by `make_optimizer`.
-
-    `param_groups`: dicts with "kind", "lr", "initial_lr", "weight_decay", "names", "params"; set "lr" before a step.
-    """
+    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step."""
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
-    def __init__(self, groups, muon_options, adamw_options):
+    def __init__(self, groups: list[dict], muon_dtype: torch.dtype, betas: tuple[float, float]):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.muon_options, self.adamw_options, self.steps = muon_options, adamw_options, 0
+        self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
         self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
         self.param_groups = [bucket.group for bucket in self.buckets]
-        if self.world > 1:
-            for bucket in self.buckets:
-                dist.broadcast(bucket.flat, 0)  # the same start on every rank
+        for bucket in self.buckets if self.world > 1 else ():
+            dist.broadcast(bucket.flat, 0)  # the same start on every rank
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
+        """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
         return sum(2 * (self.world - 1) * 4 * bucket.own.numel() for bucket in self.buckets)
 
     @collective("the reduce-scatter of the gradients")
@@ -193,12 +181,12 @@ class Optimizer:
     def sync_grads(self, signal: int = 0) -> tuple[float, int]:
         """Average the gradients over ranks, into the buckets; a collective, once per step, that waits for the device.
 
-        Returns their global L2 norm, not finite if any gradient on any rank is not, and the largest `signal` of any
-        rank, the number of a signal it received (0 to 31); both are the same on every rank.
+        The same on every rank: their global L2 norm, not finite if any gradient on any rank is not, and the largest
+        `signal`, the number of a signal that a rank received (0 to 31).
         """
         wait_all([bucket.reduce_grads() for bucket in self.buckets])
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
-        shared = torch.zeros(33, device=norm_sq.device)  # how many ranks received each signal; the norm squared
+        shared = torch.zeros(33, device=norm_sq.device)  # ranks that received each signal; the norm squared
         shared[signal] = 1
         shared[32] = norm_sq
         if self.world > 1:
@@ -209,17 +197,17 @@ class Optimizer:
 
     @collective("the all-gather of the weights")
     @torch.no_grad()
-    def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
-        """One update with the gradients of sync_grads times `grad_scale` (clipping, 1 / loss scale); a collective."""
+    def step(self, grad_scale: float = 1.0) -> None:
+        """One update by the gradients of sync_grads times `grad_scale`; a collective."""
         self.steps += 1
         works, scale = [], grad_scale / self.world
         for bucket in self.buckets:
-            if torch.is_tensor(scale) or scale != 1:
+            if scale != 1:
                 bucket.grad.mul_(scale)
             if bucket.group["kind"] == "muon":
-                update_muon(bucket, self.steps, **self.muon_options)
+                update_muon(bucket, self.steps, self.muon_dtype)
             else:
-                update_adamw(bucket, self.steps, **self.adamw_options)
+                update_adamw(bucket, self.steps, self.betas)
             bucket.grad = None
             works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
         wait_all(works)
@@ -232,7 +220,7 @@ class Optimizer:
     @collective("the gathering of what is not finite")
     @torch.no_grad()
     def not_finite(self) -> str:
-        """For an error message: each rank's parameter with the largest share of bad gradients; a collective."""
+        """Each rank's parameter with the largest share of bad gradients, in words; a collective."""
         worst = (0.0, "")
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.params):
@@ -249,7 +237,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
 
-        The same for any number of ranks; empty on all but rank 0.
+        For any number of ranks; empty on all but rank 0.
         """
         state = {"step": self.steps}
         for bucket in self.buckets:
@@ -258,12 +246,12 @@ class Optimizer:
                 wait_all([bucket.all_gather(full, share)])
                 if self.rank == 0:
                     for name, view in zip(bucket.names, bucket.views(full)):
-                        state[f"{key}/{name}"] = torch.empty(view.shape).copy_(view)
+                        state[f"{key}/{name}"] = view.to("cpu", copy=True)
         return state if self.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take this rank's share of a whole state_dict, written by any number of ranks."""
+        """Take this rank's share of a state_dict of any number of ranks."""
         mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
@@ -282,13 +270,12 @@ FIRST = "input_blocks.0."  # the UNet's first convolution
 
 def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, momentum: float = 0.95, momentum_warmup: int = 300,
+    betas: tuple[float, float] = (0.9, 0.999),
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, and AdamW at `lr` for all else;
-    "adamw": AdamW for everything. Weight decay is decoupled and for tensors of 2 or more dimensions. `momentum_warmup`
-    is in steps. Muon multiplies matrices in bf16 where that is native, else in fp32.
+    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is native;
+    AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
     """
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
@@ -296,28 +283,25 @@ def make_optimizer(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        assert p.dtype == torch.float32, f"{name} is {p.dtype}: the weights are kept in fp32, autocast does the rest"
-        in_block = name.startswith(BLOCKS) and not name.startswith(FIRST)
-        if optimizer == "muon" and p.ndim >= 2 and in_block:
-            group = groups[2]
-        else:
-            group = groups[0 if p.ndim >= 2 else 1]
-        group["names"].append(name)
-        group["params"].append(p)
+        assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
+        index = 0 if p.ndim >= 2 else 1
+        if optimizer == "muon" and p.ndim >= 2 and name.startswith(BLOCKS) and not name.startswith(FIRST):
+            index = 2
+        groups[index]["names"].append(name)
+        groups[index]["params"].append(p)
     native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
-    muon_options = dict(dtype=torch.bfloat16 if native else torch.float32, momentum=momentum, warmup=momentum_warmup)
-    return Optimizer([group for group in groups if group["names"]], muon_options, dict(betas=betas, eps=eps))
+    muon_dtype = torch.bfloat16 if native else torch.float32
+    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas)
 
 
 class LossScaler:
     """Scales the loss by 2^lg_loss_scale, so that small gradients do not underflow in fp16 (IDDPM's fp16 trainer).
 
-    The exponent grows by 0.001 each good step and falls by 1 on overflow, whose step is skipped. Disabled (bf16, fp32)
-    the scale is 1.
+    The exponent grows by 0.001 each good step and falls by 1 on overflow. Disabled (bf16, fp32) the scale is 1.
     """
 
-    def __init__(self, enabled: bool, lg_scale: float = 20.0):
-        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, lg_scale, 0
+    def __init__(self, enabled: bool):
+        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, 20.0, 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss
@@ -327,14 +311,13 @@ class LossScaler:
         return 2.0**-self.lg_loss_scale if self.enabled else 1.0
 
     def update(self, overflow: bool) -> None:
-        """Raises FloatingPointError once the scale is below 1: a smaller one cures nothing."""
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
         if self.lg_loss_scale < 0:
             skipped = f"{self.skipped_in_a_row} steps skipped in a row"
-            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale has fallen below 1")
+            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale is below 1")
 
     def state_dict(self) -> dict:
         return {"lg_loss_scale": self.lg_loss_scale, "skipped_in_a_row": self.skipped_in_a_row}

@@ -1,4 +1,4 @@
-"""A run's folder and logs, shared by base_train and lora_train: where it resumes, what it writes, when it ends."""
+"""A run's folder and logs: where it resumes, what it writes, how it ends."""
 
 import base64
 import json
@@ -23,10 +23,9 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 # ---------------------------------------------------------------------------------------------------------------------
 # Start and resume
 
-
 COMPILE_WHOLE = 3000  # steps of a run
 
-# Settings that do not shape the weights: a run resumes with others without being asked
+# Settings that do not shape the weights: they may change in a resume
 FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
@@ -36,8 +35,8 @@ FREE = {
 
 
 def run_folder(model_tag: str) -> Path:
-    """The folder of the run `model_tag`, a name and not a path: printed commands and the page find the run by it."""
-    if not re.fullmatch(r"[\w.+=,@-]+", model_tag) or model_tag.strip(".") == "" or model_tag.startswith("-"):
+    """The folder of the run `model_tag`: a name, not a path."""
+    if not re.fullmatch(r"(?!-|\.+$)[\w.+=,@-]+", model_tag):
         raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = , @ -, not - first")
     return base_dir() / "runs" / model_tag
 
@@ -47,11 +46,8 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
     a step.
 
     Settings in `fixed` must agree with the checkpoint's. Others that shape the weights must agree unless `resume` is
-    "changed" or a step: a second run with another learning rate would go on with the first. A setting that the
-    checkpoint does not know had its default, so that a new setting does not stop older runs.
+    "changed" or a step. A setting that the checkpoint does not know had its default.
     """
-    if resume not in ("auto", "never", "changed") and not resume.isdigit():
-        raise UserError(f"resume={resume!r}: accepted are auto, never, changed or the step of a checkpoint")
     checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
     if checkpoint is None:
         return None, {}
@@ -79,8 +75,7 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
 def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> torch.nn.Module:
     """The model, compiled where torch.compile works here: block by block, or as a whole if the run is long enough.
 
-    As a whole the first step takes longer, the more the deeper the model, and the others a few percent less: at depth 3
-    on two CPU cores 28 s more once, then 9 to 18 ms less per step.
+    As a whole, at depth 3 on two CPU cores, the first step takes 28 s more, the others 9 to 18 ms less.
     """
     obstacle = can_compile(device)
     if obstacle:
@@ -92,10 +87,7 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
-    """(images per forward pass of one rank, micro-steps) of a step of `total_batch_size`.
-
-    A device_batch_size beyond a rank's share of the step is lowered to it.
-    """
+    """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
     device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
     if total_batch_size % (device_batch_size * world):
         micro = f"device_batch_size x ranks = {device_batch_size} x {world}"
@@ -109,9 +101,8 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")  # MPS; torc
 def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
     """The largest power of two that divides `limit`, a rank's share of the step, and fits into memory on every rank.
 
-    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one; optimizer
-    and averages exist already, so that their memory counts. A CPU mostly kills a process that asks for too much, rather
-    than refuse. A collective.
+    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, once
+    optimizer and averages have theirs. A CPU mostly kills a process that asks for too much. A collective.
     """
     device = next(model.parameters()).device
     timesteps = make_timesteps("uniform", process)
@@ -133,7 +124,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
             refused = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error) for s in NO_MEMORY)
             if not refused:
                 raise
-        # not above: while the error is at hand, so are the tensors of the frames that it came through
+        # Not above: while the error is at hand, so are the tensors of its frames
         optim.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -155,7 +146,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
 
 
 class LossTerms:
-    """The loss terms of the steps since the last log line, as sums; those of the present step also image by image."""
+    """Sums of the loss terms of the steps since the last log line; those of the present step also image by image."""
 
     def __init__(self, process):
         self.process = process
@@ -164,7 +155,6 @@ class LossTerms:
         self.num_images = 0
 
     def add(self, t, weight, terms: dict[str, torch.Tensor]) -> None:
-        """Take in a micro-batch."""
         self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
 
     def end_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,16 +171,15 @@ class LossTerms:
         """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
         importance weights; the same for the other terms. Starts anew. A collective.
 
-        "train/loss_running" is nanochat's running mean, over about the last ten lines, divided by the weight that the
-        first lines lack; `loop` keeps it for a resume.
+        "train/loss_running" is nanochat's running mean over about the last ten lines, debiased; `loop` keeps it.
         """
-        line = {}
-        total, num_images = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), device), self.num_images
-        line["train/loss"] = loss = float(total[0]) / (num_images * get_dist()[2])
+        total = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), device)
+        loss = float(total[0]) / (self.num_images * get_dist()[2])
         if math.isfinite(loss):
             loop["lines"] += 1
             loop["running_loss"] += 0.1 * (loss - loop["running_loss"])
-        line["train/loss_running"] = loop["running_loss"] / (1 - 0.9 ** max(loop["lines"], 1))
+        running = loop["running_loss"] / (1 - 0.9 ** max(loop["lines"], 1))
+        line = {"train/loss": loss, "train/loss_running": running}
         for name, sums in self.sums.items():
             weighted, weights = sum_over_ranks(sums.cpu().double(), device)
             line |= {f"train/{name}_q{i}": float(weighted[i] / weights[i]) for i in range(4)}
@@ -199,7 +188,7 @@ class LossTerms:
 
 
 def check_wandb(run: str) -> None:
-    """Refuse, before anything is built, a wandb run that could not log."""
+    """Refuse a wandb run that could not log."""
     if run == "dummy" or get_dist()[0] > 0:
         return
     try:
@@ -212,30 +201,27 @@ def check_wandb(run: str) -> None:
 
 
 def record(path: Path, described: dict, step: int) -> None:
-    """Write config.json at the start of a run. A run that resumes from `step` with other settings appends them to its
-    list "changes": what was recorded is not rewritten."""
+    """Write config.json. A run that resumes from `step` with other settings appends them to its list "changes"."""
+    config = described["config"]
     try:
-        past = json.loads(path.read_bytes()) if step else None
-        known = dict(past["config"]) if past else {}
-        for change in past.get("changes", []) if past else ():
+        past = json.loads(path.read_bytes()) if step else described
+        changes = past.get("changes", [])
+        known = dict(past["config"])
+        for change in changes:
             known |= change["config"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged: the new one is whole
-        past = None
-    if past is None:
-        write_atomic(path, json.dumps(described, indent=1).encode())
-        return
-    changed = {key: value for key, value in described["config"].items() if known.get(key) != value and key != "resume"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged: written anew
+        past, known = described, config
+    changed = {key: value for key, value in config.items() if known.get(key) != value and key != "resume"}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
-        past["changes"] = [*past.get("changes", []), change]
-        write_atomic(path, json.dumps(past, indent=1).encode())
+        past["changes"] = [*changes, change]
+    write_atomic(path, json.dumps(past, indent=1).encode())
 
 
 class RunLog:
     """Writes config.json, metrics.jsonl and samples/ from rank 0, and the same to wandb unless run="dummy".
 
-    `described` goes into config.json, with the machine and the defaults of the settings that were changed. Lines of
-    metrics.jsonl that will be logged again after `step` are dropped.
+    `described` goes into config.json, with the machine and the defaults of the settings that were changed.
     """
 
     def __init__(self, run: str, run_dir: Path, device, described: dict, step: int, wandb_id: str | None):
@@ -256,7 +242,7 @@ class RunLog:
             self.wandb_id, self.html = self.wandb.id, wandb.Html
 
     def metrics(self, line: dict) -> None:
-        """One JSON object to metrics.jsonl and, the same, to wandb; NaN and infinity are left out."""
+        """One JSON object to metrics.jsonl and to wandb; NaN and infinity are left out."""
         if self.file is None:
             return
         line = {key: value for key, value in line.items() if math.isfinite(value)}
@@ -267,7 +253,7 @@ class RunLog:
             self.wandb.log(line, step=line["step"])
 
     def grid(self, grid, step: int) -> None:
-        """A picture (H, W, C) uint8 to samples/, to wandb, and to the terminal if it is one; on rank 0."""
+        """A picture (H, W, C) uint8 to samples/, to wandb and, if there is one, to the terminal."""
         if self.file is None:
             return
         png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
@@ -284,7 +270,8 @@ def end(log: RunLog, step: int, stopping: int, train_time_s: float, device: torc
         log.wandb.finish()
     if stopping:
         print0(f"stopped by signal {stopping} after step {step}: the same command resumes")
-    minutes, memory_gb, run_dir = train_time_s / 60, peak_memory_gb(device), log.run_dir
+    minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
-    print0(f"everything is in {run_dir}; to sample: python -m scripts.sample --run={shlex.quote(run_dir.name)}")
+    name = shlex.quote(log.run_dir.name)
+    print0(f"everything is in {log.run_dir}; to sample: python -m scripts.sample --run={name}")
     leave_together()
