@@ -68,8 +68,8 @@ def right(classifier, dataset):
 
 @pytest.mark.slow
 def test_shapes_are_learned_and_noise_is_not():
-    train, val = (Images(*draw_shapes(n, seed), 8) for n, seed in ((4000, 0), (500, 1)))
-    classifier = train_classifier(train, val, "cpu", total_images=6000, batch_size=50)
+    train, val = (Images(*draw_shapes(n, seed), 8) for n, seed in ((2000, 0), (500, 1)))
+    classifier = train_classifier(train, val, "cpu", total_images=2000, batch_size=25)
     assert float(classifier.accuracy) == pytest.approx(right(classifier, val).mean())
     assert classifier.accuracy > 0.9
     unrelated = Images(val.images(np.arange(500)), draw_shapes(500, 2)[1], 8)
