@@ -213,20 +213,6 @@ def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
     assert all(part in line for part in parts), line
 
 
-def test_a_preset_is_never_executed(script, preset, capsys, tmp_path):
-    trace = tmp_path / "trace"
-    for text in ["{}", "depth = {}.write('') or 3", "depth = [{} for _ in 'a']", "depth: {} = 3", "def f(x={}): pass"]:
-        mistake(script, capsys, preset(text.format(f"open({str(trace)!r}, 'w')")))
-        assert not trace.exists()
-
-
-def test_a_mistake_changes_nothing(script, preset):
-    globals_ = script()
-    with pytest.raises(SystemExit):
-        configure(globals_, ["--depth=3", str(preset("width = 5")), "--lr=x"])
-    assert {name: globals_[name] for name in DEFAULTS} == DEFAULTS
-
-
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--depth=3", "--help", "--nonsense"]])
 def test_help_prints_every_setting_with_default_and_comment(script, capsys, argv):
     with pytest.raises(SystemExit) as stop:

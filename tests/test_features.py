@@ -99,43 +99,31 @@ def test_two_ranks_compute_what_one_computes(base, on_ranks):
 # Features kept beside a data set
 
 
-@pytest.fixture
-def computations(monkeypatch):
-    """A list that grows by one each time features are computed."""
-    calls = []
+def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base, monkeypatch, capsys):
+    computations = []
 
     def counted(*args, **kwargs):
-        calls.append(1)
+        computations.append(1)
         return collect_features(*args, **kwargs)
 
     monkeypatch.setattr(features_module, "collect_features", counted)
-    return calls
-
-
-def test_features_of_a_set_are_computed_once(base, computations):
     make_data()
     dataset, network = open_dataset("tiny"), make_network()
     first, again = reference_features(dataset, network), reference_features(dataset, network)
     assert len(computations) == 1 and distance(first, again) < 1e-6 and torch.equal(first.some, again.some)
-    path = dataset.path / "stats_classifier_train.npz"
+    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
     mu, sigma = load_stats(path, network.num_features)  # it is a file of reference statistics
     assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
     reference_features(open_dataset("tiny", "val"), network)
     assert len(computations) == 2 and (dataset.path / "stats_classifier_val.npz").exists()
 
-
-def test_features_of_other_data_or_networks_and_corrupt_ones_are_computed_again(base, computations, capsys):
-    make_data()
-    dataset, network = open_dataset("tiny"), make_network(seed=1)
-    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
-    reference_features(dataset, make_network())
-    reference_features(dataset, network)
+    reference_features(dataset, make_network(seed=1))
     meta.write_text(json.dumps(json.loads(meta.read_text())))  # without its line breaks
     reference_features(dataset, network)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     reference_features(dataset, network)
-    assert len(computations) == 4 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
+    assert len(computations) == 5 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):

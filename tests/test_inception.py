@@ -53,6 +53,7 @@ def test_layers_equal_torch_fidelity(golden, weights, size):
     layers = {}
     for name, module in {"64": model.Conv2d_3b_1x1, "192": model.Mixed_5b, "768": model.Mixed_7a}.items():
         module.register_forward_pre_hook(lambda module, x, name=name: layers.update({name: x[0].mean((2, 3))}))
+    torch.testing.assert_close(model.features(x[:, :1]), model.features(x[:, :1].repeat(3, 1)))  # gray: equal channels
     layers["2048"], layers["logits"] = model.features(x)
     for name, figures in golden["features"][f"{size} px"].items():
         ours = layers[name.removesuffix("_unbiased")].double()
@@ -73,14 +74,6 @@ def test_resize_follows_tensorflow_1():
     x = torch.rand(1, 3, 6, 6)
     torch.testing.assert_close(resize(x, 6), x)  # the same size: nothing to do
     torch.testing.assert_close(resize(x, 3), x[:, :, ::2, ::2])  # half of it: every other pixel, not smoothed
-
-
-@pytest.mark.slow
-def test_gray_images_count_as_three_equal_channels():
-    torch.manual_seed(0)
-    model = Inception().eval()
-    gray = torch.randint(256, (1, 1, 28, 28), dtype=torch.uint8)
-    torch.testing.assert_close(model.features(gray), model.features(gray.repeat(1, 3, 1, 1)))
 
 
 @pytest.fixture
