@@ -8,8 +8,8 @@ Time training against the published recipe, side by side in one run; on request 
 
 The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
 AdamW, EMA in a loop over the parameters, DistributedDataParallel; for sampling the same model, eager, in fp32. Each
-candidate is a process of its own. They take turns, so that noise of the machine hits all; the tables show medians.
-first_step_s is of a cold start: nothing compiled before is reused.
+candidate is a process. They take turns, so that noise of the machine hits all; the tables show medians. first_step_s is
+a cold start's: nothing compiled before is reused.
 
 Whole steps are timed, and others in parts: forward, backward (with DDP's exchange), optim (exchange, clipping, update),
 ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
@@ -172,8 +172,7 @@ def open_model(spec: dict, facts: dict, device):
 
 
 def train(spec: dict, device):
-    """Yields facts, then without end the name of each part of a training step when it is done: base_train's or, for the
-    reference, the published one."""
+    """Yields facts, then each part of a step, base_train's or the published one, by name when it is done."""
     codec, batches = open_data(spec, device)
     model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
@@ -339,15 +338,16 @@ def measure(specs: list[dict], world: int) -> list[tuple[dict, dict]]:
 
 
 def make_row(spec: dict, times: dict, facts: dict, world: int, device) -> dict:
-    """The figures of a candidate, all but its ratio to the reference."""
-    row = {"what": describe(spec, device), "world": world} | facts
-    row |= {name: spec[name] for name in ("table", *RULES, "reference", "checkpointing")}
-    row |= {f"{name}_ms": 1000 * statistics.median(seconds) for name, seconds in times.items()}
+    """The figures of a candidate, all but its ratio to the reference; the floats are the table's columns."""
+    row = {name: spec[name] for name in ("table", *RULES, "reference", "checkpointing")}
+    row |= {"what": describe(spec, device), "world": world}
+    step = statistics.median(times["step"])
+    row["images_per_sec"] = spec["batch_size"] * world / step
     row |= {"min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
-    row["images_per_sec"] = 1000 * spec["batch_size"] * world / row["step_ms"]
+    row |= {f"{name}_ms": 1000 * statistics.median(seconds) for name, seconds in times.items()} | facts
     if spec["table"] == "training":
         peak, _ = devices.peak_flops(device, devices.choose_dtype("auto", device))
-        row["mfu"] = 100 * facts["flops_per_image"] * row["images_per_sec"] / world / peak
+        row["mfu"] = 100 * facts["flops_per_image"] * spec["batch_size"] / step / peak
         row["sent_mb"] = facts["bytes_per_step"] / 1e6
     return row
 
@@ -385,14 +385,8 @@ def time_loading(batch_size: int, world: int, device) -> dict:
     return row
 
 
-COLUMNS = (
-    "images_per_sec ratio step_ms min_ms max_ms forward_ms backward_ms optim_ms ema_ms data_ms memory_gb first_step_s "
-    "sent_mb mfu warm_images_per_sec cold_images_per_sec warm_ratio cold_ratio"
-).split()  # fmt: skip
-
-
 def show(rows: list[dict]) -> None:
-    columns = [name for name in COLUMNS if name in rows[0]]
+    columns = [name for name, value in rows[0].items() if isinstance(value, float)]
     print0(f"\n{rows[0]['table']}")
     print0("  ".join(f"{name:>9}" for name in columns) + "  what")
     for row in rows:
