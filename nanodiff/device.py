@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-import time
+import timeit
 from pathlib import Path
 
 import numpy as np
@@ -154,17 +154,11 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     path, key = base_dir() / "peaks.json", f"{device_name(device)} {dtype} torch {torch.__version__}"
     known = {}
     with contextlib.suppress(OSError, ValueError):
-        known = dict(json.loads(path.read_bytes()))
-    if not isinstance(known.get(key), float):
+        known = json.loads(path.read_bytes())
+    if key not in known:
         n = 1024 if device.type == "cpu" else 4096
         a = torch.randn(n, n, device=device).to(dtype)
-        seconds = []
-        for _ in range(6):  # the first warms up
-            synchronize(device)
-            start = time.perf_counter()
-            a @ a
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
+        seconds = timeit.repeat(lambda: (a @ a, synchronize(device)), number=1, repeat=6)  # the first warms up
         known[key] = 2 * n**3 / min(seconds[1:])
         with contextlib.suppress(OSError):
             base_dir().mkdir(parents=True, exist_ok=True)

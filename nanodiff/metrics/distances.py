@@ -82,7 +82,7 @@ def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tenso
     return mu, sigma
 
 
-def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000, seed: int = 0):
+def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
     """KID of features (N, F), (M, F): (mean, deviation) over random subsets of an unbiased squared MMD with kernel
     (x . y / F + 1)^3 (Binkowski et al. 2018). For sets of one distribution it is as often below 0 as above."""
     m = min(subset_size, len(x), len(y))
@@ -93,7 +93,7 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     def mean_of_pairs(k):  # without the diagonal, which makes the estimate unbiased
         return (k.sum() - k.trace()) / (m * (m - 1))
 
-    generator = make_generator(seed)
+    generator = make_generator(0)
     values = torch.empty(num_subsets, dtype=torch.float64)
     for i in range(num_subsets):
         a = x[torch.randperm(len(x), generator=generator)[:m]].double()
@@ -102,12 +102,12 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     return float(values.mean()), float(values.std(correction=0))
 
 
-def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
+def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, float]:
     """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016): mean, deviation over `splits` parts.
 
     Shuffles first: samples often come sorted by class.
     """
-    order = torch.randperm(len(logits), generator=make_generator(seed))
+    order = torch.randperm(len(logits), generator=make_generator(0))
     log_p = logits.double()[order].log_softmax(1)
     scores = []
     for part in log_p.tensor_split(splits):

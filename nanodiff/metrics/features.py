@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
@@ -158,12 +157,10 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
         return x[is_kept[ids]], logits
 
     rows = gather_batches(compute, num_images, batch_size, label)
-    if dist.is_initialized():
-        stats.all_reduce()
+    stats.all_reduce()
     if get_dist()[0] > 0:
         return None
-    some = torch.cat([x for x, _ in rows])
-    logits = torch.cat([logits for _, logits in rows])
+    some, logits = (torch.cat(parts) for parts in zip(*rows))
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
     return Features(stats.mu, stats.sigma, some[shuffled], logits)
 
