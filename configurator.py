@@ -1,10 +1,7 @@
-"""Settings of a script: module-level assignments, overridden by presets and by the command line.
-
-A script starts with its settings, one line each, and then calls configure:
+"""Settings of a script: the assignments that it starts with, overridden by presets and by the command line.
 
     depth = 12                        # >= 1: layers; the one dial of model size
     dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
-    label_drop = 0.1                  # [0, 1): fraction of images that train without their label
     sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
     max_images: int | None = None     # > 0: None has no type of its own, so the annotation gives it
     #                                   a comment goes on in lines that begin with "#" and three spaces
@@ -14,8 +11,8 @@ A script starts with its settings, one line each, and then calls configure:
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help lists everything.
 The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or with the comment:
-alternatives with "|" or " or " between them, each a comparison (`>= 1`), an interval (`[0, 1)`: a square bracket
-includes its end, a round one does not) or a plain value (`auto`, `-1`, `""`). Other comments are left alone.
+alternatives with "|" or " or " between them, each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
+(`auto`, `-1`, `""`).
 
 A preset is a file of literal assignments (`depth = 12`), parsed and never executed. In it a tuple or a list stands for
 a comma string: (0.99, 0.999) is "0.99,0.999". A mistake prints one line, "error: ...", and exits with code 2.
@@ -50,8 +47,8 @@ class Setting(NamedTuple):
     optional: bool  # None is accepted
     rule: str  # "" if the comment starts with none
     comment: list[str]  # its lines
-    heading: list[str]  # comment lines of their own above the setting
-    only: tuple[str, str] | None  # ("arch", "unet|dit"): the setting counts only with these values of another one
+    heading: list[str]  # lines of comment above the setting
+    only: tuple[str, str] | None  # ("arch", "unet|dit"): counts only with these values of another one
 
     @property
     def accepted(self) -> str:
@@ -124,7 +121,9 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     comments = {t.start[0]: re.sub(r"\{(\w+)\}", table, t.string) for t in tokens if t.type == tokenize.COMMENT}
-    settings, last_row, only = {}, 0, None
+    settings = {}
+    last_row = 0
+    only = None
     for node in ast.parse(source).body:
         if any(isinstance(n, ast.Name) and n.id == "configure" for n in ast.walk(node)):
             break
@@ -145,7 +144,7 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         heading = [line for row in above if (line := comments.get(row, "").strip("#-= "))]
         if heading:
             condition = ONLY.search(" ".join(heading))
-            only = (condition[1], condition[2]) if condition else None
+            only = condition and condition.groups()
         setting = Setting(default, kinds[0], default is None, find_rule(comment[0]), comment, heading, only)
         settings[name] = setting._replace(default=check(name, setting, default, "default: "))
     return settings
@@ -200,10 +199,8 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
 def check_used(settings: dict[str, Setting], config: dict) -> None:
     """Raises ValueError for a setting that was changed and does nothing beside the others."""
     for name, setting in settings.items():
-        if setting.only is None or config[name] == setting.default:
-            continue
-        key, values = setting.only
-        if str(config[key]) not in values.split("|"):
+        key, values = setting.only or (None, "")
+        if key and config[name] != setting.default and str(config[key]) not in values.split("|"):
             used = f"only {key}={values} uses it, and {key}={config[key]!r}"
             raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
 
@@ -221,8 +218,7 @@ def help_text(settings: dict[str, Setting], globals_: dict) -> str:
 def configure(globals_: dict, argv: list[str] | None = None) -> Config:
     """Override the settings of the calling script, whose globals() are given, in place; return them all.
 
-    `argv` is sys.argv[1:] by default. --help prints and exits with 0; a mistake prints one line, exits with 2 and
-    changes nothing. Under torchrun only rank 0 prints.
+    --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
     settings = read_settings(globals_)
     argv = sys.argv[1:] if argv is None else argv

@@ -20,22 +20,20 @@ CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]" 
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: names in it may come from files, and control characters could steer it."""
+    """`text` without control characters: names in it may come from files, and could steer a terminal."""
     return re.sub(f"(?m){PICTURE}|{CONTROL}", lambda found: found[0] if len(found[0]) > 1 else "?", text)
 
 
 class UserError(ValueError):
-    """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2.
-
-    Any function of the package may raise it.
-    """
+    """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2. Any function may
+    raise it."""
 
     def __str__(self):
         return printable(" ".join(super().__str__().splitlines()))
 
 
 class LostRank(RuntimeError):
-    """Another rank hangs or died. Ends a program with one line and exit code 1; torchrun then ends the others."""
+    """Another rank hangs or died. Ends a program with one line and exit code 1."""
 
 
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
@@ -62,7 +60,7 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0, flushed, printable. Once the reader is gone (`| head`, a closed terminal), a program goes on."""
+    """print on rank 0, flushed, printable. When the reader is gone (`| head`, a closed terminal), a program goes on."""
     if get_dist()[0] > 0:
         return
     try:
@@ -78,20 +76,19 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # torchrun --max-restarts keeps its store, with addresses of dead ranks. On several nodes, whose restart counts
-        # differ, runs/multinode.sh makes it use a new one
+        # torchrun --max-restarts keeps its store, with addresses of dead ranks. On several nodes restart counts differ:
+        # there runs/multinode.sh makes it use a new one
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
     dist.init_process_group(backend, **group)
-    # init_process_group installs its own excepthook, which swallows ours: put ours in front again
+    # init_process_group's own excepthook swallows ours
     sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
 
 
 @contextlib.contextmanager
 def collective(name: str):
-    """Names a collective (context or decorator), so that a hang or a dead rank is reported as "all-gather of the
-    weights failed after 600 s", with LostRank. gloo alone reports its socket; NCCL's watchdog ends the process itself.
-    """
+    """Names a collective (context or decorator): a hang or a dead rank is reported as LostRank, "all-gather of the
+    weights failed after 600 s". NCCL's watchdog ends the process itself."""
     start = time.monotonic()
     try:
         yield
@@ -127,7 +124,7 @@ def gather_objects(value) -> list:
 
 
 def leave_together() -> None:
-    """Wait for the other ranks, then leave the process group: otherwise gloo may abort a rank that still works."""
+    """Leave the process group after the last rank: otherwise gloo may abort one that still works."""
     if dist.is_initialized():
         with collective("the wait for all ranks to finish"):
             dist.barrier()
@@ -156,7 +153,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interrupts(self):
-        """Within this context a signal ends an evaluation after its batch, on all ranks, and the context with it."""
+        """Within this context a signal ends it after an evaluation's batch, on all ranks."""
         StopSignal.heeded = self
         try:
             yield
@@ -166,7 +163,7 @@ class StopSignal:
             StopSignal.heeded = None
 
     def agreed(self) -> int:
-        """The number of a signal that any rank received, or 0; a collective."""
+        """The number of a signal to any rank, or 0; a collective."""
         if not dist.is_initialized():
             return self.received
         number = torch.tensor(self.received, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -176,7 +173,7 @@ class StopSignal:
 
 
 def heed_signals() -> None:
-    """Called between two batches of an evaluation, equally often on every rank: a collective in training."""
+    """Called between two batches of an evaluation, as often on every rank: a collective in training."""
     if StopSignal.heeded:
         number = StopSignal.heeded.agreed()
         if number:
@@ -184,24 +181,19 @@ def heed_signals() -> None:
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator that is a function of the integers >= 0 in `key` alone, e.g. (seed, step).
-
-    Keys that differ by zeros at the end are the same key, as numpy's SeedSequence has it.
-    """
+    """A generator that is a function of the integers >= 0 in `key`, as (seed, step); zeros at the end do not count."""
     words = np.random.SeedSequence([int(k) for k in key]).generate_state(2, np.uint32)
     return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-# Rows of one generator. Fewer, and making generators costs (35 us each, while a GPU may wait); more, and micro-batches
-# of a few images draw mostly what they throw away
+# Rows of one generator. With fewer, making generators costs (35 us each); with more, small micro-batches draw mostly
+# what they throw away
 BLOCK = 32
 
 
 def draw_rows(key: tuple[int, ...], first: int, count: int, shape: tuple[int, ...], device) -> torch.Tensor:
-    """(count, *shape): rows `first` onwards of an endless table of standard normal numbers, a function of `key` alone.
-
-    Each BLOCK rows have their own generator, so that a rank draws hardly more than it takes.
-    """
+    """(count, *shape): rows `first` onwards of an endless table of normal numbers, a function of `key`. Each BLOCK rows
+    have their own generator: a rank draws hardly more than it takes."""
     drawn = []
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         g = make_generator(*key, block, device=device)
@@ -211,7 +203,7 @@ def draw_rows(key: tuple[int, ...], first: int, count: int, shape: tuple[int, ..
 
 
 class StackedGenerator:
-    """One generator per image, so that an image depends on its own seed alone. Draws on the CPU, alike everywhere."""
+    """One generator per image, which so depends on its seed alone. Draws on the CPU, alike everywhere."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(int(seed)) for seed in seeds]
@@ -234,7 +226,7 @@ def base_dir() -> Path:
 
 
 def brief(value, most: int = 50):
-    """A JSON value for display: a list or dict of more than `most` entries becomes their number."""
+    """A JSON value for display: more than `most` entries become their number."""
     if isinstance(value, (list, dict)) and len(value) > most:
         return f"{len(value):,} entries"
     return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value

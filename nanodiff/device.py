@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-import time
+import timeit
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,7 @@ RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, deterministic: bool = False) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    A rank may be silent (hung, or training a classifier alone) for `timeout_s`, then the run aborts.
-    `deterministic`: CUDA repeats every sum bit for bit.
+    The run aborts when a rank is silent for `timeout_s`. `deterministic`: CUDA repeats every sum bit for bit.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [kind for kind in available if available[kind]]
@@ -39,7 +38,7 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
         device, backend = torch.device("cuda", local_rank), "nccl"
-        # Both are read when CUDA allocates for the first time. Segments that grow waste less memory to fragments
+        # Read when CUDA first allocates: segments that grow waste less memory to fragments
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if deterministic:
@@ -52,8 +51,8 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
 
 
 def repeat_bits() -> None:
-    """On CUDA, take no kernel that adds up in the order of arrival (the class table's gradient, cuDNN's attention), and
-    choose none by its time, which differs from run to run. To be called before CUDA is used."""
+    """Before CUDA is used: take no kernel that adds up in the order of arrival (the class table's gradient, cuDNN's
+    attention), and choose none by its time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)  # Inductor and the flash and efficient attention's backward heed it too
@@ -63,7 +62,7 @@ def repeat_bits() -> None:
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel that torch takes for the attention of training in `dtype`: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
+    """The kernel of attention in training: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
     q = torch.zeros(1, 1, 256, 64, device=device, dtype=dtype, requires_grad=True)  # tokens, width of a head
     name = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -84,9 +83,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def autocast_to(device: torch.device, dtype: torch.dtype):
     """A context, to be entered any number of times, with matrix products in `dtype`."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def can_compile(device: torch.device) -> str:
@@ -114,7 +111,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory so far in GiB, of the GPU or of this process."""
+    """In GiB, of the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -122,7 +119,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, such as compiling's; for CPUs on Linux only."""
+    """Forget the peak so far; for CPUs on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -142,8 +139,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak of one device in FLOP/s, where the figure is from): bf16 by the datasheet or, for a device that is not in
-    the table (CPU, MPS, laptops' GPUs), measured in `dtype` by a large matrix product."""
+    """(peak FLOP/s of one device, where the figure is from): bf16 by the datasheet or, for others (CPU, MPS, laptops'
+    GPUs), measured in `dtype` by a large matrix product."""
     name = device_name(device)
     if device.type == "cuda" and "Laptop" not in name:  # laptops' have fewer units under the same name
         for key, flops in PEAK_FLOPS.items():
@@ -153,21 +150,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of five matrix products, kept in $NANODIFF_BASE_DIR so that a resumed run has the same."""
+    """FLOP/s of the best of five matrix products, kept so that a resumed run has the same."""
     path, key = base_dir() / "peaks.json", f"{device_name(device)} {dtype} torch {torch.__version__}"
     known = {}
     with contextlib.suppress(OSError, ValueError):
-        known = dict(json.loads(path.read_bytes()))
-    if not isinstance(known.get(key), float):
+        known = json.loads(path.read_bytes())
+    if key not in known:
         n = 1024 if device.type == "cpu" else 4096
         a = torch.randn(n, n, device=device).to(dtype)
-        seconds = []
-        for _ in range(6):  # the first warms up
-            synchronize(device)
-            start = time.perf_counter()
-            a @ a
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
+        seconds = timeit.repeat(lambda: (a @ a, synchronize(device)), number=1, repeat=6)  # the first warms up
         known[key] = 2 * n**3 / min(seconds[1:])
         with contextlib.suppress(OSError):
             base_dir().mkdir(parents=True, exist_ok=True)

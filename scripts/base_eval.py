@@ -85,9 +85,9 @@ if not reference:
     if metric == "well_formed" and dataset.name not in SHAPES:
         raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
 if metric in ("loss", "bpd"):
-    if loaded.num_classes and not dataset.num_classes:
-        raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
     if loaded.num_classes:
+        if not dataset.num_classes:
+            raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
         dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
@@ -100,10 +100,8 @@ if metric in ("loss", "bpd"):
 
 if metric == "loss":
     with autocast:
-        timesteps = loaded.config.get("timesteps", "auto")
-        given = (dataset, codec, num_images, batch_size, seed, timesteps)
-        mean, quarters = validation_loss(loaded.model, loaded.process, *given)
-    result["loss"] = mean
+        given = (dataset, codec, num_images, batch_size, seed, loaded.config.get("timesteps", "auto"))
+        result["loss"], quarters = validation_loss(loaded.model, loaded.process, *given)
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
@@ -159,12 +157,11 @@ else:
     if metric != "fid" and measured.num_classes and names:  # in the data set's numbering
         asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
 
-if metric not in ("loss", "bpd") and not save_reference:
+    # Measure them
     if metric == "well_formed":
         with autocast:
             images = gather_batches(measured.images, num_images, batch_size, "samples")
     else:
-        # The images to compare with
         network = features.load_network(metric, name, device, inception)
         result["network"] = network.title
         if reference:
@@ -196,16 +193,17 @@ if metric not in ("loss", "bpd") and not save_reference:
 
 for key, value in result.items():
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"metric={metric}: {key} of {source} is {value}, as its weights or predictions are not finite")
+        raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
 for key, value in result.items():
     print0(f"{key:>30}  {brief(value)}")
-path = None
-apart = ("run", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
+folder, stem = None, ""
 if samples:
-    path = measured.path.with_name(name_of_settings(f"eval_{metric}_{measured.path.stem}", config, *apart) + ".json")
-elif loaded and loaded.run_dir:
-    path = loaded.run_dir / (name_of_settings(f"eval_{metric}_{loaded.step:06d}", config, *apart) + ".json")
-if rank == 0 and path:
+    folder, stem = measured.path.parent, measured.path.stem
+elif loaded:
+    folder, stem = loaded.run_dir, f"{loaded.step:06d}"
+if rank == 0 and folder:
+    apart = ("run", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
+    path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())
         print0(f"written to {path}")

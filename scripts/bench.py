@@ -8,14 +8,15 @@ Time training against the published recipe, side by side in one run; on request 
 
 The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
 AdamW, EMA in a loop over the parameters, DistributedDataParallel; for sampling the same model, eager, in fp32. Each
-candidate is a process of its own. They take turns, so that noise of the machine hits all; the tables show medians.
-first_step_s is of a cold start: nothing compiled before is reused.
+candidate is a process. They take turns, so that noise of the machine hits all; the tables show medians. first_step_s is
+a cold start's: nothing compiled before is reused.
 
 Whole steps are timed, and others in parts: forward, backward (with DDP's exchange), optim (exchange, clipping, update),
 ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
 """
 
 import collections
+import contextlib
 import itertools
 import json as json_format
 import multiprocessing
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import configure
+from configurator import configure, literal, satisfies
 from nanodiff import device as devices
 from nanodiff.common import UserError, get_dist, leave_together, print0
 from nanodiff.data.dataloader import DataLoader
@@ -78,9 +79,9 @@ profile = ""  # path of a chrome trace (.json) of 3 steps of the first candidate
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 json = False  # print one JSON object instead of the tables
 
-LISTS = {
-    "arch": ("dit_classic", "dit", "unet"), "depth": int, "dtype": ("auto", "bfloat16", "float16", "float32"),
-    "compile": ("True", "False"), "batch_size": int, "optimizer": ("adamw", "muon"),
+RULES = {
+    "arch": "dit_classic|dit|unet", "depth": ">= 1", "dtype": "auto|bfloat16|float16|float32",
+    "compile": "True|False", "batch_size": ">= 1", "optimizer": "adamw|muon",
 }  # fmt: skip
 PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False, "online": True}
 
@@ -89,46 +90,49 @@ PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkp
 
 
 def parse_list(name: str, text: str) -> list:
-    items, accepted = text.split(","), LISTS[name]
-    if accepted is int and all(re.fullmatch("[1-9][0-9]{,8}", item) for item in items):
-        return [int(item) for item in items]
-    if accepted is not int and set(items) <= set(accepted):
-        return [item == "True" for item in items] if name == "compile" else items
-    known = "integers from 1 on" if accepted is int else ", ".join(accepted)
-    raise UserError(f"{name}s={text!r}; accepted: {known}, comma-separated")
+    items = [literal(item) for item in text.split(",")]
+    if any(isinstance(item, float) or not satisfies(item, RULES[name]) for item in items):
+        raise UserError(f"{name}s={text!r}; accepted: {RULES[name]}, comma-separated")
+    return items
 
 
 def candidates(config: dict, table: str) -> list[dict]:
     """The specs of a table, each reference before the candidates that are compared with it."""
-    values = {name: parse_list(name, config[f"{name}s"]) for name in LISTS}
-    if table == "sampling":
+    is_training = table == "training"
+    values = {name: parse_list(name, config[f"{name}s"]) for name in RULES}
+    if not is_training:
         values["optimizer"] = ["adamw"]
-    values["online"] = [True, False] if table == "training" and autoencoder and not data else [True]
-    values["checkpointing"] = [False, True] if table == "training" and checkpointing else [False]
+    values["online"] = [True, False] if is_training and autoencoder and not data else [True]
+    values["checkpointing"] = [False, True] if is_training and checkpointing else [False]
     groups = {}  # by reference, in the order of their first candidates
     for point in itertools.product(*values.values()):
-        spec = config | dict(zip(values, point)) | {"reference": False}
+        spec = config | dict(zip(values, point)) | {"table": table, "reference": False, "profile": ""}
         published = spec | PUBLISHED | {"reference": True}
-        if table == "training" and spec["arch"] == "dit":
+        if is_training and spec["arch"] == "dit":
             published["arch"] = "dit_classic"
         groups.setdefault(str(published), [published] if config["reference"] else []).append(spec)
-    return list(itertools.chain(*groups.values()))
+    specs = list(itertools.chain(*groups.values()))
+    first = next(spec for spec in specs if not spec["reference"])
+    first["profile"] = config["profile"] if is_training else ""
+    return specs
 
 
-def describe(spec: dict, table: str, device) -> str:
-    dtype = str(devices.choose_dtype(spec["dtype"], device)).removeprefix("torch.")
-    words = [f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}", dtype]
-    words.append("compiled" if spec["compile"] else "eager")
-    words.append(spec["optimizer"] if table == "training" else f"{spec['sample_steps']} steps")
-    if spec["checkpointing"]:
-        words.append("checkpointing")
-    if spec["autoencoder"] and table == "training":
-        words.append("encoding on the fly" if spec["online"] else "cached latents")
-    return ", ".join([*words, "reference"] if spec["reference"] else words)
+def describe(spec: dict, device) -> str:
+    is_training = spec["table"] == "training"
+    words = [
+        f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}",
+        str(devices.choose_dtype(spec["dtype"], device)).removeprefix("torch."),
+        "compiled" if spec["compile"] else "eager",
+        spec["optimizer"] if is_training else f"{spec['sample_steps']} steps",
+        spec["checkpointing"] and "checkpointing",
+        is_training and spec["autoencoder"] and ("encoding on the fly" if spec["online"] else "cached latents"),
+        spec["reference"] and "reference",
+    ]
+    return ", ".join(filter(None, words))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is timed: `step` as a whole and, for training, its parts
+# What is timed, in a candidate's process
 
 
 def open_data(spec: dict, device):
@@ -163,14 +167,12 @@ def open_model(spec: dict, facts: dict, device):
         block = "modern" if spec["arch"] == "dit" else "classic"
         model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
-    dtype = devices.choose_dtype(spec["dtype"], device)
-    autocast = devices.autocast_to(device, dtype)
+    autocast = devices.autocast_to(device, devices.choose_dtype(spec["dtype"], device))
     return compile_parts(model) if spec["compile"] else model, process, autocast
 
 
 def train(spec: dict, device):
-    """Yields facts, then without end the name of each part of a training step when it is done: base_train's or, for the
-    reference, the published one."""
+    """Yields facts, then each part of a step, base_train's or the published one, by name when it is done."""
     codec, batches = open_data(spec, device)
     model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
@@ -184,11 +186,11 @@ def train(spec: dict, device):
         optim = torch.optim.AdamW(params, lr=1e-4, weight_decay=0)
         averages = [p.detach().clone() for p in params]
         model = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-        bytes_per_step = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
+        facts["bytes_per_step"] = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
     else:
         optim, ema = make_optimizer(model, spec["optimizer"]), EMA(model, "0.9999")
-        bytes_per_step = optim.bytes_per_step
-    yield facts | dict(bytes_per_step=bytes_per_step)
+        facts["bytes_per_step"] = optim.bytes_per_step
+    yield facts
 
     images, labels = next(batches)
     while True:
@@ -232,76 +234,78 @@ def sample(spec: dict, device):
         yield "sample"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a candidate's process
+def candidate(spec: dict):
+    """Yields when warm, then after each turn: ({"step" or part: seconds}, facts)."""
+    device = devices.init_device(spec["device_type"])
+    times = collections.defaultdict(list)
+    opened = time.perf_counter()
+    parts = train(spec, device) if spec["table"] == "training" else sample(spec, device)
+    facts = next(parts)
 
-mine = threading.local()  # its device, table, steps, facts and times; in tests it is a thread
+    def run_step(split: bool = False) -> None:  # timed as a whole or in parts, from an idle device to an idle device
+        devices.synchronize(device)
+        start = time.perf_counter()
+        for part in parts:
+            is_last = part in ("ema", "sample")
+            if split or is_last:
+                devices.synchronize(device)
+                end = time.perf_counter()
+                times[part if split else "step"].append(end - start)
+                start = end
+            if is_last:
+                return
 
+    cache = contextlib.nullcontext()
+    if spec["compile"]:
+        from torch._inductor.utils import fresh_cache  # here, as it takes seconds
 
-def run_step(split: bool = False) -> None:
-    """Time a step, or each of its parts, from an idle device to an idle device."""
-    devices.synchronize(mine.device)
-    start = time.perf_counter()
-    for part in mine.steps:
-        is_last = part in ("ema", "sample")
-        if split or is_last:
-            devices.synchronize(mine.device)
-            end = time.perf_counter()
-            mine.times[part if split else "step"].append(end - start)
-            start = end
-        if is_last:
-            return
-
-
-def prepare(table: str, spec: dict) -> None:
-    """Open and warm up the candidate."""
-    mine.device, mine.table = devices.init_device(spec["device_type"]), table
-    start = time.perf_counter()
-    mine.times = collections.defaultdict(list)
-    mine.steps = train(spec, mine.device) if table == "training" else sample(spec, mine.device)
-    mine.facts = next(mine.steps)
-    from torch._inductor.utils import fresh_cache  # here, as it takes seconds
-
-    with fresh_cache():
+        cache = fresh_cache()
+    with cache:
         run_step()
-    mine.facts["first_step_s"] = time.perf_counter() - start
+    facts["first_step_s"] = time.perf_counter() - opened
     run_step()
     run_step(split=True)
-    mine.times.clear()
-    devices.reset_peak_memory(mine.device)  # compiling's
+    times.clear()
+    devices.reset_peak_memory(device)  # compiling's
+    yield
+    for turn in range(spec["rounds"]):
+        if dist.is_initialized():
+            dist.barrier()
+        for i in range(spec["steps"]):
+            run_step()
+            if spec["table"] == "training" and i % 2 == 0:
+                run_step(split=True)
+        facts["memory_gb"] = devices.peak_memory_gb(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the others, which wait in their processes
+        if turn == spec["rounds"] - 1:
+            if spec["profile"]:
+                take_profile(spec["profile"], run_step, device)
+            leave_together()
+        yield dict(times), facts
 
 
-def take_turn(num_steps: int) -> None:
-    """This many whole steps and, of training, half as many in parts."""
-    if dist.is_initialized():
-        dist.barrier()
-    for i in range(num_steps):
-        run_step()
-        if mine.table == "training" and i % 2 == 0:
-            run_step(split=True)
-    mine.facts["memory_gb"] = devices.peak_memory_gb(mine.device)
-    if mine.device.type == "cuda":
-        torch.cuda.empty_cache()  # for the others, which wait in their processes
-
-
-def take_profile(path: str) -> None:
+def take_profile(path: str, run_step, device) -> None:
     """Write a chrome trace of 3 steps; print the 15 costliest operations."""
-    on_gpu = mine.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profiler:
-        for _ in itertools.islice(mine.steps, 3 * 5):  # a step has 5 parts
-            pass
-        devices.synchronize(mine.device)
+        for _ in range(3):
+            run_step()
     if get_dist()[0] == 0:
         profiler.export_chrome_trace(path)
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     print0(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50), file=sys.stderr)
 
 
-def finish() -> tuple[dict[str, list[float]], dict]:
-    """({"step" or part: seconds}, facts)."""
-    leave_together()
-    return dict(mine.times), mine.facts
+mine = threading.local()  # the process's candidate; in tests it is a thread
+
+
+def advance(*spec: dict):
+    """Begin the candidate of `spec`, or let it take its next turn."""
+    if spec:
+        mine.candidate = candidate(*spec)
+    return next(mine.candidate)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,36 +323,31 @@ def new_process(world: int):
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def measure(table: str, specs: list[dict], world: int) -> list[tuple[dict, dict]]:
+def measure(specs: list[dict], world: int) -> list[tuple[dict, dict]]:
     """Each candidate's (times, facts)."""
     processes = []
     try:
         for spec in specs:  # one after another, as compiling takes all cores
             processes.append(new_process(world))
-            processes[-1].submit(prepare, table, spec).result()
+            processes[-1].submit(advance, spec).result()
         for _ in range(rounds):
-            for process in processes:
-                process.submit(take_turn, steps).result()
-        if profile and table == "training":
-            first = [spec["reference"] for spec in specs].index(False)
-            processes[first].submit(take_profile, profile).result()
-        return [process.submit(finish).result() for process in processes]
+            measured = [process.submit(advance).result() for process in processes]
+        return measured
     except BrokenProcessPool:
         raise UserError("a candidate's process died; its own words are above") from None
 
 
-def make_row(table: str, spec: dict, times: dict, facts: dict, world: int, device) -> dict:
-    """The figures of a candidate, all but its ratio to the reference."""
-    ms = {name: 1000 * statistics.median(seconds) for name, seconds in times.items()}
-    row = {"table": table, "what": describe(spec, table, device), "world": world} | facts
-    row |= {name: spec[name] for name in (*LISTS, "reference", "checkpointing")}
-    row |= {f"{name}_ms": median for name, median in ms.items()}
+def make_row(spec: dict, times: dict, facts: dict, world: int, device) -> dict:
+    """The figures of a candidate, all but its ratio to the reference; the floats are the table's columns."""
+    row = {name: spec[name] for name in ("table", *RULES, "reference", "checkpointing")}
+    row |= {"what": describe(spec, device), "world": world}
+    step = statistics.median(times["step"])
+    row["images_per_sec"] = spec["batch_size"] * world / step
     row |= {"min_ms": 1000 * min(times["step"]), "max_ms": 1000 * max(times["step"])}
-    row["images_per_sec"] = 1000 * spec["batch_size"] * world / ms["step"]
-    if table == "training":
+    row |= {f"{name}_ms": 1000 * statistics.median(seconds) for name, seconds in times.items()} | facts
+    if spec["table"] == "training":
         peak, _ = devices.peak_flops(device, devices.choose_dtype("auto", device))
-        flops_per_sec = facts["flops_per_image"] * row["images_per_sec"] / world
-        row["mfu"] = 100 * flops_per_sec / peak
+        row["mfu"] = 100 * facts["flops_per_image"] * spec["batch_size"] / step / peak
         row["sent_mb"] = facts["bytes_per_step"] / 1e6
     return row
 
@@ -370,73 +369,66 @@ def time_loading(batch_size: int, world: int, device) -> dict:
         devices.synchronize(device)
         return time.perf_counter() - start
 
-    times, images = {"warm": [], "cold": []}, num_batches * total
+    warm, cold = [], []
     read()
     for _ in range(rounds):
-        times["warm"].append(read())
-        for path in folder.iterdir():
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # only what is on the disk can be dropped
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        times["cold"].append(read())
+        warm.append(read())
+        for path in filter(Path.is_file, folder.iterdir()):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())  # only what is on the disk can be dropped
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        cold.append(read())
+    images = num_batches * total
     row = {"table": "loading", "what": f"{name}, batch {batch_size}", "images_in_pass": images}
-    return row | {f"{kind}_images_per_sec": images / statistics.median(seconds) for kind, seconds in times.items()}
+    row["warm_images_per_sec"] = images / statistics.median(warm)
+    row["cold_images_per_sec"] = images / statistics.median(cold)
+    return row
 
 
-COLUMNS = (
-    "images_per_sec ratio step_ms min_ms max_ms forward_ms backward_ms optim_ms ema_ms data_ms memory_gb first_step_s "
-    "sent_mb mfu warm_images_per_sec cold_images_per_sec warm_ratio cold_ratio"
-).split()  # fmt: skip
-
-
-def show(table: str, rows: list[dict]) -> None:
-    """Print the rows of a table, unless JSON is wanted."""
-    if json:
-        return
-    rows = [row for row in rows if row["table"] == table]
-    columns = [name for name in COLUMNS if name in rows[0]]
-    lines = [[*columns, "what"]]
+def show(rows: list[dict]) -> None:
+    columns = [name for name, value in rows[0].items() if isinstance(value, float)]
+    print0(f"\n{rows[0]['table']}")
+    print0("  ".join(f"{name:>9}" for name in columns) + "  what")
     for row in rows:
-        lines.append([f"{row[name]:,.2f}" for name in columns] + [row["what"]])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
-    print0(f"\n{table}")
-    for cells in lines:
-        print0("  ".join(cell.rjust(width) for cell, width in zip(cells[:-1], widths)) + f"  {cells[-1]}")
+        print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
 
 
 def main():
-    plural = [re.sub(rf"^--({'|'.join(LISTS)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
+    plural = [re.sub(rf"^--({'|'.join(RULES)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
     config = configure(globals(), plural)
-    tables = [table for table in ("training", "sampling") if config[table]]
     if profile and (not training or not Path(profile).absolute().parent.is_dir()):
         raise UserError(f"profile={profile!r}; accepted: a file in a folder that exists, with training=True")
     if loading and not hasattr(os, "posix_fadvise"):
         raise UserError("loading=True needs Linux, where files can be dropped from the page cache")
     device, world = devices.init_device(device_type), get_dist()[2]
-    obstacle = devices.can_compile(device) if "True" in compiles else ""
+    obstacle = devices.can_compile(device) if True in parse_list("compile", compiles) else ""
     print0(f"{world} x {devices.device_name(device)}, torch {torch.__version__}", file=sys.stderr)
     if obstacle:
         print0(f"not compiled: {obstacle}", file=sys.stderr)
-    rows = []
-    for table in tables:
+    tables = {}
+    for table in ("training", "sampling"):
+        if not config[table]:
+            continue
         specs = [spec | {"compile": spec["compile"] and not obstacle} for spec in candidates(config, table)]
-        for i, (times, facts) in enumerate(measure(table, specs, world)):
-            row = make_row(table, specs[i], times, facts, world, device)
-            if i == 0 or row["reference"]:
-                base = row["images_per_sec"]
-            rows.append(row | {"ratio": row["images_per_sec"] / base})
-        show(table, rows)
+        rows = [make_row(spec, *of, world, device) for spec, of in zip(specs, measure(specs, world))]
+        base = rows[0]
+        for row in rows:
+            base = row if row["reference"] else base
+            row["ratio"] = row["images_per_sec"] / base["images_per_sec"]
+        tables[table] = rows
     if loading:
         row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)
-        for kind in ("warm", "cold") if training else ():  # against the fastest training
-            fastest = max(other["images_per_sec"] for other in rows if other["table"] == "training")
-            row[f"{kind}_ratio"] = row[f"{kind}_images_per_sec"] / fastest
-        rows.append(row)
-        show("loading", rows)
+        if training:  # against the fastest
+            fastest = max(other["images_per_sec"] for other in tables["training"])
+            row["warm_ratio"] = row["warm_images_per_sec"] / fastest
+            row["cold_ratio"] = row["cold_images_per_sec"] / fastest
+        tables["loading"] = [row]
     if json:
         head = {"device": devices.device_name(device), "torch": torch.__version__, "config": config}
-        print0(json_format.dumps(head | {"rows": rows}))
+        print0(json_format.dumps(head | {"rows": list(itertools.chain(*tables.values()))}))
+    else:
+        for rows in tables.values():
+            show(rows)
     leave_together()
 
 

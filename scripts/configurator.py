@@ -1,7 +1,5 @@
-"""Lets `python scripts/base_train.py` find the project, as `python -m scripts.base_train` does.
-
-Python then looks for modules in scripts/ and finds this one first: it hands over to the project's own configurator.
-"""
+"""Lets `python scripts/base_train.py` find the project, as `python -m scripts.base_train` does: Python finds this file
+first, which hands over to the project's own configurator."""
 
 import sys
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -49,6 +50,34 @@ def run_script(monkeypatch):
         signal.signal(number, handler)
     gc.enable()  # base_train puts it off
     gc.unfreeze()
+
+
+@pytest.fixture
+def on_ranks(tmp_path):
+    """on_ranks(work) -> [work(rank) of both ranks], in forks of this process, which start at once."""
+    import torch
+
+    def run(work, world=2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        def live(rank):
+            torch.set_num_threads(1)
+            told = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            os.environ.update({name: str(value) for name, value in told.items()})
+            torch.save(work(rank), tmp_path / f"rank{rank}")
+
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=live, args=(rank,)) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0] * world
+        return [torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in range(world)]
+
+    return run
 
 
 def base_train_settings(*argv):

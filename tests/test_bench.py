@@ -1,17 +1,16 @@
 """The bench measures what it says: candidates in turn beside their reference, every part and every byte of a step."""
 
+import io
 import json
 import os
-import socket
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import redirect_stdout
 from multiprocessing import get_context
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run_process
 from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import UserError
@@ -62,16 +61,13 @@ def test_every_combination_beside_its_reference(run_bench):
         assert row["bytes_per_step"] == 0
 
 
-def test_a_backbone_has_its_own_reference(run_bench):
+def test_a_backbone_has_its_own_reference_or_the_first_candidate_is_the_measure(run_bench):
     rows = run_bench("--archs=dit,unet,dit_classic", "--rounds=1", "--steps=1")["rows"]
     check(rows)
     order = [("dit_classic", True), ("dit", False), ("dit_classic", False), ("unet", True), ("unet", False)]
     assert [(row["arch"], row["reference"]) for row in rows] == order
-
-
-def test_without_the_reference_the_first_candidate_is_the_measure(run_bench):
     rows = run_bench("--archs=dit", "--optimizers=adamw,muon", "--reference=False", "--rounds=1", "--steps=1")["rows"]
-    assert [row["optimizer"] for row in rows] == ["adamw", "muon"] and not any(row["reference"] for row in rows)
+    assert [(row["optimizer"], row["reference"]) for row in rows] == [("adamw", False), ("muon", False)]
     assert [row["ratio"] for row in rows] == [row["images_per_sec"] / rows[0]["images_per_sec"] for row in rows]
 
 
@@ -118,10 +114,11 @@ def test_real_data_and_latents(run_bench, base):
 @pytest.mark.parametrize(
     "arg, fault",
     [
-        ("--depths=4,x", "depths='4,x'; accepted: integers from 1 on"),
+        ("--depths=4,x", "depths='4,x'; accepted: >= 1, comma-separated"),
         ("--depth=0", "depths='0'; accepted"),
-        ("--archs=dit,vit", "archs='dit,vit'; accepted: dit_classic, dit, unet"),
-        ("--compiles=yes", "compiles='yes'; accepted: True, False"),
+        ("--depth=1.5", "depths='1.5'; accepted"),
+        ("--archs=dit,vit", "archs='dit,vit'; accepted: dit_classic.dit.unet"),
+        ("--compiles=yes", "compiles='yes'; accepted: True.False"),
         ("--profile=/nowhere/trace.json", "profile='/nowhere/trace.json'; accepted: a file in a folder"),
         ("--data=nothing", "no data set 'nothing'"),
         ("--patch_size=3", "patch_size"),
@@ -134,54 +131,35 @@ def test_mistakes(run_bench, arg, fault):
     assert len(str(error.value).splitlines()) == 1
 
 
-def die(*args):
-    os._exit(7)
-
-
 def test_a_candidate_that_dies_ends_the_bench(monkeypatch):
     monkeypatch.setattr(bench, "new_process", lambda world: ProcessPoolExecutor(1, get_context("fork")))
-    monkeypatch.setattr(bench, "prepare", die)
+    monkeypatch.setattr(bench, "candidate", lambda spec: os._exit(7))
     with pytest.raises(UserError, match="process died"):
-        bench.measure("training", [{}], 1)
+        bench.measure([{}], 1)
 
 
 @pytest.mark.slow
-def test_two_ranks_take_part_and_one_prints():
-    done = run_process("bench", *SMALL, "--archs=dit", ranks=2)
-    (line,) = done.stdout.splitlines()
-    rows = json.loads(line)["rows"]
+def test_two_ranks_take_part_and_one_prints(on_ranks, monkeypatch):
+    def work(rank):
+        with redirect_stdout(io.StringIO()) as out:
+            bench.main()
+        return out.getvalue()
+
+    monkeypatch.setattr(sys, "argv", ["bench", *SMALL, "--archs=dit"])
+    printed, nothing = on_ranks(work)
+    rows = json.loads(printed)["rows"]
     check(rows)
-    assert [row["world"] for row in rows] == [2, 2]
+    assert nothing == "" and [row["world"] for row in rows] == [2, 2]
     for row in rows:
         ring = 2 * 4 * row["num_params"] * (2 - 1) / 2
         assert ring <= row["bytes_per_step"] < (1 if row["reference"] else 1.2) * ring + 1
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
-
-
 @pytest.mark.slow
-def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, monkeypatch):
-    """Two ranks of the trainer, this process and another: the collectives of 3 steps, counted as torch is called."""
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, on_ranks, micro_steps):
+    """The collectives of 3 steps of the trainer, counted as torch is called."""
     make_data()
-    sizes, ports = {1: 4, 4: 1}, {1: free_port(), 4: free_port()}  # micro-steps -> images of each, and where to meet
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch and init_device change it
-    args = [*TINY, "--num_iterations=3", "--save_every=-1", "--log_every=100"]
-    other = (
-        "import os, runpy, sys\n"
-        f"for micro_steps, port in {ports}.items():\n"
-        "    os.environ['MASTER_PORT'] = str(port)\n"
-        f"    size = '--device_batch_size=%d' % {sizes}[micro_steps]\n"
-        f"    sys.argv = ['', *{args}, size, f'--model_tag={{micro_steps}}']\n"
-        "    runpy.run_module('scripts.base_train', run_name='__main__')\n"
-    )
-    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(key, str(value))
-    environment = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT)}
-    peer = subprocess.Popen([sys.executable, "-c", other], env=environment, stdout=subprocess.DEVNULL)
     sent = []  # (kind, bytes that a rank sends on a ring of two)
 
     def count(name, share):
@@ -192,33 +170,27 @@ def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, monkeyp
             return plain(*args, **kwargs)
 
         if plain:
-            monkeypatch.setattr(dist, name, counted)
+            setattr(dist, name, counted)
 
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-        count(name, lambda out, full: out.nbytes)
-    for name in ("all_gather_single", "all_gather_into_tensor"):
-        count(name, lambda full, own: own.nbytes)
-    count("all_reduce", lambda x, *op: x.nbytes)
-    found = {}
-    for micro_steps, port in ports.items():
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        sent.clear()
-        done = run_script(
-            "base_train", *args, f"--device_batch_size={sizes[micro_steps]}", f"--model_tag={micro_steps}"
-        )
+    def work(rank):
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+            count(name, lambda out, full: out.nbytes)
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            count(name, lambda full, own: own.nbytes)
+        count("all_reduce", lambda x, *op: x.nbytes)
+        args = ["--num_iterations=3", "--save_every=-1", "--log_every=100", f"--device_batch_size={4 // micro_steps}"]
+        done = run_script("base_train", *TINY, *args)
         assert done["grad_accum_steps"] == micro_steps and done["optimizer"] == "muon"
+        optim, num_params = done["optim"], sum(p.numel() for p in done["raw_model"].parameters())
         kinds = [kind for kind, _ in sent]  # from the first step on: before, replicas are compared
-        found[micro_steps] = sent[kinds.index("reduce_scatter") :]
-    assert peer.wait(60) == 0
+        return sent[kinds.index("reduce_scatter") :], len(optim.buckets), optim.bytes_per_step, num_params
 
-    optim, num_params = done["optim"], sum(p.numel() for p in done["raw_model"].parameters())
-    large = [entry for entry in found[1] if entry[0] != "all"]
+    (found, num_buckets, bytes_per_step, num_params), _ = on_ranks(work)
     for kind in ("reduce_scatter", "all_gather"):
-        every = [nbytes for name, nbytes in large if name.startswith(kind)]
-        assert len(every) == 3 * len(optim.buckets) and sum(every) == 3 * optim.bytes_per_step / 2
+        every = [nbytes for name, nbytes in found if name.startswith(kind)]
+        assert len(every) == 3 * num_buckets and sum(every) == 3 * bytes_per_step / 2
     ring = 2 * 4 * num_params * (2 - 1) / 2
-    assert ring <= optim.bytes_per_step < 1.2 * ring
-    small = [nbytes for name, nbytes in found[1] if name == "all"]
+    assert ring <= bytes_per_step < 1.2 * ring
+    small = [nbytes for name, nbytes in found if name == "all"]
     assert small[:3] == [4 * 33] * 3  # the norm with the number of a signal, once per step
     assert sum(small) < 3 * 1000  # and the line of the log
-    assert found[4] == found[1]

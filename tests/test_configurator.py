@@ -1,15 +1,11 @@
 """Settings: who wins, which types are accepted, what a mistake prints, and that presets are data."""
 
-import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from configurator import configure, find_rule, satisfies
 
@@ -217,20 +213,6 @@ def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
     assert all(part in line for part in parts), line
 
 
-def test_a_preset_is_never_executed(script, preset, capsys, tmp_path):
-    trace = tmp_path / "trace"
-    for text in ["{}", "depth = {}.write('') or 3", "depth = [{} for _ in 'a']", "depth: {} = 3", "def f(x={}): pass"]:
-        mistake(script, capsys, preset(text.format(f"open({str(trace)!r}, 'w')")))
-        assert not trace.exists()
-
-
-def test_a_mistake_changes_nothing(script, preset):
-    globals_ = script()
-    with pytest.raises(SystemExit):
-        configure(globals_, ["--depth=3", str(preset("width = 5")), "--lr=x"])
-    assert {name: globals_[name] for name in DEFAULTS} == DEFAULTS
-
-
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--depth=3", "--help", "--nonsense"]])
 def test_help_prints_every_setting_with_default_and_comment(script, capsys, argv):
     with pytest.raises(SystemExit) as stop:
@@ -309,39 +291,6 @@ def test_as_a_program(tmp_path):
     assert run("--depth=x", rank="1") == (2, "", "")
     assert run("--help", rank="1") == (0, "", "")
     assert "python -m program [preset.py ...]" in run("--help")[1]
-
-
-names = st.sampled_from([*DEFAULTS, "depht", "_private", ""])
-values = st.one_of(
-    st.text(max_size=8), st.integers().map(str), st.floats().map(str), st.sampled_from(["True", "None", "auto", "1_0"])
-)
-argument = st.one_of(
-    st.builds("{}{}={}".format, st.sampled_from(["--", "--", "-", ""]), names, values),
-    st.builds("--{}".format, names), st.text(max_size=8), st.text(max_size=4).map("{}.py".format),
-)  # fmt: skip
-line = st.one_of(
-    st.builds("{} = {}".format, names, st.one_of(values, values.map(repr), st.integers(), st.lists(st.floats()))),
-    st.text(max_size=12),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(argv=st.lists(argument, max_size=3), text=st.none() | st.lists(line, max_size=3).map("\n".join))
-def test_any_input_is_accepted_or_refused_in_one_line(script, tmp_path_factory, argv, text):
-    if text is not None:
-        path = tmp_path_factory.getbasetemp() / "fuzz.py"
-        path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        argv = [*argv, str(path)]
-    try:
-        with redirect_stderr(io.StringIO()) as err:
-            config = script(*argv)["config"]
-    except SystemExit as stop:
-        text = err.getvalue()
-        helped = stop.code == 0 and {"-h", "--help"} & set(argv)
-        assert helped or (stop.code == 2 and text.startswith("error: ") and len(text.splitlines()) == 1)
-    else:
-        assert all(type(config[name]) is type(value) for name, value in DEFAULTS.items() if value is not None)
-        assert config["depth"] >= 1 and config["lr"] > 0 and 0 <= config["label_drop"] < 1
 
 
 CONDITIONAL = '''"""A program."""

@@ -1,10 +1,6 @@
 """Features do not depend on batches or ranks, order distances as they should, and are computed once for a set."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +12,7 @@ from tiny_runs import make_data
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
+from nanodiff.device import init_device
 from nanodiff.metrics import cache
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier
@@ -39,14 +36,15 @@ def close(a, b, names=("mu", "sigma", "some", "logits")):
 
 
 def test_the_order_of_distances():
-    network, images = make_network(), draw_shapes(1200, seed=0)[0]
-    whole = collect_features(images.__getitem__, 1200, network)
-    halves = [collect_features(half.__getitem__, 600, network) for half in (images[:600], images[600:])]
+    n = 400
+    network, images = make_network(), draw_shapes(n, seed=0)[0]
+    whole = collect_features(images.__getitem__, n, network)
+    halves = [collect_features(half.__getitem__, n // 2, network) for half in (images[: n // 2], images[n // 2 :])]
     blurred = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
     noise = torch.randint(256, images.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    again = distance(whole, collect_features(images.__getitem__, 1200, network, batch_size=100))
+    again = distance(whole, collect_features(images.__getitem__, n, network, batch_size=100))
     apart = distance(*halves)
-    far = [collect_features(x.numpy().__getitem__, 1200, network) for x in (blurred, noise)]
+    far = [collect_features(x.numpy().__getitem__, n, network) for x in (blurred, noise)]
     assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
     near, blurry, noisy = (compare("fd_classifier", x, halves[0]) for x in (halves[1], *far))
     assert near["fd_classifier"] == pytest.approx(apart)
@@ -76,86 +74,56 @@ def test_the_features_kept_are_a_random_choice(monkeypatch):
     assert where != sorted(where)  # so that the first few are a random choice, too
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from pathlib import Path
-sys.path.insert(0, "tests")
-from test_features import draw_shapes, make_network, open_dataset
-from nanodiff.metrics import features
-rank, folder, network = int(sys.argv[1]), Path(sys.argv[2]), make_network()
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-images = draw_shapes(41, seed=0)[0]
-few = features.collect_features(images.__getitem__, 3, network)  # one rank has nothing to do
-found = features.collect_features(images.__getitem__, 41, network, batch_size=4)
-known = features.reference_features(open_dataset("tiny"), network)
-again = features.reference_features(open_dataset("tiny"), network)
-torch.save([None if x is None else vars(x) for x in (few, found, known, again)], folder / f"out{rank}")
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_computes(base):
+def test_two_ranks_compute_what_one_computes(base, on_ranks):
     make_data()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), base],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}, cwd=Path(__file__).parents[1],
-        ) for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     network, images, dataset = make_network(), draw_shapes(41, seed=0)[0], open_dataset("tiny")
-    few, found, known, again = (
-        x and features_module.Features(**x) for x in torch.load(base / "out0", weights_only=True)
-    )
+
+    def work(rank):
+        init_device("cpu")
+        few = collect_features(images.__getitem__, 3, network)  # one rank has nothing to do
+        found = collect_features(images.__getitem__, 41, network, batch_size=4)
+        known, again = (reference_features(dataset, network) for _ in range(2))
+        return [x and vars(x) for x in (few, found, known, again)]
+
+    first, second = on_ranks(work)
+    few, found, known, again = (SimpleNamespace(**x) for x in first)
     close(found, collect_features(images.__getitem__, 41, network))
     close(few, collect_features(images.__getitem__, 3, network))
     close(known, collect_features(dataset.images, len(dataset), network), names=("mu", "sigma", "some"))
     assert torch.equal(known.sigma, again.sigma)  # read from the file
-    assert torch.load(base / "out1", weights_only=True) == [None] * 4
+    assert second == [None] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Features kept beside a data set
 
 
-@pytest.fixture
-def computations(monkeypatch):
-    """A list that grows by one each time features are computed."""
-    calls = []
+def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base, monkeypatch, capsys):
+    computations = []
 
     def counted(*args, **kwargs):
-        calls.append(1)
+        computations.append(1)
         return collect_features(*args, **kwargs)
 
     monkeypatch.setattr(features_module, "collect_features", counted)
-    return calls
-
-
-def test_features_of_a_set_are_computed_once(base, computations):
     make_data()
     dataset, network = open_dataset("tiny"), make_network()
     first, again = reference_features(dataset, network), reference_features(dataset, network)
     assert len(computations) == 1 and distance(first, again) < 1e-6 and torch.equal(first.some, again.some)
-    path = dataset.path / "stats_classifier_train.npz"
+    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
     mu, sigma = load_stats(path, network.num_features)  # it is a file of reference statistics
     assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
     reference_features(open_dataset("tiny", "val"), network)
     assert len(computations) == 2 and (dataset.path / "stats_classifier_val.npz").exists()
 
-
-def test_features_of_other_data_or_networks_and_corrupt_ones_are_computed_again(base, computations, capsys):
-    make_data()
-    dataset, network = open_dataset("tiny"), make_network(seed=1)
-    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
-    reference_features(dataset, make_network())
-    reference_features(dataset, network)
+    reference_features(dataset, make_network(seed=1))
     meta.write_text(json.dumps(json.loads(meta.read_text())))  # without its line breaks
     reference_features(dataset, network)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     reference_features(dataset, network)
-    assert len(computations) == 4 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
+    assert len(computations) == 5 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):

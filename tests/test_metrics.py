@@ -58,14 +58,9 @@ def test_frechet_distance_of_singular_covariances():
     assert frechet_distance(zero, 0 * lines["u"], zero, lines["v"]) == pytest.approx(1, rel=1e-12)
 
 
-@pytest.mark.parametrize("num_images", [20, 1000])  # fewer and more than features
-def test_frechet_distance_to_itself_is_zero(num_images):
-    mu, sigma = stats_of(10 * randn(num_images, 200) + 5)
-    assert frechet_distance(mu, sigma, mu, sigma) < 1e-6
-
-
 def test_frechet_distance_is_symmetric_and_invariant():
     x, y = randn(30, 40), 2 * randn(100, 40, seed=1) + 1  # the first covariance is singular
+    assert max(frechet_distance(*stats_of(z), *stats_of(z)) for z in (x, y)) < 1e-6
     distance = frechet_distance(*stats_of(x), *stats_of(y))
     assert frechet_distance(*stats_of(y), *stats_of(x)) == pytest.approx(distance, rel=1e-10)
     q, shift = rotation(40, seed=2), randn(40, seed=3)
@@ -136,17 +131,14 @@ def test_kernel_distance_in_closed_form():
     assert subsets == pytest.approx(mean, abs=4 * deviation / 200**0.5)
 
 
-def test_inception_score_is_one_for_equal_images_and_the_number_of_certain_even_classes():
+def test_inception_score_in_closed_form():
     mean, deviation = inception_score(randn(1, 1008).expand(200, -1))
     assert mean == pytest.approx(1, abs=1e-12) and deviation < 1e-12
     assert inception_score(1e4 * torch.eye(10).repeat(20, 1), splits=1)[0] == pytest.approx(10, rel=1e-9)
     # Sorted by class the score is nearly the same: the parts are drawn from all images
     mean, deviation = inception_score(1e4 * torch.eye(10).repeat_interleave(100, 0), splits=5)
     assert 9.5 < mean <= 10 and deviation < 0.3
-
-
-def test_inception_score_of_two_beliefs():
-    # Half of the images give p, half the mirrored: the marginal is (1/2, 1/2), KL = log 2 - H(p).
+    # Half of the images believe in p, half in the mirrored: the marginal is (1/2, 1/2), KL = log 2 - H(p).
     p = 0.9
     logits = torch.tensor([[p, 1 - p], [1 - p, p]]).log().repeat(50, 1)
     entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))

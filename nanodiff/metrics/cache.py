@@ -1,4 +1,4 @@
-"""Results that take minutes to compute from a data set are kept beside it, in an .npz file that holds its own key."""
+"""Results that take minutes to compute from a data set are kept beside it, in an .npz with its own key."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,10 @@ from nanodiff.files import writing
 
 
 def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | None:
-    """The arrays {name: array} in `path` if it was written with this `key`, else those of compute(), kept for next
-    time. Called by all ranks; only the first gets the arrays, from here and from `compute`."""
+    """The arrays {name: array} that `path` holds under this `key`, else those of compute(), kept for next time.
+
+    Called by all ranks; only the first gets the arrays, from here and from `compute`.
+    """
     arrays = None
     is_first = get_dist()[0] == 0
     if is_first and path.exists():

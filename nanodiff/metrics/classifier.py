@@ -1,5 +1,5 @@
-"""A small classifier trained on a labelled image set: do samples show the classes they were asked for, and how far are
-its features of them from those of real images? It needs no download and trains in seconds to minutes."""
+"""A small classifier, trained on a labelled set in seconds to minutes: do samples show the classes asked for, and how
+far are their features from those of real images?"""
 
 import hashlib
 import time
@@ -12,9 +12,9 @@ from nanodiff.common import Progress, UserError, get_dist, make_generator, print
 from nanodiff.device import choose_dtype
 from nanodiff.metrics.cache import cached, from_first_rank
 
-VERSION = 1  # raise it when the network or its training changes, so that kept classifiers are trained again
-MAX_RESOLUTION = 32  # larger images are averaged down to this, so that every set costs the same
-MAX_IMAGES = 50_000  # training images in memory: a random choice of a larger set
+VERSION = 1  # raise it when the network or its training changes: kept classifiers are then trained again
+MAX_RESOLUTION = 32  # larger images are averaged down to this
+MAX_IMAGES = 50_000  # a random choice of a larger set
 
 
 class Classifier(nn.Module):
@@ -26,7 +26,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.resolution = min(resolution, MAX_RESOLUTION)
         w = width
-        stride = 2 if self.resolution > 16 else 1  # the costly first layers work on 16 x 16 at most
+        stride = 2 if self.resolution > 16 else 1  # the costly layers work on 16 x 16 at most
         self.trunk = nn.Sequential(
             conv_bn_relu(channels, w, stride),  # (N, w, 16, 16)
             conv_bn_relu(w, 2 * w),
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
         )
         self.num_features = 8 * w
         self.head = nn.Linear(self.num_features, num_classes)
-        self.register_buffer("accuracy", torch.zeros(()))  # on held-out real images: samples can hardly do better
+        self.register_buffer("accuracy", torch.zeros(()))  # on held-out real images
 
     @property
     def title(self) -> str:
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = shrink(images, self.resolution).float() / 127.5 - 1
         h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
-        features = torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)  # how much of a pattern, and whether it is there
+        features = torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)
         return features, self.head(features)
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ def shrink(images: torch.Tensor, resolution: int) -> torch.Tensor:
 
 
 def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Move each image by up to 1/8 of its size, repeating the edges: any label stays true."""
+    """Move each image by up to 1/8 of its size, repeating the edges."""
     n, _, h, w = images.shape
     moves = torch.randint(-(h // 8), h // 8 + 1, (2, n, 1), generator=generator)
     rows = (torch.arange(h) + moves[0]).clamp(0, h - 1).to(images.device)  # (N, H)
@@ -105,8 +105,7 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
     nn.init.zeros_(classifier.head.bias)
     classifier = classifier.to(device, memory_format=torch.channels_last).train()
 
-    images, labels = load_images(train, classifier.resolution, seed)
-    images, labels = images.to(device), labels.to(device)
+    images, labels = (x.to(device) for x in load_images(train, classifier.resolution, seed))
     batch_size = min(batch_size, len(images))
     total_images = total_images or max(3 * len(images), 60_000)
     num_steps = -(-total_images // batch_size)
@@ -118,8 +117,8 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
         for step in range(num_steps):
             if step % steps_per_epoch == 0:
                 generator = make_generator(seed, step)
-                order = torch.randperm(len(images), generator=generator).to(device)
-            rows = order[(step % steps_per_epoch) * batch_size :][:batch_size]
+                batches = torch.randperm(len(images), generator=generator).to(device).split(batch_size)
+            rows = batches[step % steps_per_epoch]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 _, logits = classifier(shift(images[rows], generator))
             F.cross_entropy(logits.float(), labels[rows], label_smoothing=0.1).backward()
@@ -135,7 +134,7 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
 
 
 def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
-    """Up to MAX_IMAGES images of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
+    """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
     order = torch.arange(dataset.num_images)
     if len(order) > MAX_IMAGES:
         order = torch.randperm(len(order), generator=make_generator(seed))[:MAX_IMAGES].sort().values
@@ -144,8 +143,7 @@ def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
 
 
 def get_classifier(train, val, device) -> Classifier:
-    """The classifier of a data set with these splits, trained once and kept as classifier.npz beside it. Called by all
-    ranks; the first one trains."""
+    """The classifier of these splits, trained once by the first rank and kept beside them. Called by all ranks."""
 
     def compute():
         if get_dist()[0] > 0:

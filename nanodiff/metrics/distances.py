@@ -11,7 +11,7 @@ from nanodiff.files import check_zip, writing
 
 
 class FeatureStats:
-    """Running count, mean and covariance of feature vectors, in float64."""
+    """Running mean and covariance of feature vectors, in float64."""
 
     def __init__(self, num_features: int):
         self.count = 0
@@ -41,12 +41,11 @@ class FeatureStats:
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
-    """Squared Frechet distance of two Gaussians with mean (F,), covariance (F, F) in float64: the FID of Inception's
-    features (Heusel et al. 2017, eq. 6).
+    """FID (Heusel et al. 2017, eq. 6) of means (F,) and covariances (F, F) in float64.
 
     |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
-    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si. It takes no root of a product's
-    rounding noise, so S1 and S2 may be singular, as they are for fewer images than features.
+    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si: without a root of rounding noise,
+    so that S1 and S2 may be singular, as they are for fewer images than features.
     """
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
@@ -61,13 +60,13 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 
 
 def save_stats(path: Path, mu: torch.Tensor, sigma: torch.Tensor) -> None:
-    """Write reference statistics as ADM and EDM do: an .npz with `mu` (F,) and `sigma` (F, F)."""
+    """Write mu (F,) and sigma (F, F) as ADM and EDM do."""
     with writing(path) as file:
         np.savez(file, mu=mu.numpy(), sigma=sigma.numpy())
 
 
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64."""
+    """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64."""
     try:
         check_zip(path, 2**28, ("mu.npy", "sigma.npy"))
         with np.load(path, allow_pickle=False) as file:
@@ -83,12 +82,9 @@ def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tenso
     return mu, sigma
 
 
-def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000, seed: int = 0):
-    """KID of features (N, F), (M, F): (mean, standard deviation) over random subsets of an unbiased squared MMD.
-
-    Kernel (x . y / F + 1)^3 (Binkowski et al. 2018). Being unbiased, it is about 0 for sets of one distribution, and as
-    often below as above.
-    """
+def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
+    """KID of features (N, F), (M, F): (mean, deviation) over random subsets of an unbiased squared MMD with kernel
+    (x . y / F + 1)^3 (Binkowski et al. 2018). For sets of one distribution it is as often below 0 as above."""
     m = min(subset_size, len(x), len(y))
 
     def kernel(a, b):
@@ -97,7 +93,7 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     def mean_of_pairs(k):  # without the diagonal, which makes the estimate unbiased
         return (k.sum() - k.trace()) / (m * (m - 1))
 
-    generator = make_generator(seed)
+    generator = make_generator(0)
     values = torch.empty(num_subsets, dtype=torch.float64)
     for i in range(num_subsets):
         a = x[torch.randperm(len(x), generator=generator)[:m]].double()
@@ -106,10 +102,12 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     return float(values.mean()), float(values.std(correction=0))
 
 
-def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
-    """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), from 1 to K: mean, deviation over
-    `splits` parts. Shuffles first: samples often come sorted by class."""
-    order = torch.randperm(len(logits), generator=make_generator(seed))
+def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, float]:
+    """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016): mean, deviation over `splits` parts.
+
+    Shuffles first: samples often come sorted by class.
+    """
+    order = torch.randperm(len(logits), generator=make_generator(0))
     log_p = logits.double()[order].log_softmax(1)
     scores = []
     for part in log_p.tensor_split(splits):
@@ -120,9 +118,9 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
 
 
 def precision_recall(real: torch.Tensor, fake: torch.Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
-    """Fraction of fake features (M, F) inside the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
-    al. 2019, eq. 2 and 3). The manifold is the union of balls around points that reach to their k-th neighbour."""
-    # cdist computes x^2 + y^2 - 2xy, for which float32 is precise enough only around the centre
+    """Fraction of fake features (M, F) within the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
+    al. 2019, eq. 2 and 3): the union of balls around points that reach to their k-th neighbour."""
+    # cdist computes x^2 + y^2 - 2xy: float32 is precise enough only around the centre
     centre = real.double().mean(0)
     real = (real.double() - centre).float()
     fake = (fake.double() - centre).float()

@@ -5,12 +5,12 @@ A network is Inception (for fid) or a Classifier (for fd_classifier): features(i
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
@@ -36,7 +36,7 @@ from nanodiff.metrics.distances import (
 from nanodiff.metrics.inception import load_inception
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
-VERSION = 1  # raise it when the features of an image change, so that those kept beside data sets are computed again
+VERSION = 1  # raise it when the features of an image change: kept ones are then computed again
 
 
 def image_set(name: str, split: str) -> Dataset:
@@ -58,14 +58,12 @@ class SampleFile:
         self.shape = (c, h, w)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
         self.protocol = {"samples": str(path)}  # the file, and how it says that its images were drawn
+        drawn = {}
         check_zip(path, 2**24, "protocol.npy")
-        try:
+        with suppress(KeyError, TypeError, ValueError, OSError):  # a file from elsewhere has none
             with np.load(path, allow_pickle=False) as file:
-                self.protocol["samples_protocol"] = json.loads(str(file["protocol"]))
-        except (KeyError, ValueError, OSError):
-            pass  # a file from elsewhere has none
-        drawn = self.protocol.get("samples_protocol")
-        drawn = drawn if isinstance(drawn, dict) else {}
+                drawn = dict(json.loads(str(file["protocol"])))
+            self.protocol["samples_protocol"] = drawn
         self.class_names = drawn.get("class_names")
         self.data = str(drawn.get("data", ""))  # the set that the model was trained on
 
@@ -82,8 +80,8 @@ class SampleFile:
 
 
 class ModelSamples:
-    """Samples of a model, drawn when asked for, under the caller's autocast. Sample i is the one that scripts/sample.py
-    draws: a function of (seed, i) and its class, i modulo num_classes."""
+    """Samples of a model, drawn when asked for: sample i is scripts/sample.py's, a function of (seed, i) and its class,
+    i modulo num_classes. The caller enters autocast."""
 
     def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None):
         self.model = model
@@ -136,8 +134,7 @@ class Features:
 
 
 def load_network(metric: str, data: str, device, inception: str = ""):
-    """Inception for metric "fid" (`inception`: path of its weights), else the classifier of the set `data`. Called by
-    all ranks."""
+    """Inception for "fid" (`inception`: path of its weights), else the classifier of `data`. Called by all ranks."""
     if metric == "fid":
         return load_inception(inception, device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
@@ -147,8 +144,7 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 def collect_features(images_of, num_images: int, network, batch_size: int = 64, label: str = "") -> Features | None:
     """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. The result depends on the number of ranks only
-    by the order of float64 sums. `label` names the progress.
+    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Ranks change only the order of float64 sums.
     """
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
@@ -161,19 +157,17 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
         return x[is_kept[ids]], logits
 
     rows = gather_batches(compute, num_images, batch_size, label)
-    if dist.is_initialized():
-        stats.all_reduce()
+    stats.all_reduce()
     if get_dist()[0] > 0:
         return None
-    some = torch.cat([x for x, _ in rows])
-    logits = torch.cat([logits for _, logits in rows])
+    some, logits = (torch.cat(parts) for parts in zip(*rows))
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
     return Features(stats.mu, stats.sigma, some[shuffled], logits)
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
-    """Features of all images of a split, computed once by all ranks; on the first rank, None on the others. They are
-    kept beside the set as stats_NETWORK_SPLIT.npz: ADM's and EDM's reference statistics mu and sigma, and `some`."""
+    """Features of a split, computed once by all ranks; on the first rank, None on the others. They are kept beside the
+    set as stats_NETWORK_SPLIT.npz: mu and sigma as ADM and EDM have them, and `some`."""
     key = hashlib.sha256(f"{VERSION} {KEPT}".encode() + (dataset.path / "meta.json").read_bytes())
     for weight in network.state_dict().values():
         key.update(weight.cpu().contiguous().numpy())
@@ -191,11 +185,11 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 def compare(metric: str, samples: Features, reference: Features) -> dict:
     """The Frechet distance; with the reference's features also kernel distance, precision and recall; for "fid" also
     the Inception score."""
-    if reference.some is not None and min(len(samples.some), len(reference.some)) < 10:
-        raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     if reference.some is not None:
         n = min(len(samples.some), len(reference.some))
+        if n < 10:
+            raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
         kernel = {"fid": "kid", "fd_classifier": "kd_classifier"}[metric]
         result[kernel], result[f"{kernel}_std"] = kernel_distance(samples.some, reference.some)
         result["precision"], result["recall"] = precision_recall(reference.some[:n], samples.some[:n])
@@ -205,8 +199,7 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
 
 
 class SampleQuality:
-    """Compares samples of a model in training with the training images of `data`, as base_eval does; `metric` is "fid"
-    or "fd_classifier". Called by all ranks."""
+    """Compares samples of a model in training with the training images, as base_eval does. Called by all ranks."""
 
     def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
         if model_config.low_res or codec.undecodable:

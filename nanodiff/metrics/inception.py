@@ -1,6 +1,6 @@
 """The network of the FID: Inception-v3 with the weights of 2015, as ported by pytorch-fid.
 
-It differs from torchvision's: 1008 outputs, average pools that leave out the padding, a max pool in the last block, and
+It differs from torchvision's: 1008 outputs, average pools without the padding, a max pool in the last block, and
 TensorFlow 1's resize. With other weights or another resize, figures are not comparable with published ones.
 """
 
@@ -45,7 +45,7 @@ class Inception(nn.Module):
         self.Mixed_6e = block_c(768, 192)
         self.Mixed_7a = block_d(768)
         self.Mixed_7b = block_e(1280, AVERAGE_POOL)
-        self.Mixed_7c = block_e(2048, MAX_POOL)  # a slip in the graph of 2015, part of the FID's definition since
+        self.Mixed_7c = block_e(2048, MAX_POOL)  # a slip of 2015, part of the FID's definition since
         self.fc = nn.Linear(2048, 1008)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +71,8 @@ class Inception(nn.Module):
 
 
 def resize(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(N, C, H, W) -> (N, C, size, size) as TensorFlow 1's resize_bilinear: output pixel i is read at i * H / size
-    (torch aligns the centres of pixels), without smoothing before shrinking."""
+    """(N, C, H, W) -> (N, C, size, size) as TensorFlow 1's resize_bilinear: pixel i is read at i * H / size (torch
+    aligns centres), without smoothing before shrinking."""
 
     def along_rows(x):  # (..., n) -> (..., size)
         n = x.shape[-1]
@@ -175,8 +175,7 @@ def block_e(n_in, pool):  # 8 x 8
 
 
 def load_inception(path: str = "", device="cpu") -> Inception:
-    """The network with the published weights in `path`, by default a file in $NANODIFF_BASE_DIR that the first rank
-    downloads once. Called by all ranks."""
+    """The network with the weights in `path`, by default downloaded once. Called by all ranks."""
     default = base_dir() / FILE_NAME
     if not path and get_dist()[0] == 0 and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")
@@ -187,7 +186,7 @@ def load_inception(path: str = "", device="cpu") -> Inception:
         raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
     with torch.device("meta"):  # skip the initialisation
         model = Inception()
-    # Counters of batch normalisation are unused in evaluation, and absent in files older than torch 0.4.1
+    # Batch normalisation's counters are unused in evaluation, and absent in files older than torch 0.4.1
     counters = {name: torch.tensor(0) for name in model.state_dict() if name.endswith("num_batches_tracked")}
     model.load_state_dict(counters | dict(weights), assign=True)
     return model.to(device).requires_grad_(False).eval()
