@@ -148,7 +148,8 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_long_runs_on_the_embedded_set_see_no_image_twice(base, run_script, capsys):
+def test_long_runs_on_the_embedded_set_see_no_image_twice(base, run_script, capsys, monkeypatch):
+    monkeypatch.setattr("nanodiff.data.shapes.NUM_IMAGES", {"train": 1000, "val": 1000})
     args = [arg for arg in TINY if "num_iterations" not in arg and "data=" not in arg] + ["--save_every=-1"]
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanodiff.training.run.cut_batch", interrupt)

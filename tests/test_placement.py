@@ -32,7 +32,7 @@ CASES = {
     "flow": {"samplers": 9}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
     "eps": {"samplers": 9, "objective": "eps", "variance": "learned_range"}, "x0": {"objective": "x0", "loss": "kl"},
     "v without classes": {"objective": "v", "class_cond": False}, "published DiT": {"arch": "dit_classic"},
-    "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
+    "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps", "optimizer": "adamw"},
     "adapters, checkpointing": {"rank": 4, "checkpointing": True},
     "super-resolution": {"low_res_size": 8}, "cached latents": {"latents": "cached"},
     "encoded latents": {"latents": "encoded"}, "a mistake": {"mistake": True},
