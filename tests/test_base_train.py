@@ -17,6 +17,7 @@ from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
+from nanodiff.png import decode_png
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (
@@ -43,18 +44,17 @@ def losses(base, tag):
     return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
 
 
-def read_png(path):
-    """Pixels as integers with a sign."""
-    return np.asarray(pytest.importorskip("PIL.Image").open(path)).astype(int)
-
-
 def weights(base, tag, step=6):
     folder = base / "runs" / tag / "checkpoints" / f"step_{step:06d}"
     return {p.name: torch.load(p, weights_only=True) for p in folder.glob("*.pt")}
 
 
 @pytest.mark.parametrize(
-    "more", [("--optimizer=muon",), ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99")]
+    "more",
+    [
+        ("--optimizer=muon", "--dtype=bfloat16", "--deterministic"),
+        ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99"),
+    ],
 )
 def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
     run_script("base_train", *TINY, *more, "--device_batch_size=8", "--model_tag=whole")
@@ -65,22 +65,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
     assert run_script("base_train", *part)["start_step"] == 4
     assert metrics(tiny, "parts") == metrics(tiny, "whole")
     assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
-
-
-def test_deterministic_runs_are_bit_identical(tiny, run_script):
-    for tag in ("a", "b"):
-        run_script("base_train", *TINY, "--deterministic", "--dtype=bfloat16", f"--model_tag={tag}")
-    assert metrics(tiny, "a") == metrics(tiny, "b")
-    assert_identical(weights(tiny, "a"), weights(tiny, "b"))
     assert not torch.are_deterministic_algorithms_enabled()  # a CPU needs none of it
-
-
-def test_device_batch_size_does_not_change_the_model(tiny, run_script):
-    for size in (16, 4):
-        run_script("base_train", *TINY, f"--device_batch_size={size}", f"--model_tag=b{size}")
-    assert losses(tiny, "b4") == pytest.approx(losses(tiny, "b16"), rel=1e-4)
-    a, b = (metrics(tiny, tag)[-1] for tag in ("b4", "b16"))
-    assert a["val/loss_ema"] == pytest.approx(b["val/loss_ema"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -92,7 +77,8 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
     run_script("base_train", *TINY, *more, "--model_tag=one")
     run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
     assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
-    one, two = (read_png(tiny / "runs" / tag / "samples" / "step_000006.png") for tag in ("one", "two"))
+    grids = (tiny / "runs" / tag / "samples" / "step_000006.png" for tag in ("one", "two"))
+    one, two = (decode_png(path.read_bytes()).astype(int) for path in grids)
     assert np.abs(one - two).mean() < 1  # each rank drew half of the grid; two steps of DDIM enlarge rounding in places
     # and a checkpoint of two ranks goes on with one
     seven = ("--num_iterations=7", "--resume=changed")
@@ -117,12 +103,12 @@ def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
 def test_horizons(tiny, run_script):
     """Steps follow from FLOPs or from tokens per parameter, by the arithmetic that is printed."""
     args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1", "--save_every=-1"]
-    a = run_script("base_train", *args, "--target_flops=1e10", "--model_tag=a")
-    assert abs(a["step"] * 16 * a["flops_per_image"] - 1e10) <= 8 * a["flops_per_image"]
+    a = run_script("base_train", *args, "--target_flops=1e9", "--model_tag=a")
+    assert abs(a["step"] * 16 * a["flops_per_image"] - 1e9) <= 8 * a["flops_per_image"]
     c = run_script("base_train", *args, "--num_epochs=2.5", "--model_tag=c")
     assert c["step"] == round(2.5 * 72 / 16)
-    b = run_script("base_train", *args, "--target_param_data_ratio=0.01", "--model_tag=b")
-    assert abs(b["step"] * 16 * 16 - 0.01 * b["num_params"]) <= 8 * 16  # 16 tokens an image
+    b = run_script("base_train", *args, "--target_param_data_ratio=0.005", "--model_tag=b")
+    assert abs(b["step"] * 16 * 16 - 0.005 * b["num_params"]) <= 8 * 16  # 16 tokens an image
 
 
 def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, capsys):
@@ -221,15 +207,6 @@ def test_training_learns(tiny, run_script):
     run_script("base_train", *args)
     val = [line["val/loss_ema"] for line in metrics(tiny, "tiny_dit_d1") if "val/loss" in line]
     assert val[1] < val[0] < 1.9  # v = noise - x0 has variance 1 + var(x0) for a model that knows nothing
-
-
-def test_changed_settings(tiny, run_script):
-    """Settings that make the model cannot change within a run; the others can."""
-    run_script("base_train", *TINY, "--model_tag=a")
-    done = run_script("base_train", *TINY, "--model_tag=a", "--eval_every=-1", "--num_iterations=8", "--resume=changed")
-    assert done["step"] == 8 and len(losses(tiny, "a")) == 8
-    with pytest.raises(UserError, match=r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)"):
-        run_script("base_train", *TINY, "--model_tag=a", "--depth=2", "--objective=eps", "--lr=0.1")
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatch):
@@ -352,25 +329,27 @@ def test_device_batch_size_0_takes_what_fits(tiny, run_script, monkeypatch):
     assert_identical(weights(tiny, "a", 3), weights(tiny, "b", 3))
 
 
-def test_a_second_run_with_another_rate_does_not_touch_the_first(tiny, run_script):
-    first = run_script("base_train", *TINY)["run_dir"]
+def test_changed_settings_and_data(tiny, run_script):
+    """Settings change on request, but for those that make the model; what is refused does not touch the run."""
+    args = (*TINY, "--model_tag=a")
+    first = run_script("base_train", *args)["run_dir"]
     names = ("config.json", "metrics.jsonl", "report.html")
     before = {name: (first / name).read_bytes() for name in names}
     with pytest.raises(UserError, match=r"lr=0\.01 \(was 0\.003\); give --model_tag"):
-        run_script("base_train", *TINY, "--lr=0.01")
+        run_script("base_train", *args, "--lr=0.01")
+    with pytest.raises(UserError, match=r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)"):
+        run_script("base_train", *args, "--depth=2", "--objective=eps", "--lr=0.1", "--resume=changed")
     assert before == {name: (first / name).read_bytes() for name in names}
-    run_script("base_train", *TINY, "--lr=0.01", "--num_iterations=7", "--resume=changed")
+    changed = ("--lr=0.01", "--num_iterations=7", "--eval_every=-1")
+    assert run_script("base_train", *args, *changed, "--resume=changed")["step"] == len(losses(tiny, "a")) == 7
     config = json.loads((first / "config.json").read_text())
-    assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == {"lr": 0.01, "num_iterations": 7}
-
-
-def test_changed_images_under_the_same_name_are_refused(tiny, run_script):
-    run_script("base_train", *TINY)
+    changes = {"lr": 0.01, "num_iterations": 7, "eval_every": -1}
+    assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == changes
     with DatasetWriter("tiny", CLASS_NAMES, overwrite=True) as writer:
-        for split, n in (("train", 72), ("val", 24)):
-            writer.append(split, *draw_shapes(n, seed=n + 1))
+        writer.append("train", *draw_shapes(72, seed=0))
+        writer.append("val", *draw_shapes(24, seed=1))
     with pytest.raises(UserError, match="other sha256"):
-        run_script("base_train", *TINY)
+        run_script("base_train", *args, *changed, "--resume=changed")
 
 
 def test_an_average_can_be_added_when_resuming(tiny, run_script):
