@@ -185,10 +185,10 @@ def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch)
     assert os.listdir(base / "data") == [".toy.lock"]
 
 
-@pytest.mark.parametrize("size", [*range(4, 140), 251, 600, 4096])
-def test_the_command_that_is_printed_has_a_patch_for_every_size(size):
-    config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
-    assert size % config.patch_size == 0
+def test_the_command_that_is_printed_has_a_patch_for_every_size():
+    for size in (*range(4, 140), 251, 600, 4096):
+        config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
+        assert size % config.patch_size == 0
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])
