@@ -1,4 +1,4 @@
-"""Shared by the tests: a base folder of their own, and scripts run within this process or as a user would run them."""
+"""Shared by the tests: a base folder of their own, and scripts run within this process."""
 
 import gc
 import json
@@ -7,11 +7,11 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_process
 
 from configurator import configure
 
@@ -39,6 +39,7 @@ def run_script(monkeypatch):
 
     def run(name, *args):
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        monkeypatch.setattr("nanodiff.device.measured_peak", lambda device, dtype: 1e11)  # which takes 0.2 s
         done = runpy.run_module(f"scripts.{name}", run_name="__main__")
         if done.get("lock"):
             done["lock"].close()  # as the end of the process would
@@ -93,14 +94,6 @@ def command(name, *args, ranks=1):
     """The command line of a script, under torchrun for several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     return [sys.executable, *launcher, "-m", f"scripts.{name}", *map(str, args)]
-
-
-def run_process(name, *args, ranks=1, check=True, **env):
-    """Run a script as a user would; CompletedProcess with text output."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env
-    done = subprocess.run(command(name, *args, ranks=ranks), capture_output=True, text=True, env=env, timeout=300)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def run_ranks(run_script, name, *args, ranks=2):

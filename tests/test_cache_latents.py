@@ -1,14 +1,12 @@
 """A latent set is the same however the work was cut up or interrupted, and holds what the autoencoder gives."""
 
 import json
-import os
-import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, kill_all, run_process
+from processes import Started, run_process
 from tiny_runs import make_autoencoder, make_data
 
 from nanodiff.common import UserError
@@ -85,13 +83,12 @@ def test_killed_runs_and_two_ranks_make_the_same_set(base, vae, run_script):
     cache(run_script, vae, "whole", "--batch_size=2")
     for name, ranks in (("a", 1), ("b", 2)):
         args = ("--data=tiny", f"--autoencoder={vae}", f"--name={name}", "--device_type=cpu", "--batch_size=2")
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command("cache_latents", *args, ranks=ranks), env=env)
+        running = Started("cache_latents", *args, ranks=ranks)
         parts = base / "data" / f".{name}.parts"
         while not list(parts.glob("notes/train_???.json")):
-            assert process.poll() is None
+            assert not any(running.codes())
             time.sleep(0.002)
-        kill_all(process)
+        running.kill()
         done = len(list(parts.glob("notes/*_???.json")))
         assert 1 <= done < 5, "it was not killed in time"
         out = run_process("cache_latents", *args, ranks=3 - ranks).stdout

@@ -4,14 +4,14 @@ import errno
 import json
 import multiprocessing
 import os
-import subprocess
+import resource
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_process
 
 from nanodiff import files
 from nanodiff.common import UserError
@@ -25,9 +25,8 @@ LABELS = RNG.integers(0, 5, 50)
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
-    return tmp_path
+def few_shapes(base, monkeypatch):
+    monkeypatch.setattr(shapes, "NUM_IMAGES", {"train": 4000, "val": 1000})
 
 
 def write(name="toy", class_names="abcde", **options):
@@ -105,19 +104,16 @@ def test_names_that_cannot_be():
             DatasetWriter(name)
 
 
-LIMITED = """
-import resource, sys, numpy as np
-from nanodiff.data.dataset import DatasetWriter
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-with DatasetWriter("toy", []) as writer:
-    for _ in range(100):
-        writer.append("train", np.zeros((10, 3, 16, 16), np.uint8))
-"""
+def write_without_room():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    with DatasetWriter("toy", []) as writer:
+        for _ in range(100):
+            writer.append("train", np.zeros((10, 3, 16, 16), np.uint8))
 
 
 @pytest.mark.slow
 def test_a_real_limit_on_file_size(base):
-    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    run = run_process(write_without_room, check=False)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "toy" in run.stderr, run.stderr
     assert not (base / "data" / "toy").exists() and not leftovers(base)
 
@@ -188,7 +184,7 @@ def test_unknown_name_and_split_tell_what_there_is(base):
 
 def first_use(queue, base):
     os.environ["NANODIFF_BASE_DIR"] = str(base)
-    shapes.NUM_IMAGES.update(train=3000, val=1000)
+    shapes.NUM_IMAGES.update(train=3000, val=1000)  # again: it may be a process of its own
     queue.put(open_dataset("shapes").images([0, 2999]).tobytes())
 
 

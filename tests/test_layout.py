@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FLOORS = [{"ground"}, {"models", "diffusion"}, {"data", "training"}, {"metrics"}, {"formats"}, {"web"}, {"scripts"}]
 RUNTIME = set(sys.stdlib_module_names) | {"torch", "numpy", "wandb", "nanodiff", "configurator"}
@@ -81,11 +79,6 @@ def test_lora_train_makes_base_trains_step():
     assert len(lora) > 40
     rest = iter(base)
     assert [line for line in lora if line not in rest] == []  # `in` moves the iterator on: the order counts
-
-
-@pytest.mark.parametrize("script", ["base_train", "lora_train"])
-def test_the_settings_stand_before_everything_else(script):
-    assert "config = configure(globals())" in (ROOT / "scripts" / f"{script}.py").read_text()
 
 
 def test_the_readme_shows_the_loop_as_it_is():

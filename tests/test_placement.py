@@ -6,13 +6,12 @@ tensors of the CPU raises. It is registered in a process of its own, since it st
 
 import ast
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
+from processes import run_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
@@ -27,21 +26,20 @@ from nanodiff.models import build as recipe
 from nanodiff.training import optim
 from nanodiff.training.ema import EMA
 
-ROOT = Path(__file__).resolve().parents[1]
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 CASES = {
-    "flow": {}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
-    "eps": {"objective": "eps", "variance": "learned_range"}, "x0": {"objective": "x0", "loss": "kl"},
+    "flow": {"samplers": 9}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
+    "eps": {"samplers": 9, "objective": "eps", "variance": "learned_range"}, "x0": {"objective": "x0", "loss": "kl"},
     "v without classes": {"objective": "v", "class_cond": False}, "published DiT": {"arch": "dit_classic"},
-    "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps"},
+    "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps", "optimizer": "adamw"},
     "adapters, checkpointing": {"rank": 4, "checkpointing": True},
     "super-resolution": {"low_res_size": 8}, "cached latents": {"latents": "cached"},
     "encoded latents": {"latents": "encoded"}, "a mistake": {"mistake": True},
 }  # fmt: skip
 
 
-def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
+def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **changes):
     def moved(module):  # what module.to(device) does, which this torch cannot do to fake tensors
         for part in module.modules():
             part._buffers |= {name: b.to(device) for name, b in part._buffers.items()}
@@ -52,15 +50,15 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     lines = ast.parse((ROOT / "scripts/base_train.py").read_text()).body
     literal = [x for x in lines if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)]
     config = {x.targets[0].id: x.value.value for x in literal} | {"depth": 1} | changes
-    facts = dict(name="x", kind="images", channels=3, resolution=32, num_classes=4, class_names=list("abcd"))
-    stored = torch.zeros(2, 3, 32, 32, dtype=torch.uint8, device=device)
+    facts = dict(name="x", kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
+    stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
     pixels = codec.Pixels(facts)
     if latents:
         autoencoder.MAX_PIXELS[device.type] = 2**16
         tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
         vae = moved(tiny() if latents == "encoded" else kl((8, 8), 1, 4, 4))
         info = codec.latent_facts(vae, "", "") | {"copies": 2}
-        facts |= dict(kind="latents", channels=4, resolution=32 // vae.downsample, latents=info)
+        facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
         pixels = codec.Latents(facts, device, vae)
         if latents == "cached":
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
@@ -92,7 +90,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())
     with ema.applied(model):
-        for sampler in process.samplers:
+        for sampler in list(process.samplers)[:samplers]:
             settings = evaluation.SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
             denoiser = guidance.make_denoiser(model, cond, settings)
             generator = StackedGenerator(range(2))
@@ -100,7 +98,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, **changes):
             assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"
 
 
-def main():
+def print_errors():
     register("stand_in")
     torch.stand_in.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.linspace = np.linspace  # a sampler reads its times, which must be numbers
@@ -118,13 +116,8 @@ def main():
 @pytest.mark.slow
 @pytest.mark.skipif(not register, reason="this torch has no stand-in for a device")
 def test_all_is_on_one_device():
-    done = subprocess.run([sys.executable, "-m", "tests.test_placement"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run_process(print_errors)
     errors = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert errors.keys() == CASES.keys()
     assert "found at least two devices" in errors.pop("a mistake")
     assert {case: error for case, error in errors.items() if error} == {}
-
-
-if __name__ == "__main__":
-    main()

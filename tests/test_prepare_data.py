@@ -13,11 +13,12 @@ import tarfile
 import time
 import tracemalloc
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from image_helpers import archive, everything, idx, make_folder, prepare, write_cifar, write_mnist
+from processes import run_process
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
@@ -25,15 +26,11 @@ from nanodiff.data.images import Options
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
 from nanodiff.models.dit import DiTConfig
 
-ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data"
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
+pytestmark = pytest.mark.usefixtures("base")
 
 
 def npz(tmp, **arrays):
@@ -44,7 +41,7 @@ def npz(tmp, **arrays):
 def raw_npz(tmp, header, size, name="arr_0.npy"):
     """An .npz whose array has a header of our choice and `size` zero bytes behind it."""
     header = header.ljust(117).encode() + b"\n"
-    with zipfile.ZipFile(tmp / "a.npz", "w", zipfile.ZIP_DEFLATED) as z, z.open(name, "w") as f:
+    with zipfile.ZipFile(tmp / "a.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as z, z.open(name, "w") as f:
         f.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
         for _ in range(size // 2**20):
             f.write(bytes(2**20))
@@ -139,7 +136,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "goes on"),
     "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "differ"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "no array arr_0"),
-    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**28), "goes on"),
+    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**26), "goes on"),
     "npz with labels that unpack to too much": (bomb_labels, "unpacks to"),
     "npz of one image of 200 MB": (lambda t: raw_npz(t, SHAPE % ("|u1", "(1, 8192, 8192, 3)"), 2**28), "accepted"),
     "zip with a table of millions": (bomb_table, "too large for a table"),
@@ -162,7 +159,7 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     with pytest.raises(UserError, match=message) as error:
         prepare(**settings)
     assert "\n" not in str(error.value)
-    assert not base.exists() or not [p for p in (base / "data").iterdir() if not p.name.endswith(".lock")]
+    assert all(p.name.endswith(".lock") for p in base.glob("data/*"))
 
 
 @pytest.mark.parametrize("bomb", [what for what in MISTAKES if "than fit" in what or "bomb" in what])
@@ -188,17 +185,17 @@ def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch)
     assert os.listdir(base / "data") == [".toy.lock"]
 
 
-@pytest.mark.parametrize("size", [*range(4, 140), 251, 600, 4096])
-def test_the_command_that_is_printed_has_a_patch_for_every_size(size):
-    config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
-    assert size % config.patch_size == 0
+def test_the_command_that_is_printed_has_a_patch_for_every_size():
+    for size in (*range(4, 140), 251, 600, 4096):
+        config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
+        assert size % config.patch_size == 0
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])
 def test_an_odd_folder_gets_a_name_that_a_shell_takes(tmp_path, name):
     make_folder(tmp_path / name)
     line = prepare(tmp_path / name, name="")
-    (made,) = [p.name for p in (tmp_path / "base" / "data").iterdir() if not p.name.startswith(".")]
+    (made,) = [p.name for p in (tmp_path / "data").iterdir() if not p.name.startswith(".")]
     assert line.endswith(f" --data={made}") and shlex.quote(made) == made
 
 
@@ -213,18 +210,14 @@ def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
 # As a program
 
 
-def program(*args, **options):
-    command = [sys.executable, "-m", "scripts.prepare_data", *map(str, args)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1, start_new_session=True, **options)
-
-
 @pytest.mark.slow
 def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base):
     make_folder(tmp_path / "in", classes=["a"], sizes=[(8, 8), (9, 8)], per_class=3)
-    for i in range(3, 4000):  # enough that it is under way when the signal comes
+    for i in range(3, 2000):  # enough that it is under way when the signal comes
         os.link(tmp_path / "in" / "a" / f"{i % 3}.png", tmp_path / "in" / "a" / f"{i}.png")
     args = f"--path={tmp_path / 'in'}", "--name=toy", "--resolution=256", "--workers=2"
-    first = program(*args)
+    command = [sys.executable, "-m", "scripts.prepare_data", *args]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, start_new_session=True)
     while not list((base / "data").glob(".toy.tmp-*/*.npy")) and first.poll() is None:
         time.sleep(0.002)
     first.send_signal(signal.SIGKILL)
@@ -233,11 +226,9 @@ def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base)
     assert list((base / "data").glob(".toy.tmp-*"))
     with pytest.raises(UserError, match="no data set 'toy'"):
         open_dataset("toy")
-    second = program(*args[:2], "--resolution=8", "--workers=2")
-    _, err = second.communicate()
-    assert second.returncode == 0, err
+    run_process("prepare_data", *args[:2], "--resolution=8", "--workers=2")
     assert sorted(os.listdir(base / "data")) == [".toy.lock", "toy"]
-    assert len(open_dataset("toy")) == 3800 and verify(open_dataset("toy"))
+    assert len(open_dataset("toy")) == 1900 and verify(open_dataset("toy"))
 
 
 @pytest.mark.slow
@@ -264,6 +255,7 @@ def test_real_cifar10_from_a_tar():
     source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), Options(workers=2))
     assert source.num_images == 60_000 and source.class_names == CIFAR10_CLASSES
     images, labels, is_val = (np.concatenate(parts) for parts in zip(*itertools.islice(source.blocks, 15)))
+    source.blocks.close()
     assert len(images) > 2000 and images.shape[1:] == (3, 32, 32)
     assert not labels.any() and not is_val.any()  # the archive begins with train/airplane
     with tarfile.open(REAL / "cifar10-jpg.tar.gz", "r|gz") as tar:

@@ -46,6 +46,17 @@ def randomise(tensors, seed=0):
     }
 
 
+def assert_identical(a, b, path=""):
+    """Nested dicts of tensors and numbers, bit for bit."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_identical(a[key], b[key], f"{path}/{key}")
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, path
+
+
 def make_run(run_script, tag, *args):
     """Train `tag` for no step, then put random weights into its checkpoint 1; other ones for raw and averaged."""
     tiny = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in args)]
