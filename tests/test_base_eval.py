@@ -131,8 +131,8 @@ def test_a_figure_does_not_replace_one_of_other_settings(run_dir, run_script):
 def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_classifier, monkeypatch, metric):
     build = load.build
 
-    def spoiled(*args):
-        loaded = build(*args)
+    def spoiled(*args, **kwargs):
+        loaded = build(*args, **kwargs)
         next(loaded.model.parameters()).data.fill_(float("nan"))
         return loaded
 

@@ -486,7 +486,8 @@ def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_pat
     shown, labels, protocol = draw(*args, "--image_size=16", "--num_heads=2")
     assert shown.shape == (4, 16, 16, 3) and labels.tolist() == [0, 1, 2, 0]
     assert protocol["cfg_scale"] == 1  # the published class table has no null class
-    process = load_run(str(path), "cpu", published=Published(2, 16, "linear", 100, "no")).process
+    told = dict(num_heads=2, image_size=16, noise_schedule="linear", num_timesteps=100, rescale_timesteps="no")
+    process = load_run(str(path), "cpu", published=told).process
     assert (process.num_timesteps, process.variance, process.model_t[-1]) == (100, "fixed_large", 99)
     assert process.betas[-1] == pytest.approx(0.2)  # linear: 20 / T
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())

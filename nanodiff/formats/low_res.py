@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import match_labels, open_dataset
-from nanodiff.data.images import Options, read_images
+from nanodiff.data.images import Options
 from nanodiff.data.latents import load_codec
-from nanodiff.data.sources import read_npz
+from nanodiff.data.sources import open_source
 from nanodiff.diffusion.sampling import conditioning
 
 
@@ -66,7 +66,7 @@ def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndar
     path, options = Path(where).expanduser(), Options(val_fraction=0)
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
         raise UserError(f"low_res={where!r} is not there; accepted: an .npz file, a folder of images, val")
-    source = read_images(path, "folder", options) if path.is_dir() else read_npz(path, options)
+    source = open_source("folder" if path.is_dir() else "npz", str(path), options)
     images, labels, _ = (np.concatenate(arrays) for arrays in zip(*source.blocks))
     if source.skipped:  # once the blocks are read
         raise UserError(f"low_res={where!r}: {source.skipped[0]}")
