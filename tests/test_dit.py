@@ -8,7 +8,7 @@ from figures import assert_figures, filled, rule_weights, wave
 
 from nanodiff.common import UserError
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models.dit import DiT, DiTConfig, sincos_table, timestep_embedding
+from nanodiff.models.dit import DiT, DiTConfig, on_grid, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
 both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
@@ -66,7 +66,7 @@ def test_published_parameter_counts(name, count):
     width, depth, heads = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}[name[4:-2]]
     with torch.device("meta"):
         model = DiT(DiTConfig(32, 4, 8, int(name[-1]), width, depth, heads, 1000, block="classic"))
-    assert sum(p.numel() for p in model.parameters()) + model.position.numel() == count
+    assert sum(p.numel() for p in model.parameters()) + sincos_table(model.config).numel() == count
     theirs = to_meta(model.state_dict(), model.config)  # without memory: shapes, and zeros expanded to them
     theirs = {k: v if k == "pos_embed" else torch.zeros(()).expand(v.shape) for k, v in theirs.items()}
     assert from_meta(theirs)[0] == model.config
@@ -95,7 +95,7 @@ def test_another_table_of_positions_is_refused():
 def test_rope_depends_on_offsets_only():
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
     model = build(image_size=16)
-    block, table = model.blocks[0], model.rotation  # 8 x 8 tokens
+    block, table = model.blocks[0], torch.cat(on_grid(model.rotation, 8, 8), dim=-1)[:, :, None, None]  # 8 x 8 tokens
     g = torch.Generator().manual_seed(0)
     one = torch.randn(1, 1, 3, 2, 32, generator=g)
     q, k, _ = block.rotate(one.expand(1, 64, 3, 2, 32), table)  # the same token everywhere

@@ -22,7 +22,7 @@ class DiTConfig:
     in adaLN only. block="classic": LayerNorm, biases and GELU, as published.
     """
 
-    image_size: int  # side of the square image, in pixels or latent pixels
+    image_size: int  # side of the image in pixels or latent pixels; of a square of the same area, if it is none
     in_channels: int
     out_channels: int  # 2 * in_channels if the variance is learned
     patch_size: int
@@ -64,33 +64,62 @@ class DiTConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def side_unit(self) -> int:
+        """Sides of images are multiples of it."""
+        return self.patch_size
+
+    @property
     def mlp_hidden(self) -> int:
         if self.block == "classic":
             return int(self.width * self.mlp_ratio)
         return max(64, 64 * round(self.width * self.mlp_ratio * 2 / 3 / 64))
 
 
-def grid_angles(config: DiTConfig, dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
-    """Angles position * base^(-i / dim) of each token's row and of its column, each (T, dim) in float64."""
-    rows, cols = np.divmod(np.arange(config.num_tokens), config.image_size // config.patch_size)
+def axis_angles(config: DiTConfig, dim: int, base: float) -> np.ndarray:
+    """Angles x * base^(-i / dim) of coordinates x along one axis, in tokens: (8 G, dim) float64.
+
+    A square of G tokens on a side has x = 0 ... G-1. Longer and shorter sides, up to 4 G, have the same centre: x goes
+    in steps of a half, since the centre of an even number of tokens lies between two of them. See on_grid.
+    """
+    grid = config.image_size // config.patch_size
     omega = base ** -(np.arange(dim) / dim)
-    return np.outer(rows, omega), np.outer(cols, omega)
+    return np.outer(np.arange(-3 * grid, 5 * grid) / 2, omega)
 
 
-def sincos_table(config: DiTConfig) -> torch.Tensor:
-    """(T, C) fp32, the fixed position embedding of the published DiT: columns in the first half of C, then rows."""
-    rows, cols = grid_angles(config, config.width // 4, base=10000.0)
-    table = np.concatenate([np.sin(cols), np.cos(cols), np.sin(rows), np.cos(rows)], axis=1)
-    return torch.from_numpy(table.astype(np.float32))
+def sincos_axis(config: DiTConfig) -> torch.Tensor:
+    """(8 G, C/2) fp32, by coordinate: half of the fixed position embedding of the published DiT."""
+    angles = axis_angles(config, config.width // 4, base=10000.0)
+    return torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32))
 
 
-def rope_table(config: DiTConfig) -> torch.Tensor:
-    """(2, T, 1, 1, head_dim/2) fp32, cos and sin of axial RoPE: half the angles from the row, half from the column.
+def rope_axis(config: DiTConfig) -> torch.Tensor:
+    """(2, 8 G, head_dim/4) fp32, by coordinate: cos and sin of the angles of axial RoPE.
 
     Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
     """
-    angles = np.concatenate(grid_angles(config, config.width // config.heads // 4, base=100.0), axis=1)
-    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)])[:, :, None, None].astype(np.float32))
+    angles = axis_angles(config, config.width // config.heads // 4, base=100.0)
+    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32))
+
+
+def on_grid(axis: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of an axis (..., 8 G, D) for each token's row and for its column: (..., T, D) each, T = rows * cols."""
+    centre = axis.size(-2) // 2
+    down = axis[..., centre - rows : centre + rows : 2, None, :]  # (..., rows, 1, D)
+    across = axis[..., None, centre - cols : centre + cols : 2, :]  # (..., 1, cols, D)
+    down, across = torch.broadcast_tensors(down, across)
+    return down.flatten(-3, -2), across.flatten(-3, -2)
+
+
+def position_table(axis: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """(T, C) from sincos_axis: the column in the first half of C, the row in the second, as published."""
+    down, across = on_grid(axis, rows, cols)
+    return torch.cat([across, down], dim=-1)
+
+
+def sincos_table(config: DiTConfig) -> torch.Tensor:
+    """(T, C) fp32, the published DiT's table for a square."""
+    grid = config.image_size // config.patch_size
+    return position_table(sincos_axis(config), grid, grid)
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -193,8 +222,8 @@ class DiT(nn.Module):
         self.last_norm = LastNorm()
         linear = nn.Linear(C, config.patch_size**2 * config.out_channels)
         self.final = nn.ModuleDict({"linear": linear, "ada": nn.Linear(C, 2 * C)})
-        self.register_buffer("position", sincos_table(config), persistent=False)  # from numpy: real even on "meta"
-        self.register_buffer("rotation", rope_table(config), persistent=False)
+        self.register_buffer("position", sincos_axis(config), persistent=False)  # from numpy: real even on "meta"
+        self.register_buffer("rotation", rope_axis(config), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -210,8 +239,8 @@ class DiT(nn.Module):
             elif p.ndim > 1 and "ada" not in name and "final" not in name:
                 nn.init.xavier_uniform_(w, generator=generator)
             p.copy_(w)
-        self.position.copy_(sincos_table(self.config))
-        self.rotation.copy_(rope_table(self.config))
+        self.position.copy_(sincos_axis(self.config))
+        self.rotation.copy_(rope_axis(self.config))
 
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
@@ -219,11 +248,14 @@ class DiT(nn.Module):
         Labels run from 0 to num_classes, the null class.
         """
         cfg, p = self.config, self.config.patch_size
-        N, grid = x_t.size(0), cfg.image_size // p
+        N, _, H, W = x_t.shape
+        rows, cols = H // p, W // p
         if cfg.low_res:
             x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
-        x = x_t.view(N, -1, grid, p, grid, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
-        x = self.patch_embed(x.reshape(N, cfg.num_tokens, -1)).float() + self.position  # (N, T, C): the residual stream
+        x = x_t.view(N, -1, rows, p, cols, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
+        x = self.patch_embed(x.reshape(N, rows * cols, -1)).float()
+        x = x + position_table(self.position, rows, cols)  # (N, T, C): the residual stream
+        rotation = torch.cat(on_grid(self.rotation, rows, cols), dim=-1)[:, :, None, None]  # (2, T, 1, 1, head_dim/2)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
         if self.y_embed is not None:
@@ -232,14 +264,14 @@ class DiT(nn.Module):
 
         for block in self.blocks:
             if cfg.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, c, self.rotation, use_reentrant=False)
+                x = checkpoint(block, x, c, rotation, use_reentrant=False)
             else:
-                x = block(x, c, self.rotation)
+                x = block(x, c, rotation)
 
         shift, scale = self.final["ada"](c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
         x = self.final["linear"](self.last_norm(self.blocks[0].norm, x, shift, scale))  # (N, T, p*p*out)
-        x = x.view(N, grid, grid, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
-        return x.reshape(N, cfg.out_channels, cfg.image_size, cfg.image_size)
+        x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
+        return x.reshape(N, cfg.out_channels, H, W)
 
     def parts(self) -> list[nn.Module]:
         """What torch.compile compiles, each by itself; the rest takes little time."""

@@ -37,9 +37,9 @@ class UNetConfig:
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
-        factor = 2 ** (len(self.channel_mult) - 1)
-        if self.image_size < 1 or self.image_size % factor:
-            raise UserError(f"image_size={self.image_size}; accepted: a multiple of {factor}, by channel_mult's length")
+        if self.image_size < 1 or self.image_size % self.side_unit:
+            accepted = f"a multiple of {self.side_unit}, by channel_mult's length"
+            raise UserError(f"image_size={self.image_size}; accepted: {accepted}")
         widths = [self.model_channels * m for m in self.channel_mult]
         if self.num_heads < 1 or any(width % self.num_heads for width in widths):
             raise UserError(f"num_heads={self.num_heads}; accepted: a divisor of every level's width {widths}")
@@ -60,6 +60,11 @@ class UNetConfig:
     def num_tokens(self) -> int:
         """For target_param_data_ratio: 2 x 2 patches, a DiT's measure of an image."""
         return (self.image_size // 2) ** 2
+
+    @property
+    def side_unit(self) -> int:
+        """Sides of images are multiples of it."""
+        return 2 ** (len(self.channel_mult) - 1)
 
     @property
     def attention_levels(self) -> set[int]:
