@@ -46,8 +46,17 @@ def decode_png(data: bytes) -> np.ndarray:
         raise ValueError(f"not a PNG that encode_png wrote: {e}") from e
 
 
-def make_grid(images: np.ndarray, columns: int, padding: int = 2, scale: int = 1) -> np.ndarray:
-    """Images (N, C, H, W) uint8, C = 1 or 3, enlarged `scale` times, row by row on black: (H, W, 3) uint8."""
+def make_grid(batches: list[np.ndarray], columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
+    """Images (N, C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
+
+    Batches of one shape are one grid; those of several shapes lie below each other. scale=0: small ones are enlarged.
+    """
+    scale = scale or max(1, 48 // max(images.shape[-1] for images in batches))
+    if len({images.shape[1:] for images in batches}) > 1:
+        grids = [make_grid([images], columns, padding, scale) for images in batches]
+        width = max(grid.shape[1] for grid in grids)
+        return np.concatenate([np.pad(grid, ((0, 0), (0, width - grid.shape[1]), (0, 0))) for grid in grids])
+    images = np.concatenate(batches)
     num, _, height, width = images.shape
     columns = min(columns, num)
     rows = -(-num // columns)

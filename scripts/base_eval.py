@@ -25,7 +25,7 @@ from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
+from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, in_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.formats.low_res import open_low_res
@@ -146,7 +146,7 @@ else:
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}
     shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else measured.shape
-    if measured.shape != shape:
+    if measured.shape != shape and measured.shape[1:] not in (dataset.buckets if dataset else ()):
         raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
     compared = metric in ("fid", "fd_classifier")  # with real images
     if metric in ("class_accuracy", "well_formed") and not measured.num_classes:
@@ -160,7 +160,7 @@ else:
     # Measure them
     if metric == "well_formed":
         with autocast:
-            images = gather_batches(measured.images, num_images, batch_size, "samples")
+            images = gather_batches(measured.images, in_batches(num_images, batch_size), "samples")
     else:
         network = features.load_network(metric, name, device, inception)
         result["network"] = network.title
@@ -173,7 +173,8 @@ else:
         if compared and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
         with autocast:
-            found = features.collect_features(measured.images, num_images, network, batch_size, "samples")
+            batches = None if samples else measured.batches(num_images, batch_size)
+            found = features.collect_features(measured.images, num_images, network, batch_size, "samples", batches)
     not_finite = int(sum_over_ranks(torch.tensor(0 if samples else measured.not_finite), device))
     if not_finite:
         raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")

@@ -151,8 +151,8 @@ train_set = open_dataset(data, "train")
 val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
 num_classes = codec.facts["num_classes"] if class_cond else 0  # labels are 0 .. num_classes-1, the null class follows
-sizes = f"{len(train_set):,} + {len(val_set or ()):,} images of {codec.shape}"
-print0(f"data: {data}: {sizes}, {num_classes or 'no'} classes")
+shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
+print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
 if val_set is None:
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
@@ -217,7 +217,8 @@ optim = make_optimizer(raw_model, optimizer, lr=lr, muon_lr=muon_lr, weight_deca
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
-    device_batch_size = largest_batch(raw_model, process, codec.shape, autocast, optim, total_batch_size // world)
+    shape = max(codec.shapes, key=math.prod)
+    device_batch_size = largest_batch(raw_model, process, shape, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
@@ -301,6 +302,7 @@ stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless sa
 stopping = 0  # number of the signal received
 loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
+shapes_trained = set()
 saved_step = start_step if checkpoint else -1
 
 while True:
@@ -380,12 +382,13 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
-        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
+        shape = codec.shape_of(images)  # (C, H, W); all images of a step have the same
+        noise = draw_rows((seed, step, 1), first, device_batch_size, shape, draw_device).to(device)
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = None
         if codec.stochastic:
-            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, shape, draw_device).to(device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, as noise is
         # Some images lose their label, so that the model also learns to denoise without: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
@@ -431,15 +434,18 @@ while True:
     optim.zero_grad()
     step += 1
     log_now = step % log_every == 0 or step == num_iterations or stopping
-    if log_now or step == start_step + 1:
+    first_of_shape = shape not in shapes_trained
+    shapes_trained.add(shape)
+    if log_now or first_of_shape:
         synchronize(device)  # what is printed ends when the GPU is done; else the next step is queued while it works
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
-    steps_since += 1
-    seconds_since += dt
-    if step == start_step + 1 and not log_now:  # torch.compile takes most of it: left out of img/s and eta
-        print0(f"first step: {dt:.1f} s")
-        steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
+    if first_of_shape and not log_now:  # torch.compile takes most of it: left out of img/s and eta
+        print0(f"first step: {dt:.1f} s (shape {len(shapes_trained)} of {len(codec.shapes)})")
+        data_wait_since = 0.0
+    else:
+        steps_since += 1
+        seconds_since += dt
     # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
     if step == start_step + 1:
         gc.collect()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.common import Progress, UserError, collective, get_dist, leave_together, print0
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
-from nanodiff.data.latents import latent_facts, to_model_range
+from nanodiff.data.latents import check_sides, latent_facts, to_model_range
 from nanodiff.device import init_device
 from nanodiff.files import fsync_dir, sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
@@ -43,9 +43,7 @@ device = init_device(device_type)
 source = open_dataset(data)
 splits = {split: open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
-if source.meta["kind"] != "images" or source.channels != 3 or source.resolution % encoder.downsample:
-    given = f"{source.meta['kind']}, {source.channels} channels of {source.resolution} px"
-    raise UserError(f"data={data!r} holds {given}; accepted: images, 3 channels, multiples of {encoder.downsample} px")
+check_sides(source, encoder)
 path = set_path(name or f"{source.path.name}_{encoder.name}")
 lock = lock_set(path, overwrite) if rank == 0 else None
 
@@ -59,8 +57,8 @@ parts_dir = path.with_name(f".{path.name}.parts")
 notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 shards = []
 for split, dataset in splits.items():
-    for k, first in enumerate(range(0, len(dataset), per_shard)):
-        rows = range(first, min(first + per_shard, len(dataset)))
+    parts = [bucket[i : i + per_shard] for bucket in dataset.buckets.values() for i in range(0, len(bucket), per_shard)]
+    for k, rows in enumerate(parts):
         shards.append((split, rows, parts_dir / f"{split}_images_{k:03d}.npy", notes_dir / f"{split}_{k:03d}.json"))
 
 if rank == 0:
@@ -86,7 +84,7 @@ if world > 1:
 mine = [shard for shard in shards[rank::world] if not shard[-1].is_file()]
 with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as bar:
     for split, rows, file, note_file in mine:
-        latents = np.empty((len(rows), channels, latent_size, latent_size), np.float16)
+        encoded = []  # (B, channels, h, w) fp16
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # of z and z^2, by channel
         for first in range(0, len(rows), batch_size):
             x = to_model_range(torch.from_numpy(splits[split].images(rows[first : first + batch_size])).to(device))
@@ -96,13 +94,16 @@ with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as
                 blocks += [mean, std][: encoder.parts]
                 mean, std = mean.cpu().double(), std.cpu().double()
                 sums += torch.stack([mean.sum((0, 2, 3)), (mean**2 + std**2).sum((0, 2, 3))])
-            latents[first : first + len(x)] = torch.cat(blocks, 1).half().cpu().numpy()
+            encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
             bar.update(len(x))
+        latents = np.ascontiguousarray(np.concatenate(encoded))
         if not np.isfinite(latents).all():
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
         note = {"entry": write_npy(file, [latents])}
+        if latents.shape[2:] != (latent_size, latent_size):
+            note["entry"]["size"] = latents.shape[2:]
         fsync_dir(parts_dir)  # the shard must be there if its note is
-        note |= {"sums": sums.tolist(), "count": len(rows) * copies * latent_size**2}
+        note |= {"sums": sums.tolist(), "count": latents.size / channels * copies}
         write_atomic(note_file, json.dumps(note).encode())
 
 # ---------------------------------------------------------------------------------------------------------------------

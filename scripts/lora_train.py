@@ -118,7 +118,8 @@ if num_classes and label_drop and len(class_table(raw_model)[1].weight) == num_c
 facts = codec.facts | dict(name=train_set.name, sha256=train_set.sha256)
 facts |= dict(class_names=class_names, num_classes=num_classes)
 learned = [class_names[i] if i < num_classes else None for i in class_rows]  # None: the null class
-print0(f"data: {data}: {len(train_set):,} images of {codec.shape}; rows of the class table that learn: {learned}")
+shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
+print0(f"data: {data}: {len(train_set):,} images of {shapes}; rows of the class table that learn: {learned}")
 
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
@@ -204,6 +205,7 @@ stop = StopSignal()
 stopping = 0
 loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
+shapes_trained = set()
 saved_step = start_step if checkpoint else -1
 
 while True:
@@ -243,11 +245,12 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        noise = draw_rows((seed, step, 1), first, device_batch_size, codec.shape, draw_device).to(device)
+        shape = codec.shape_of(images)
+        noise = draw_rows((seed, step, 1), first, device_batch_size, shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = None
         if codec.stochastic:
-            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, codec.shape, draw_device).to(device)
+            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, shape, draw_device).to(device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
         with autocast:
@@ -275,15 +278,18 @@ while True:
     optim.zero_grad()
     step += 1
     log_now = step % log_every == 0 or step == num_iterations or stopping
-    if log_now or step == start_step + 1:
+    first_of_shape = shape not in shapes_trained
+    shapes_trained.add(shape)
+    if log_now or first_of_shape:
         synchronize(device)
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
-    steps_since += 1
-    seconds_since += dt
-    if step == start_step + 1 and not log_now:
-        print0(f"first step: {dt:.1f} s")
-        steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
+    if first_of_shape and not log_now:
+        print0(f"first step: {dt:.1f} s (shape {len(shapes_trained)} of {len(codec.shapes)})")
+        data_wait_since = 0.0
+    else:
+        steps_since += 1
+        seconds_since += dt
     if log_now:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms

@@ -2,6 +2,7 @@
 
 python -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
+python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     compares all files with their SHA-256
@@ -32,12 +33,16 @@ resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped
 labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or the path of a table
 #                  (file, class): .csv, .jsonl, .json. auto = EDM's dataset.json if there is one, else folder
 classes = ""  # names of the classes to take, comma-separated; "" = all
+aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
 workers = 0  # >= 0: processes that decode image files; 0 = one per core
 sha256 = "auto"  # of the file at path; auto = as published for cifar10, unchecked for others; "" = unchecked
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
+# Only aspect_buckets=True
+bucket_images = 64  # >= 1: images that a bucket needs; those of a smaller one go to the nearest other
+side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,13 +57,21 @@ def main():
         raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
     start = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    options = Options(resolution, labels, val_fraction, seed, workers or cores)
+    options = Options(
+        resolution, aspect_buckets, bucket_images, side_unit, labels, val_fraction, seed, workers or cores
+    )
+    unit = side_unit or 16
+    if aspect_buckets and (resolution == 0 or resolution % unit):
+        raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options, sha256)
         if classes:
             choose_classes(images_in)
         writer.class_names = images_in.class_names
+        if options.sizes:
+            writer.sizes = options.sizes
+            writer.meta["resolution"] = resolution
         need = 3 * images_in.num_images * resolution**2  # 0 if the resolution is the images' own
         free = shutil.disk_usage(writer.folder).free
         if need > free:
@@ -79,11 +92,11 @@ def main():
 
     dt = time.perf_counter() - start
     counts = {split: n for split, n in writer.num_images.items() if n}
-    channels, size = writer.meta["channels"], writer.meta["resolution"]
+    sizes = " or ".join(f"{writer.meta['channels']}x{height}x{width}" for height, width in writer.sizes)
     labelled = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
     print0(
         f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "
-        f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {channels}x{size}x{size}, {labelled}; "
+        f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {sizes}, {labelled}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"
     )
 

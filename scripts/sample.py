@@ -28,7 +28,7 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (t
 from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes
+from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes, parse_size
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
 from nanodiff.png import encode_png, make_grid
@@ -43,6 +43,7 @@ autoencoder = ""  # path of a latent model's VAE; "" = where it was when the lat
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
+size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model of data in aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 seed = 0  # >= 0: of the images
 # Sampler
@@ -106,6 +107,10 @@ weak_model = guide.model if guide else None
 settings = SampleSettings(
     respacing or steps, sampler, cfg_scale, (low, high), eta, weak_model, cfg_channels=cfg_channels or None
 )
+shape = parse_size(size, loaded, codec)
+is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
+if is_mixed and npz:
+    raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 chosen = parse_classes(classes, loaded.data["class_names"][:num_classes])
 labels = torch.tensor(chosen)[torch.arange(num_images) % len(chosen)]
 if small and not classes:
@@ -128,6 +133,7 @@ image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else
 protocol = loaded.described() | {
     "data": loaded.data["name"],
     "low_res": small.described if small else "",
+    "size": size or ("as the data's" if is_mixed else f"{codec.image_size}x{codec.image_size}"),
     "sampler": sampler,
     "steps": settings.steps,
     "eta": eta,
@@ -153,7 +159,7 @@ print0(f"protocol: {json.dumps(brief(protocol))}")
 # ---------------------------------------------------------------------------------------------------------------------
 # Draw: each rank its batches, except those that an earlier run has drawn
 
-store = SampleStore(output, protocol, num_images, batch_size)
+store = SampleStore(output, protocol, num_images, 8 if is_mixed else batch_size)
 finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
 finished = bool(sum_over_ranks(finished, device))  # the other ranks wait here for the store
 todo = [] if finished else store.missing(rank, world)
@@ -173,7 +179,8 @@ with Progress(num_images - before, "images", "sampling") as bar:
         drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
+            this = shape or codec.row_shape(ids[0] // 8)
+            x0 = sample_images(model, process, seeds, cond, this, settings, batch_size, on_step=on_step)
         not_finite += count_not_finite(x0)
         store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
         if stop.received:
@@ -194,14 +201,15 @@ elif rank == 0:
     seconds = time.perf_counter() - start
     rate = (num_images - before) / seconds
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
-    images = store.first(GRID_IMAGES).transpose(0, 3, 1, 2)  # (n, C, H, W)
-    columns = len(chosen) if 4 <= len(chosen) <= 10 else 8
+    images = [part.transpose(0, 3, 1, 2) for part in store.first(GRID_IMAGES)]  # (n, C, H, W) each
+    num_shown = sum(len(part) for part in images)
+    columns = len(chosen) if 4 <= len(chosen) <= 10 and not is_mixed else 8
     if small:  # pairs: small, sample
-        pairs = np.stack([small.pixels(range(len(images))).numpy(), images], axis=1)  # (n, 2, C, H, W)
-        images, columns = pairs.reshape(-1, *images.shape[1:]), 8
-    grid = make_grid(images, columns, scale=max(1, 48 // images.shape[-1]))
+        pairs = np.stack([small.pixels(range(num_shown)).numpy(), np.concatenate(images)], axis=1)  # (n, 2, C, H, W)
+        images, columns = [pairs.reshape(-1, *images[0].shape[1:])], 8
+    grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
-    print0(f"{len(images)} images{' (small, sample, small, ...)' if small else ''}: {png}")
+    print0(f"{num_shown} images{' (small, sample, small, ...)' if small else ''}: {png}")
     if npz:
         store.write_npz(labels.numpy())
         print0(f"{num_images:,} images: {output}")

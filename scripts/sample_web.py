@@ -33,7 +33,7 @@ from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, sample_images
-from nanodiff.formats.load import find_run, load_run, parse_classes, translate
+from nanodiff.formats.load import find_run, load_run, parse_classes, parse_size, translate
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
@@ -52,7 +52,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 # A request: names as in scripts/sample.py, defaults. run "", checkpoint_step -1 and ema "" are the first on offer
 DEFAULTS = {"run": "", "checkpoint_step": -1, "ema": "", "classes": "", "cfg_scale": 2.0, "sampler": "auto"}
-DEFAULTS |= {"steps": 10, "seed": 0, "num_images": 16}
+DEFAULTS |= {"steps": 10, "seed": 0, "num_images": 16, "size": ""}
 FRAMES = 20  # pictures of an image's denoising at most, the last included
 PREVIEW_SIZE = 64  # their size in pixels
 
@@ -80,6 +80,7 @@ def describe_run(path: Path) -> dict:
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
             "emas": [*map(str, meta["ema_rates"]), "raw"],
             "classes": meta["data"]["class_names"] if num_classes else [],
+            "sizes": list_sizes(meta["data"]),
             "samplers": ["auto", *SAMPLERS],
             "max_steps": max_steps,
             "guided": num_classes > 0,
@@ -93,6 +94,13 @@ def describe_run(path: Path) -> dict:
     except KeyError as e:
         raise UserError(f"{path}: this version needs {e} in its settings") from None
     return offered
+
+
+def list_sizes(facts: dict) -> list[str]:
+    """HEIGHTxWIDTH in pixels of a model of data in aspect buckets, the most common first; [""] for one of squares."""
+    pixels = facts.get("latents", {}).get("downsample", 1)
+    sizes = sorted(facts.get("sizes", []), key=lambda size: -size[2])
+    return [f"{height * pixels}x{width * pixels}" for height, width, _ in sizes] or [""]
 
 
 def list_runs(first: Path) -> dict[str, Path]:
@@ -163,6 +171,8 @@ def draw(job: Job, device, compute_dtype) -> None:
     job.send(note=f"Loading {s['run']}")
     checkpoints = tuple((path, path.stat().st_mtime_ns) for _, path in list_checkpoints(s["path"]))
     loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
+    s["size"] = s["size"] or list_sizes(loaded.data)[0]
+    shape = parse_size(s["size"], loaded, codec) or codec.shape
     chosen = parse_classes(s["classes"], loaded.data["class_names"][: loaded.num_classes])
     turns = small.labels.tolist() if small and not s["classes"] else chosen
     labels = [turns[i % len(turns)] for i in range(n)]
@@ -189,7 +199,7 @@ def draw(job: Job, device, compute_dtype) -> None:
         job.send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
     how = SampleSettings(s["steps"], sampler, cfg_scale)
     with autocast_to(device, compute_dtype):
-        x0 = sample_images(loaded.model, loaded.process, seeds, cond, codec.shape, how, batch_size, on_step)
+        x0 = sample_images(loaded.model, loaded.process, seeds, cond, shape, how, batch_size, on_step)
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
     settings |= {"sampler": sampler, "cfg_scale": cfg_scale}
     classes = [loaded.data["class_names"][label] if loaded.num_classes else "" for label in labels]

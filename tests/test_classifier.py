@@ -24,6 +24,9 @@ class Images:
         self._images, self._labels, self.num_classes, self.path = images, labels, num_classes, path
         self.num_images, self.channels, self.resolution = images.shape[:3]
 
+    def batches(self, indices, batch_size):
+        return np.split(indices, range(batch_size, len(indices), batch_size))
+
     def images(self, indices):
         return self._images[indices]
 

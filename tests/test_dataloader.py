@@ -19,6 +19,7 @@ class Memory:
 
     def __init__(self, n):
         self.n = n
+        self.buckets = {(2, 2): range(n)}
 
     def __len__(self):
         return self.n

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from configurator import Config
 from nanodiff.common import StopSignal, UserError
-from nanodiff.diffusion.sampling import rank_batches
+from nanodiff.diffusion.sampling import in_batches, rank_batches
 from nanodiff.training.checkpoint import save_checkpoint
 from nanodiff.training.run import (  # fmt: skip
     LossTerms,
@@ -142,12 +142,12 @@ def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch
 def test_a_signal_ends_an_evaluation_after_its_batch():
     stop, done = StopSignal(), []
     with stop.interrupts():
-        for ids in rank_batches(100, 10):
+        for ids in rank_batches(in_batches(100, 10)):
             done += ids.tolist()
             if len(done) == 30:
                 stop.received = 15
     assert stop.interrupted == 15 and done == list(range(30))
-    assert sum(len(ids) for ids in rank_batches(25, 10)) == 25  # outside, nothing stops it
+    assert sum(len(ids) for ids in rank_batches(in_batches(25, 10))) == 25  # outside, nothing stops it
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):

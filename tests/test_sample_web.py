@@ -131,7 +131,7 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     names = load_meta(flow / "checkpoints" / "step_000001")["data"]["class_names"]
     assert describe_run(flow) == {
         "checkpoint_steps": [1, 0], "emas": ["0.999", "raw"], "classes": names, "guided": True, "max_steps": 1000,
-        "samplers": ["auto", "euler", "heun", "sde"], "enlarges": False,
+        "samplers": ["auto", "euler", "heun", "sde"], "enlarges": False, "sizes": [""],
     }  # fmt: skip
     eps = make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--class_cond=False")
     facts = {"samplers": ["auto", "ddpm", "ddim", "dpm++"], "max_steps": 50, "classes": [], "guided": False}

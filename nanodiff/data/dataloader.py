@@ -18,6 +18,7 @@ class DataLoader:
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
     on. So the images of a step depend neither on `world` nor on B, and starting at any step costs one permutation.
     Of an endless set, position p is image p.
+    A set in buckets has one such stream per bucket, and a step takes its images from one of them: see `bucket`.
     `.data_wait`: seconds that the last next() waited.
     """
 
@@ -39,8 +40,7 @@ class DataLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._epoch = -1
-        self._perm = None  # the permutation of that epoch
+        self._shuffled = {}  # number of a bucket -> its last epoch, and the permutation
         self._queue = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
@@ -65,18 +65,42 @@ class DataLoader:
 
     def indices(self, step: int, micro_step: int) -> np.ndarray:
         """(B,) the images of this rank at a micro-step."""
+        number, step = self.bucket(step)
+        bucket = list(self.dataset.buckets.values())[number]
         first = step * self.total_batch_size + (micro_step * self.world + self.rank) * self.device_batch_size
+        positions = np.arange(first, first + self.device_batch_size)
         if self.dataset.endless:
-            return np.arange(first, first + self.device_batch_size) + (self.seed % 2**20 << 40)
-        epochs, offsets = np.divmod(np.arange(first, first + self.device_batch_size), len(self.dataset))
-        return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in np.unique(epochs)])
+            return positions + (self.seed % 2**20 << 40)
+        epochs, offsets = np.divmod(positions, len(bucket))
+        shuffled = [self._permutation(number, e, len(bucket))[offsets[epochs == e]] for e in np.unique(epochs)]
+        return bucket.start + np.concatenate(shuffled)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._epoch != epoch:
-            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, int(epoch)])))
-            self._perm = rng.permutation(len(self.dataset))
-            self._epoch = epoch
-        return self._perm
+    def bucket(self, step: int) -> tuple[int, int]:
+        """Number of the bucket that step `step` takes its images from, and how many steps took theirs from it before.
+
+        Of n images, a bucket has given e*n // total_batch_size batches when epoch e begins: a batch that an epoch
+        cannot fill is carried into the next. The order of an epoch's batches is a function of (seed, epoch).
+        """
+        counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
+        if len(counts) == 1:
+            return 0, step
+        epoch = step * self.total_batch_size // len(self.dataset)  # this one or, by what was carried, a later one
+        while (done := (epoch + 1) * counts // self.total_batch_size).sum() <= step:
+            epoch += 1
+        before = epoch * counts // self.total_batch_size
+        order = np.repeat(np.arange(len(counts)), done - before)
+        order = order[self._permutation(len(counts), epoch, len(order))]
+        place = step - before.sum()
+        number = order[place]
+        return int(number), int(before[number] + np.sum(order[:place] == number))
+
+    def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
+        """Of `num` elements: the images of a bucket or, beyond the last bucket, the batches of an epoch."""
+        if self._shuffled.get(bucket, (-1,))[0] != epoch:
+            entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
+            rng = np.random.Generator(np.random.PCG64(entropy))
+            self._shuffled[bucket] = (epoch, rng.permutation(num))
+        return self._shuffled[bucket][1]
 
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""

@@ -5,6 +5,9 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, and the size and SHA-256 of each file; written last
+
+A set in aspect buckets has shards of several sizes (meta.json: the size of each that is no square), bucket by bucket;
+`resolution` is then the side of a square of about the same area.
 """
 
 import contextlib
@@ -66,13 +69,21 @@ class Dataset:
                 splits = ", ".join(self.meta["splits"])
                 raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
             part = self.meta["splits"][split]
-            size = (self.meta["channels"], self.meta["resolution"], self.meta["resolution"])
+            self.channels = self.meta["channels"]
+            self.resolution = self.meta["resolution"]
             dtype = DTYPES[self.meta["kind"]]
-            self._shards = [open_npy(path, entry, dtype, (entry["num_images"], *size)) for entry in part["shards"]]
-            _, self.channels, self.resolution, _ = self._shards[0].shape
+            self._shards = []
+            for entry in part["shards"]:
+                shape = (entry["num_images"], self.channels, *shard_size(entry, self.meta))
+                self._shards.append(open_npy(path, entry, dtype, shape))
             self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()  # of its files' hashes
             self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
             self.num_images = int(self._ends[-1])
+            self.buckets = {}  # (H, W) -> range of indices
+            for shard, end in zip(self._shards, self._ends.tolist()):
+                size = shard.shape[2:]
+                first = self.buckets[size].start if size in self.buckets else end - len(shard)
+                self.buckets[size] = range(first, end)
             self._labels = np.zeros(self.num_images, np.int64)
             if self.num_classes:
                 self._labels = np.array(open_npy(path, part["labels"], self._labels.dtype, (self.num_images,)))
@@ -82,14 +93,26 @@ class Dataset:
     def __len__(self) -> int:
         return self.num_images
 
+    def first(self, num_images: int) -> np.ndarray:
+        """The indices of the first images or, of a set in buckets, of as many evenly spread over it."""
+        indices = np.arange(num_images)
+        return indices * len(self) // num_images if len(self.buckets) > 1 else indices
+
+    def batches(self, indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
+        """Ascending indices in batches, each of one bucket."""
+        cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
+        parts = np.split(indices, cuts[:-1])
+        return [part[i : i + batch_size] for part in parts for i in range(0, len(part), batch_size)]
+
     def images(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images), in any order -> a copy of these images, (n, C, H, W) uint8 or fp16."""
+        """(n,) integers in [0, num_images), in any order, of one bucket -> copies, (n, C, H, W) uint8 or fp16."""
         indices = np.asarray(indices, np.int64)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
         cuts = np.searchsorted(indices[order], [0, *self._ends])
         if cuts[0] > 0 or cuts[-1] < len(indices):
             raise IndexError(f"indices {indices.min()}..{indices.max()} of {self.num_images} images")
-        out = np.empty((len(indices), *self._shards[0].shape[1:]), self._shards[0].dtype)
+        one = self._shards[np.searchsorted(self._ends, indices[0], side="right") if len(indices) else 0]
+        out = np.empty((len(indices), *one.shape[1:]), one.dtype)
         for k, shard in enumerate(self._shards):
             rows = order[cuts[k] : cuts[k + 1]]
             if len(rows):
@@ -205,7 +228,7 @@ def reading_meta(path: Path):
 def read_meta(path: Path) -> dict:
     source = path / "meta.json"
     meta = json.loads(source.read_bytes())
-    check_fields(meta, source, format=int, kind=str, class_names=list, splits=dict)
+    check_fields(meta, source, format=int, kind=str, channels=int, resolution=int, class_names=list, splits=dict)
     if meta["format"] != FORMAT or meta["kind"] not in DTYPES:
         raise UserError(f"{source}: {meta['kind']!r} in format {meta['format']}; this version reads format {FORMAT}")
     if not all(isinstance(name, str) and name.isprintable() for name in meta["class_names"]):
@@ -216,6 +239,11 @@ def read_meta(path: Path) -> dict:
         if meta["channels"] != len(info["offset"]) * info["parts"] * info["copies"]:
             raise UserError(f"{source}: {meta['channels']} channels do not fit the description of the latents")
     return meta
+
+
+def shard_size(entry: dict, meta: dict) -> list[int]:
+    """[H, W] of the images of a shard."""
+    return entry.get("size", [meta["resolution"], meta["resolution"]])
 
 
 def check_latents(info, source, *stats: str) -> None:
@@ -283,9 +311,9 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
-    Writes to a hidden folder, renamed when the block ends, removed when it raises. `class_names` ([] = unlabelled) may
-    be assigned until the first images. With `wait`, a set that another process is writing is waited for and kept;
-    without it, that is a UserError.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. `class_names` ([] = unlabelled) and
+    `sizes` (of the buckets: [H, W], ...) may be assigned until the first images. With `wait`, a set that another
+    process is writing is waited for and kept; without it, that is a UserError.
     """
 
     def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):
@@ -295,9 +323,10 @@ class DatasetWriter:
         self.wait = wait
         self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
         self.meta |= {"class_names": [], "splits": {}}
+        self.sizes = []  # [] = one size, that of the first images
         self.num_images = dict.fromkeys(SPLITS, 0)
-        self._images = {split: [] for split in SPLITS}  # (1, C, H, W) arrays that are in no shard yet
-        self._labels = {split: [] for split in SPLITS}  # (n,) arrays
+        self._images = {}  # (split, H, W) -> (1, C, H, W) arrays that are in no shard yet
+        self._labels = {}  # (split, H, W) -> (n,) arrays
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
@@ -305,38 +334,48 @@ class DatasetWriter:
         return self
 
     def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Add (n, C, H, W) uint8 images of the size of the first, and (n,) labels below len(class_names)."""
+        """Add (n, C, H, W) uint8 images of one of the sizes, and (n,) labels below len(class_names)."""
         if len(images) == 0:
             return
-        channels, resolution = images.shape[1:3]
+        channels, height, width = images.shape[1:]
         if not any(self.num_images.values()):
-            self.meta |= {"channels": channels, "resolution": resolution}
+            self.meta |= {"channels": channels, "resolution": self.meta["resolution"] or height}
+            self.sizes = self.sizes or [[height, width]]
         assert images.dtype == np.uint8, images.dtype
-        assert images.shape[1:] == (self.meta["channels"], self.meta["resolution"], self.meta["resolution"])
+        assert channels == self.meta["channels"] and [height, width] in self.sizes
+        bucket = (split, height, width)
         if self.class_names:
             labels = np.array(labels, np.int64)
             assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.class_names)
-            self._labels[split].append(labels)
+            self._labels.setdefault(bucket, []).append(labels)
         self.num_images[split] += len(images)
-        self._images[split].extend(images.copy()[:, None])
-        per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)
-        while len(self._images[split]) > per_shard:
-            self._write_shard(split, per_shard)
+        waiting = self._images.setdefault(bucket, [])
+        waiting.extend(images.copy()[:, None])
+        per_shard = max(1, (MAX_SHARD_BYTES // len(self.sizes) - 128) // images[0].nbytes)
+        while len(waiting) > per_shard:
+            self._write_shard(bucket, per_shard)
 
-    def _write_shard(self, split: str, num: int) -> None:
+    def _write_shard(self, bucket: tuple, num: int) -> None:
+        split, *size = bucket
         part = self.meta["splits"].setdefault(split, {"num_images": 0, "labels": None, "shards": []})
         file = self.folder / f"{split}_images_{len(part['shards']):03d}.npy"
-        part["shards"].append(write_npy(file, self._images[split][:num]))
+        entry = write_npy(file, self._images[bucket][:num])
+        part["shards"].append(entry if size == shard_size(entry, self.meta) else entry | {"size": size})
         part["num_images"] += num
-        del self._images[split][:num]
+        del self._images[bucket][:num]
 
     def _finish(self) -> None:
         for split in SPLITS:
-            if self._images[split]:
-                self._write_shard(split, len(self._images[split]))
-            if self._labels[split]:
-                entry = write_npy(self.folder / f"{split}_labels.npy", self._labels[split])
-                self.meta["splits"][split]["labels"] = entry
+            buckets = [(split, *size) for size in self.sizes]
+            for bucket in buckets:
+                if self._images.get(bucket):
+                    self._write_shard(bucket, len(self._images[bucket]))
+            if split in self.meta["splits"]:  # bucket by bucket, as the labels are
+                shards = self.meta["splits"][split]["shards"]
+                shards.sort(key=lambda entry: self.sizes.index(shard_size(entry, self.meta)))
+            labels = [part for bucket in buckets for part in self._labels.get(bucket, [])]
+            if labels:
+                self.meta["splits"][split]["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
         assert "train" in self.meta["splits"], "no images were appended"
         self.meta["class_names"] = list(self.class_names)
         publish_set(self.folder, self.path, self.meta)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
+from nanodiff.data.buckets import nearest
 
 MAX_FILE_BYTES = 2**27  # larger files are skipped
 MAX_PIXELS = 2**26  # after scaling, which makes much of a strip of 1 x 60,000
@@ -38,19 +40,35 @@ def import_pillow():
     return Image
 
 
-def center_crop(image, size: int):
-    """PIL image -> size x size, as ADM and DiT do: halve while twice too large, scale bicubically, crop the centre."""
+def aspect_ratio(payload) -> float:
+    """Width / height of an image file (path or bytes), turned by EXIF, by its header alone; NaN if it has none."""
     Image = import_pillow()
-    while min(image.size) >= 2 * size:
+    if isinstance(payload, str) and not os.path.isfile(payload):
+        return math.nan
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            image = Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS)
+        with image:
+            ratio = image.width / image.height
+            return 1 / ratio if image.getexif().get(0x0112, 0) > 4 else ratio
+    except Exception:  # Pillow raises nearly every kind on damaged files
+        return math.nan
+
+
+def center_crop(image, height: int, width: int):
+    """PIL image of this size, made as ADM and DiT do: halve while twice too large, scale bicubically to cover it, crop
+    the centre."""
+    Image = import_pillow()
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
+    scale = max(width / image.width, height / image.height)
     scaled = round(image.width * scale), round(image.height * scale)
     if scaled[0] * scaled[1] > MAX_PIXELS:
         raise ValueError(f"too elongated: {image.width} x {image.height}")
     if scaled != image.size:
         image = image.resize(scaled, Image.Resampling.BICUBIC)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def to_rgb(file):
@@ -83,13 +101,14 @@ def to_rgb(file):
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 
-def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
+def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
     """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
 
-    C = 3 for files; resolution 0: as it is, files up to MAX_SIDE. Pillow is needed for files and for scaling.
+    C = 3 for files. It gets the size [H, W] that is nearest in shape; without sizes it stays as it is, files up to
+    MAX_SIDE. Pillow is needed for files and for scaling.
     """
     is_array = isinstance(payload, np.ndarray)
-    if is_array and (resolution == 0 or payload.shape[:2] == (resolution, resolution)):
+    if is_array and (not sizes or list(payload.shape[:2]) in sizes):
         return payload.transpose(2, 0, 1), min(payload.shape[:2])
     Image = import_pillow()
     if isinstance(payload, str):
@@ -102,19 +121,22 @@ def decode(payload, resolution: int) -> tuple[np.ndarray, int]:
         image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
     else:
         image = Image.open(io.BytesIO(payload), formats=FORMATS)
-        if resolution == 0 and max(image.size) > MAX_SIDE:
+        if not sizes and max(image.size) > MAX_SIDE:
             raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels; give --resolution=...")
     with _large if image.width * image.height > LARGE_PIXELS else contextlib.nullcontext():
         image = image if is_array else to_rgb(image)
         side = min(image.size)
-        array = np.asarray(center_crop(image, resolution) if resolution else image)
+        if sizes:
+            image = center_crop(image, *sizes[nearest(sizes, [image.width / image.height])[0]])
+        array = np.asarray(image)
     return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
 
 
-def decode_chunk(task: tuple, resolution: int) -> list:
+def decode_chunk(task: tuple, sizes: list) -> list:
     """(side of the images, [(name, payload, ...)]) -> [(name, image, its shorter side before scaling, ...)].
 
-    In place of an unreadable image a str: why. An image of another size is the last, for `decode_all` refuses it.
+    In place of an unreadable image a str: why. Without sizes, an image of another size is the last, for `decode_all`
+    refuses it.
     """
     expected, chunk = task
     results = []
@@ -123,13 +145,13 @@ def decode_chunk(task: tuple, resolution: int) -> list:
         warnings.filterwarnings("error", "Image size")  # Pillow's, of a decompression bomb
         for name, payload, *label in chunk:
             try:
-                image, side = decode(payload, resolution)
+                image, side = decode(payload, sizes)
             except UserError as error:
                 raise UserError(f"image {name!r}: {error}") from None
             except Exception as error:  # Pillow raises nearly every kind on damaged files
                 image, side = str(error).splitlines()[0] if str(error) else type(error).__name__, 0
             results.append((name, image, side, *label))
-            if side and image.shape[1:] != (expected, expected):
+            if side and not sizes and image.shape[1:] != (expected, expected):
                 break
     return results
 
@@ -138,6 +160,7 @@ def decode_all(source, options, workers: int) -> Iterator:
     """The blocks of a Source, whose counts grow. An unreadable image is skipped; for one that was drawn for validation
     the next takes its place."""
     side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
+    sizes = options.sizes or ([[side, side]] if options.resolution else [])
 
     def tasks():
         chunk, size = [], 0
@@ -153,7 +176,7 @@ def decode_all(source, options, workers: int) -> Iterator:
 
     first = None  # description and shape of the first image
     owed = num_train = 0
-    decoder = functools.partial(decode_chunk, resolution=options.resolution)
+    decoder = functools.partial(decode_chunk, sizes=sizes)
     for results in ordered_map(decoder, tasks(), workers):
         rows = []  # (image, label, is_val)
         for name, image, shorter, label, is_val in results:
@@ -164,20 +187,25 @@ def decode_all(source, options, workers: int) -> Iterator:
             _, height, width = image.shape
             this = f"{name!r} is {width}x{height}"
             first = first or (this, image.shape)
-            if height != width:
+            if not sizes and height != width:
                 raise UserError(f"image {this}, not square; prepare_data's --resolution crops it")
-            if image.shape != first[1]:
+            if not sizes and image.shape != first[1]:
                 raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
-            side = height
-            source.num_enlarged += shorter < options.resolution
+            side = max(height, width)
+            source.num_enlarged += shorter < min(height, width)
             rows.append((image, label, is_val))
         if rows:
-            images, labels, held_out = (np.array(column) for column in zip(*rows))
+            images, labels, held_out = zip(*rows)
+            labels = np.array(labels, np.int64)
+            held_out = np.array(held_out)
             spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
             held_out[spare] = True
             owed -= len(spare)
             num_train += np.sum(~held_out)
-            yield images, labels.astype(np.int64), held_out
+            shapes = [image.shape for image in images]
+            for shape in dict.fromkeys(shapes):
+                alike = [i for i, other in enumerate(shapes) if other == shape]
+                yield np.stack([images[i] for i in alike]), labels[alike], held_out[alike]
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:

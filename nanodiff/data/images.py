@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.decode import MAX_FILE_BYTES, import_pillow
+from nanodiff.data.buckets import choose_sizes, mean_crop, nearest
+from nanodiff.data.decode import MAX_FILE_BYTES, aspect_ratio, import_pillow
 from nanodiff.files import read_small
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -35,10 +36,14 @@ class Options:
     """Settings of scripts/prepare_data.py."""
 
     resolution: int = 0
+    aspect_buckets: bool = False
+    bucket_images: int = 64
+    side_unit: int = 0
     labels: str = "auto"
     val_fraction: float = 0.05
     seed: int = 0
     workers: int = 1
+    sizes: list = field(default_factory=list)  # found by aspect_buckets: [H, W], ...
 
 
 @dataclass
@@ -240,6 +245,19 @@ def read_table(name: str, payload) -> dict[str, str]:
     return table
 
 
+def measure(items: Iterator, options: Options) -> list[list[int]]:
+    """The sizes of the buckets for these files, (name, payload) each."""
+    ratios = np.array([aspect_ratio(payload) for _, payload in items])
+    ratios = ratios[ratios > 0]  # not NaN
+    unit = options.side_unit or max(2, options.resolution // 16)
+    sizes = choose_sizes(options.resolution, unit, ratios, options.bucket_images)
+    counts = np.bincount(nearest(sizes, ratios), minlength=len(sizes))
+    found = ", ".join(f"{height}x{width} ({n:,})" for (height, width), n in zip(sizes, counts))
+    lost = f"{mean_crop(sizes, ratios):.1%} of an image, {mean_crop([[1, 1]], ratios):.1%} by a square"
+    print0(f"buckets, height x width: {found}; cropped away on average: {lost}")
+    return sizes
+
+
 def read_images(path: Path, kind: str, options: Options) -> Source:
     """The images of one of CONTAINERS."""
     import_pillow()
@@ -256,6 +274,8 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
         print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
     names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
+    if options.aspect_buckets:
+        options.sizes = measure(fetch(names), options)
     drawn = is_val is None
     facts = dict(zip(names, zip(numbers, val_mask(len(names), options) if drawn else is_val)))
     items = ((name, payload, *facts[name]) for name, payload in fetch(names))

@@ -5,6 +5,7 @@ Checkpoints keep its description, `facts`: make_codec makes one to train, load_c
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanodiff.common import UserError
@@ -33,8 +34,21 @@ class Pixels:
 
     def __init__(self, facts: dict):
         self.facts = facts
-        self.shape = (facts["channels"], facts["resolution"], facts["resolution"])  # (C, H, W) of x0
-        self.image_size = facts["resolution"]  # side of decoded images in pixels
+        channels, side = facts["channels"], facts["resolution"]
+        self.shape = (channels, side, side)  # (C, H, W) of x0, for a set in buckets of a square of the same area
+        sizes = facts.get("sizes", [(side, side, 1)])
+        self.shapes = [(channels, h, w) for h, w, _ in sizes]  # all there are
+        self.shares = np.cumsum([n for *_, n in sizes]) / sum(n for *_, n in sizes)  # of the images up to each of them
+        self.image_size = side  # of decoded images in pixels
+
+    def shape_of(self, stored) -> tuple[int, int, int]:
+        """(C, H, W) of the x0 of what the data set stores."""
+        return tuple(stored.shape[1:])
+
+    def row_shape(self, row: int) -> tuple[int, int, int]:
+        """(C, H, W) of the x0 of a row of samples: each of the data's shapes comes as often as it does there."""
+        u = (row + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly, however many there are
+        return self.shapes[np.searchsorted(self.shares, u, side="right")]
 
     def to_x0(self, stored, flip=None, eps=None):
         """What the data set stores -> x0, float32; mirrored where `flip` (N,); `eps` like x0."""
@@ -77,6 +91,10 @@ class Latents(Pixels):
                 if path:
                     raise
                 self.undecodable = f"{error}; give --autoencoder=PATH"
+
+    def shape_of(self, stored):
+        unit = self.info["downsample"] if stored.dtype == torch.uint8 else 1
+        return (self.shape[0], stored.shape[2] // unit, stored.shape[3] // unit)
 
     def to_x0(self, stored, flip=None, eps=None):
         if stored.dtype == torch.uint8:
@@ -129,6 +147,8 @@ def data_facts(dataset) -> dict:
     """What a model must know of the set that it was trained on, to be sampled from without it."""
     facts = {"name": dataset.name, "kind": dataset.meta["kind"]}
     facts |= {"channels": dataset.channels, "resolution": dataset.resolution, "sha256": dataset.sha256}
+    if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:  # height, width, number of images
+        facts["sizes"] = [[*size, len(bucket)] for size, bucket in dataset.buckets.items()]
     return facts | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
 
 
@@ -174,9 +194,11 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
         return Pixels(facts)
     model = open_autoencoder(autoencoder).to(device)
     facts |= {"kind": "latents", "channels": model.latent_channels}
+    check_sides(dataset, model)
     facts["resolution"] = dataset.resolution // model.downsample
+    if "sizes" in facts:
+        facts["sizes"] = [[h // model.downsample, w // model.downsample, n] for h, w, n in facts["sizes"]]
     facts["latents"] = latent_facts(model, str(Path(autoencoder).absolute()), dataset.name)
-    check_size(dataset, 3, facts["resolution"] * model.downsample)
     return Latents(facts, device, model)
 
 
@@ -212,6 +234,17 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
         info = info | {"parts": encoder.parts}
         check_size(dataset, 3, size * encoder.downsample)
     return Latents(facts | {"latents": info}, device, encoder, autoencoder)
+
+
+def check_sides(dataset, autoencoder) -> None:
+    """UserError unless this autoencoder can encode the images of the set."""
+    unit = autoencoder.downsample
+    for size in [(dataset.resolution, dataset.resolution), *dataset.buckets]:
+        if dataset.meta["kind"] != "images" or dataset.channels != 3 or any(side % unit for side in size):
+            given = f"{dataset.meta['kind']}, {dataset.channels} channels of {size[0]}x{size[1]} px"
+            raise UserError(
+                f"data={dataset.name!r} holds {given}; accepted: images, 3 channels, multiples of {unit} px"
+            )
 
 
 def check_size(dataset, channels: int, resolution: int) -> None:

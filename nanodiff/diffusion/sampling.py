@@ -56,30 +56,36 @@ def quartile_sums(t, values, weight, process) -> torch.Tensor:
 def stored_images(dataset, ids, codec, device, generator=None):
     """x0 (N, C, H, W) and labels (N,); latents are drawn by `generator`, or their mean without one."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
-    eps = generator.randn((len(ids), *codec.shape), device) if generator and codec.stochastic else None
+    eps = None
+    if generator and codec.stochastic:
+        eps = generator.randn((len(ids), *codec.shape_of(stored)), device)
     return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
 
 
-def rank_batches(num_images: int, batch_size: int):
-    """This rank's batches of the ids 0 ... num_images - 1, dealt out in turn; (n,) int64 tensors."""
+def in_batches(num_images: int, batch_size: int) -> list[np.ndarray]:
+    """The ids 0 ... num_images - 1."""
+    return np.split(np.arange(num_images), range(batch_size, num_images, batch_size))
+
+
+def rank_batches(batches: list[np.ndarray]):
+    """This rank's batches, dealt out in turn."""
     rank, _, world = get_dist()
-    batches = torch.arange(num_images).split(batch_size)
     for first in range(0, len(batches), world):
         heed_signals()  # to any rank; as often on every rank, whether it has a batch left or not
         if first + rank < len(batches):
             yield batches[first + rank]
 
 
-def gather_batches(compute, num_images: int, batch_size: int, label: str = "") -> list:
-    """[compute(ids) of each of the ranks' batches] on the first rank, their own on the others."""
+def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
+    """[compute(ids) of each batch], drawn by all ranks, on the first rank; their own on the others."""
     done = {}  # first image of a batch -> its result
-    with Progress(-(-num_images // get_dist()[2]), "images", label) as bar:
-        for ids in rank_batches(num_images, batch_size):
-            done[int(ids[0])] = compute(ids.numpy())
+    with Progress(-(-sum(map(len, batches)) // get_dist()[2]), "images", label) as bar:
+        for ids in rank_batches(batches):
+            done[int(ids[0])] = compute(ids)
             bar.update(len(ids))
     for others in gather_objects(done):
         done |= others
-    return [done[first] for first in sorted(done)]
+    return [done[int(ids[0])] for ids in batches if int(ids[0]) in done]
 
 
 @torch.no_grad()
@@ -95,13 +101,14 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     distribution = make_timesteps("uniform" if timesteps == "loss-second-moment" else timesteps, process)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     sums = torch.zeros(2, 4, dtype=torch.float64)
-    for ids in rank_batches(n, batch_size):
+    chosen = val_set.first(n)
+    for ids in rank_batches(val_set.batches(chosen, batch_size)):
         count = len(ids)
-        ids = torch.cat([ids, ids[-1:].expand(batch_size - count)]).numpy()  # a compiled model knows one shape
+        ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model knows one size of batch
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator)
         noise = generator.randn(x0.shape, device)
-        t, weight = distribution.sample(u[ids].to(device))
+        t, weight = distribution.sample(u[np.searchsorted(chosen, ids)].to(device))
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
         sums += quartile_sums(t[:count], loss[:count], weight[:count], process).cpu()
     total, weights = sum_over_ranks(sums, device)
@@ -115,8 +122,7 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
     device = device_of(model)
     n = min(num_images, len(val_set))
     sums = {}
-    for part in rank_batches(n, batch_size):
-        ids = part.numpy()
+    for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
         x0, labels = stored_images(val_set, ids, codec, device)
         terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **conditioning(model.config, x0, labels))
         for name, value in terms.items():
@@ -171,7 +177,8 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
     """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. All ranks draw; None but on the first.
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With data in buckets each row has one
+    shape. All ranks draw; None but on the first.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4
@@ -185,17 +192,16 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     if not num_classes:
         settings = replace(settings, cfg_scale=1.0)
     per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
+    batches = in_batches(n, per_batch if len(codec.shapes) == 1 else columns)
 
     def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
         inputs = {name: value[ids] for name, value in cond.items()}
-        images = sample_images(model, process, ids.tolist(), inputs, codec.shape, settings, per_batch)
+        shape = codec.row_shape(ids[0] // columns)
+        images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
         if low_res:
             low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
             images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
         return codec.to_pixels(images).numpy()
 
-    pixels = gather_batches(draw, n, per_batch, "grid")
-    if get_dist()[0] > 0:
-        return None
-    pixels = np.concatenate(pixels)
-    return make_grid(pixels, 9 if low_res else columns, scale=max(1, 48 // pixels.shape[-1]))  # small ones are enlarged
+    pixels = gather_batches(draw, batches, "grid")
+    return None if get_dist()[0] > 0 else make_grid(pixels, 9 if low_res else columns)

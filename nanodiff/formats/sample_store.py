@@ -94,9 +94,10 @@ class SampleStore:
             write_header(file, images.shape)
             file.write(np.ascontiguousarray(images).data)
 
-    def first(self, n: int) -> np.ndarray:
-        """The first n images (n, H, W, C), or as many as there are."""
-        return np.concatenate([load_part(self.path(k)) for k in range(-(-min(n, self.num_images) // self.size))])[:n]
+    def first(self, n: int) -> list[np.ndarray]:
+        """The first n images, or as many as there are, by parts (k, H, W, C)."""
+        count = -(-min(n, self.num_images) // self.size)
+        return [load_part(self.path(k))[: n - k * self.size] for k in range(count)]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).

@@ -75,8 +75,8 @@ def conv_bn_relu(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
 
 
 def shrink(images: torch.Tensor, resolution: int) -> torch.Tensor:
-    """Average uint8 images down to resolution x resolution pixels; smaller ones stay as they are."""
-    if max(images.shape[-2:]) <= resolution:
+    """Average uint8 images down to resolution x resolution pixels; smaller squares stay as they are."""
+    if images.shape[-2] == images.shape[-1] <= resolution:
         return images
     return F.adaptive_avg_pool2d(images.float(), resolution).round().to(torch.uint8)
 
@@ -138,8 +138,9 @@ def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
     order = torch.arange(dataset.num_images)
     if len(order) > MAX_IMAGES:
         order = torch.randperm(len(order), generator=make_generator(seed))[:MAX_IMAGES].sort().values
-    parts = [shrink(torch.as_tensor(dataset.images(rows.numpy())), resolution) for rows in order.split(chunk)]
-    return torch.cat(parts), torch.as_tensor(dataset.labels(order.numpy()))
+    order = order.numpy()
+    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(order, chunk)]
+    return torch.cat(parts), torch.as_tensor(dataset.labels(order))
 
 
 def get_classifier(train, val, device) -> Classifier:

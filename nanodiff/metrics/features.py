@@ -20,6 +20,7 @@ from nanodiff.diffusion.sampling import (
     SampleSettings,
     count_not_finite,
     gather_batches,
+    in_batches,
     network_evaluations,
     sample_images,
 )
@@ -112,13 +113,21 @@ class ModelSamples:
         ids = torch.as_tensor(ids)
         return self.small.labels[ids % len(self.small.labels)] if self.small else ids % max(self.num_classes, 1)
 
+    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
+        """The ids 0 ... num_images - 1 in batches of one shape; rows of 8 have one, as in scripts/sample.py's grids."""
+        by_shape = {}
+        for row in in_batches(num_images, 8):
+            by_shape.setdefault(self.codec.row_shape(row[0] // 8), []).extend(row)
+        return [np.array(ids)[part] for ids in by_shape.values() for part in in_batches(len(ids), batch_size)]
+
     def images(self, ids) -> torch.Tensor:
-        """(n,) ids -> (n, C, H, W) uint8 on the CPU."""
+        """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         if self.small:
             cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        x0 = sample_images(self.model, self.process, seeds, cond, self.codec.shape, self.settings, len(ids))
+        shape = self.codec.row_shape(ids[0] // 8)
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, len(ids))
         self.not_finite += count_not_finite(x0)
         return self.codec.to_pixels(x0)
 
@@ -141,11 +150,15 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 
 
 @torch.no_grad()
-def collect_features(images_of, num_images: int, network, batch_size: int = 64, label: str = "") -> Features | None:
+def collect_features(
+    images_of, num_images: int, network, batch_size: int = 64, label: str = "", batches=None
+) -> Features | None:
     """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps consecutive ids (n,) to images (n, C, H, W) uint8. Ranks change only the order of float64 sums.
+    `images_of` maps ids (n,), consecutive or one of `batches`, to images (n, C, H, W) uint8. The number of ranks
+    changes only the order of float64 sums.
     """
+    batches = batches or in_batches(num_images, batch_size)
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
@@ -156,11 +169,12 @@ def collect_features(images_of, num_images: int, network, batch_size: int = 64, 
         stats.update(x)
         return x[is_kept[ids]], logits
 
-    rows = gather_batches(compute, num_images, batch_size, label)
+    rows = gather_batches(compute, batches, label)
     stats.all_reduce()
     if get_dist()[0] > 0:
         return None
     some, logits = (torch.cat(parts) for parts in zip(*rows))
+    logits = logits[np.argsort(np.concatenate(batches))]
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
     return Features(stats.mu, stats.sigma, some[shuffled], logits)
 
@@ -174,7 +188,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
-        found = collect_features(dataset.images, len(dataset), network, label="reference")
+        batches = dataset.batches(np.arange(len(dataset)), 64)
+        found = collect_features(dataset.images, len(dataset), network, label="reference", batches=batches)
         return found and dict(mu=found.mu.numpy(), sigma=found.sigma.numpy(), some=found.some.numpy())
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
@@ -212,5 +227,6 @@ class SampleQuality:
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
-        found = collect_features(samples.images, self.num_images, self.network, batch_size, "samples")
+        batches = samples.batches(self.num_images, batch_size)
+        found = collect_features(samples.images, self.num_images, self.network, label="samples", batches=batches)
         return {} if found is None else compare(self.metric, found, self.reference)

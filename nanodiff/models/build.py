@@ -9,6 +9,17 @@ from nanodiff.models.unet import UNet, UNetConfig
 
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
     """The shape that the settings `config` ask for, on data with these `facts` (a codec's)."""
+    model_config = choose_shape(config, facts, out_channels)
+    for height, width, _ in facts.get("sizes", []):
+        if height % model_config.side_unit or width % model_config.side_unit:
+            unit = model_config.side_unit
+            raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
+        if model_config.low_res:
+            raise UserError(f"low_res_size={model_config.low_res}: the data hold {height}x{width}; accepted: squares")
+    return model_config
+
+
+def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")

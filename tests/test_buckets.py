@@ -1,0 +1,271 @@
+"""Images of several shapes: a step holds one shape, a function of (seed, step); an epoch holds each image once."""
+
+import functools
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from processes import run_process
+from tiny_runs import assert_identical, make_autoencoder
+
+from nanodiff.common import UserError, base_dir
+from nanodiff.data.buckets import bucket_sizes, choose_sizes, mean_crop, nearest
+from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.latents import Pixels, data_facts
+from nanodiff.files import load_tensors
+from nanodiff.formats.load import load_run
+from nanodiff.metrics import classifier
+from nanodiff.models.build import build_model, make_model_config
+from nanodiff.models.dit import DiTConfig, on_grid, position_table, sincos_axis
+from nanodiff.png import decode_png
+
+
+class Buckets:
+    """`counts` images of as many shapes; each shows its own index."""
+
+    endless = False
+
+    def __init__(self, *counts):
+        ends = np.cumsum(counts).tolist()
+        self.buckets = {(2, 2 * k + 2): range(end - n, end) for k, (n, end) in enumerate(zip(counts, ends))}
+
+    def __len__(self):
+        return sum(len(bucket) for bucket in self.buckets.values())
+
+    def images(self, indices):
+        (size,) = {size for size, bucket in self.buckets.items() if any(i in bucket for i in indices)}  # only one
+        return np.broadcast_to(np.asarray(indices, np.int64)[:, None, None, None], (len(indices), 1, *size)).copy()
+
+    def labels(self, indices):
+        return np.asarray(indices)
+
+
+def take(counts, steps, batch, total, world=1, start_step=0, seed=3):
+    """The images of each step, in the order of the whole batch."""
+    taken = []
+    loaders = [DataLoader(Buckets(*counts), batch, total, rank, world, seed, start_step) for rank in range(world)]
+    for _ in range(steps):
+        taken.append([])
+        for _ in range(total // (batch * world)):
+            for loader in loaders:
+                images, labels = next(loader)
+                assert (images.flatten(1) == labels[:, None]).all()
+                taken[-1] += labels.tolist()
+    for loader in loaders:
+        loader.close()
+    return taken
+
+
+COUNTS = (50, 7, 24, 3)
+
+
+@pytest.mark.parametrize(("world", "batch"), [(1, 2), (2, 4), (4, 1)])
+def test_a_step_depends_neither_on_ranks_nor_on_the_micro_batch(world, batch):
+    assert take(COUNTS, 12, batch, 8, world) == take(COUNTS, 12, 8, 8)
+
+
+def test_starting_at_a_step_is_as_having_run_to_it():
+    assert take(COUNTS, 5, 8, 8, start_step=31) == take(COUNTS, 36, 8, 8)[31:]
+
+
+def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
+    data, steps, total = (
+        Buckets(*COUNTS),
+        84 * 3,
+        8,
+    )  # 24 epochs, after which all comes out even
+    taken = take(COUNTS, steps, total, total)
+    seen = np.bincount(np.concatenate(taken), minlength=len(data))
+    assert (seen == 24).all()
+    for epoch in range(1, 24):
+        seen = np.bincount(np.concatenate(taken[: epoch * len(data) // total]), minlength=len(data))
+        for bucket in data.buckets.values():
+            part = seen[bucket.start : bucket.stop]
+            assert part.max() - part.min() <= 1  # never a second time before all had their turn
+            assert abs(part.sum() - epoch * len(bucket)) <= total * len(COUNTS)
+    order = [next(k for k, bucket in enumerate(data.buckets.values()) if step[0] in bucket) for step in taken]
+    assert len(set(map(tuple, np.array(order[:80]).reshape(8, 10)))) > 1  # the buckets are shuffled
+
+
+def test_the_first_steps_of_far_epochs_are_found_without_a_replay():
+    far = 10**9
+    assert take(COUNTS, 2, 8, 8, start_step=far)[1] == take(COUNTS, 1, 8, 8, start_step=far + 1)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which sizes
+
+
+def test_sizes_have_one_area_and_every_ratio_has_one_near():
+    for resolution, unit in ((32, 2), (64, 4), (256, 16), (512, 32)):
+        sizes = np.array(bucket_sizes(resolution, unit))
+        assert len(sizes) == 7 and [resolution, resolution] in sizes.tolist() and not (sizes % unit).any()
+        np.testing.assert_allclose(sizes.prod(1), resolution**2, rtol=0.09)
+        assert (sizes[:, ::-1][::-1] == sizes).all()  # a tall size for each wide one
+    ratios = np.exp(np.linspace(np.log(9 / 16), np.log(16 / 9), 1000))
+    assert mean_crop(bucket_sizes(256, 16), ratios) < 0.06 < 0.2 < mean_crop([[1, 1]], ratios)
+
+
+def test_small_buckets_are_merged_into_their_neighbours():
+    ratios = np.array([1.5] * 40 + [1.3] * 9 + [0.7] * 20)
+    sizes = choose_sizes(64, 4, ratios, least=10)
+    assert np.bincount(nearest(sizes, ratios)).tolist() == [20, 49]
+    assert len(choose_sizes(64, 4, ratios, least=9)) == 3 and len(choose_sizes(64, 4, ratios, least=1000)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(4, 4), (3, 6), (7, 2), (16, 16)])
+def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows, cols):
+    config = DiTConfig(8, 3, 3, 2, 32, 1, 2, 0)  # 4 x 4 tokens
+    table = position_table(sincos_axis(config), rows, cols).view(rows, cols, 32)
+    down = torch.arange(rows)[:, None] + (4 - rows) / 2
+    across = torch.arange(cols)[None] + (4 - cols) / 2
+    omega = 10000.0 ** -(torch.arange(8) / 8)
+    parts = [f((x[..., None] * omega).expand(rows, cols, 8)) for x in (across, down) for f in (torch.sin, torch.cos)]
+    torch.testing.assert_close(table, torch.cat(parts, -1))
+
+
+def test_rope_of_a_rectangle_depends_on_offsets_only():
+    model = build_model(DiTConfig(8, 3, 3, 2, 32, 1, 2, 0), "cpu", 0)
+    block, rotation = model.blocks[0], torch.cat(on_grid(model.rotation, 2, 7), dim=-1)[:, :, None, None]
+    one = torch.randn(1, 1, 3, 2, 16)
+    q, k, _ = block.rotate(one.expand(1, 14, 3, 2, 16), rotation)
+    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, 2, 7, 2, 7)
+    torch.testing.assert_close(scores[:, :, 2:, :, 2:], scores[:, :, :-2, :, :-2], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["dit", "dit_classic", "unet"])
+def test_models_take_any_rectangle_of_whole_units(arch):
+    facts = dict(resolution=16, channels=3, num_classes=5, sizes=[[12, 20, 9], [16, 16, 9]])
+    config = dict(
+        arch=arch, depth=1, patch_size=4, low_res_size=0, class_cond=True, checkpointing=False, heads=0, width=0
+    )
+    config |= dict(num_res_blocks=1, attention_resolutions="8", use_scale_shift_norm=True, dropout=0.0)
+    model = build_model(make_model_config(config, facts, 3), "cpu", 0).eval()
+    for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
+        x = torch.randn(2, 3, height, width)
+        assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
+    with pytest.raises(UserError, match="the data hold 12x18; the model accepts multiples of 4"):
+        make_model_config(config, facts | dict(sizes=[[12, 18, 9]]), 3)
+    with pytest.raises(UserError, match="low_res_size=4: the data hold 12x20; accepted: squares"):
+        make_model_config(config | dict(low_res_size=4), facts, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From photographs to samples
+
+RUN = (
+    "--data=photos --depth=1 --patch_size=4 --total_batch_size=4 --num_iterations=7 --save_every=3 --sample_every=-1 "
+    "--log_every=1 --compile=False --dtype=float32 --device_type=cpu"
+).split()  # fmt: skip
+
+
+@pytest.fixture
+def photos(base, tmp_path, run_script):
+    """Stripes in four shapes and two classes, as files; a set in the three buckets that have enough of them."""
+    Image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    for i, (height, width) in enumerate([(30, 20)] * 9 + [(40, 60)] * 8 + [(25, 25)] * 7 + [(25, 45)] * 2):
+        pixels = np.full((height, width, 3), rng.integers(256, size=3), np.uint8)
+        pixels[:: 2 + i % 2] = 0
+        file = tmp_path / "in" / "ab"[i % 2] / f"{i:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        if i < 4:  # these lie on their side
+            pixels, exif[0x0112] = pixels.transpose(1, 0, 2), 6
+        Image.fromarray(pixels).save(file, exif=exif)
+    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets", "--bucket_images=4")
+    run_script("prepare_data", *args, "--name=photos", "--workers=1", "--val_fraction=0.2")
+    return open_dataset("photos")
+
+
+def losses(tag):
+    lines = (base_dir() / "runs" / tag / "metrics.jsonl").read_text().splitlines()
+    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
+
+
+def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos, capsys):
+    assert set(photos.buckets) == {(20, 12), (16, 16), (12, 20)}
+    assert len(photos) == 21 and verify(photos)[0] == 2 + 3 + len(open_dataset("photos", "val").buckets)
+    for size, bucket in photos.buckets.items():
+        assert photos.images(bucket).shape == (len(bucket), 3, *size)
+    assert photos.images(photos.buckets[16, 16]).any(1)[:, 1].all()  # a stripe each, whatever the shape
+    with pytest.raises(ValueError):  # a batch of several shapes
+        photos.images([0, 20])
+    facts = data_facts(photos)
+    assert sum(n for *_, n in facts["sizes"]) == 21 and facts["resolution"] == 16
+
+
+def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exact(photos, run_script):
+    run_script("base_train", *RUN, "--model_tag=one")
+    assert len(set(losses("one"))) == 7
+    run_script("base_train", *RUN, "--model_tag=micro", "--device_batch_size=1")
+    run_process("base_train", *RUN, "--model_tag=two", "--device_batch_size=2", ranks=2)
+    np.testing.assert_allclose(losses("micro"), losses("one"), rtol=1e-5)
+    np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
+    folder = base_dir() / "runs"
+    shutil.copytree(folder / "one", folder / "again")
+    shutil.rmtree(folder / "again" / "checkpoints" / "step_000007")  # the newest is now of step 6, within an epoch
+    run_script("base_train", *RUN, "--model_tag=again")
+    ends = [load_tensors(folder / tag / "checkpoints" / "step_000007" / "model.pt") for tag in ("one", "again")]
+    assert_identical(*ends)
+
+
+def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, run_script, monkeypatch, capsys):
+    run_script("base_train", *RUN, "--model_tag=run", "--num_iterations=1", "--sample_every=0", "--sample_steps=1")
+    folder = base_dir() / "runs" / "run"
+    grid = decode_png(next((folder / "samples").glob("*.png")).read_bytes())
+    assert grid.shape[1] == 8 * (20 * 2 + 2) + 2  # the widest row, enlarged
+    args = ("--run=run", "--steps=1", "--dtype=float32", "--device_type=cpu")
+    run_script("sample", *args, "--num_images=24", f"--out={folder / 'mixed'}")
+    rows = decode_png((folder / "mixed.png").read_bytes())
+    run_script("sample", *args, "--num_images=8", "--size=12x20", "--npz", f"--out={folder / 'wide'}")
+    assert np.load(folder / "wide.npz")["arr_0"].shape == (8, 12, 20, 3)
+    heights = [Pixels(data_facts(photos)).row_shape(row)[1] for row in range(3)]
+    assert rows.shape == (sum(2 * height + 4 for height in heights), 8 * (20 * 2 + 2) + 2, 3)
+    for wrong, line in (
+        (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH in pixels, multiples of 4 up to 64"),
+        (["--size=100x4"], "multiples of 4 up to 64"),
+        (["--npz"], "one file holds images of one size; give --size="),
+    ):
+        with pytest.raises(UserError, match=line):
+            run_script("sample", *args, *wrong)
+    quick = functools.partial(classifier.train_classifier, total_images=40, batch_size=20)
+    monkeypatch.setattr(classifier, "train_classifier", quick)
+    run_script("base_eval", *args, "--metric=fd_classifier", "--num_images=40")
+    assert np.isfinite(json.loads(next(folder.glob("eval_fd_*")).read_text())["fd_classifier"])
+    run_script("base_eval", "--run=run", "--metric=loss", "--device_type=cpu")
+    run_script("export", "--run=run", f"--out={folder / 'model.safetensors'}")
+    loaded = load_run(str(folder / "model.safetensors"), "cpu")
+    assert loaded.data["sizes"] == data_facts(photos)["sizes"]
+    run_script("lora_train", "--base=run", *RUN[-3:], "--data=photos", "--num_iterations=2", "--total_batch_size=4")
+
+
+def test_latents_keep_the_buckets(photos, run_script, tmp_path):
+    vae = make_autoencoder(tmp_path / "vae")
+    run_script("cache_latents", "--data=photos", f"--autoencoder={vae}", "--name=latents", "--device_type=cpu")
+    latents = open_dataset("latents")
+    assert latents.buckets == {(h // 4, w // 4): bucket for (h, w), bucket in photos.buckets.items()}
+    assert verify(latents)[0] == verify(photos)[0] and (latents.labels(range(21)) == photos.labels(range(21))).all()
+    args = (*RUN, "--patch_size=1", "--num_iterations=3")
+    run_script("base_train", *args, "--data=latents", "--model_tag=cached", "--latent_norm=scale")
+    run_script("base_train", *args, f"--autoencoder={vae}", "--model_tag=live")  # encodes the same images
+    np.testing.assert_allclose(losses("cached"), losses("live"), rtol=0.01)  # fp16
+
+
+def test_mistakes_with_buckets(photos, run_script, tmp_path):
+    for args, line in (
+        (["--resolution=18", "--aspect_buckets"], "resolution=18; accepted with aspect_buckets: multiples of 16"),
+        (["--aspect_buckets"], "resolution=0; accepted with aspect_buckets: multiples of 16"),
+        (["--source=shapes", "--resolution=16", "--aspect_buckets"], "aspect_buckets is for image files"),
+    ):
+        with pytest.raises(UserError, match=line):
+            run_script("prepare_data", f"--path={tmp_path / 'in'}", "--name=x", *args)
+    with pytest.raises(UserError, match="the data hold 20x12; the model accepts multiples of 8"):
+        run_script("base_train", *RUN, "--patch_size=8")
