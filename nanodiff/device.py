@@ -1,6 +1,7 @@
 """The device: choice, dtype, torch.compile, memory, peak FLOP/s."""
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -34,6 +35,8 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
     _, local_rank, world = get_dist()
     device, backend = torch.device(device_type), "gloo"
+    if device_type == "cpu":
+        keep_freed_memory()
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
@@ -48,6 +51,16 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
     if world > 1 and not dist.is_initialized():
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what tensors free for the next ones. By default the kernel takes it back, and hands it out again
+    page by page, zeroed: a tenth of a training step's CPU time. Does nothing without glibc."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option:
+        set_option(-4, 0)  # M_MMAP_MAX: no large block is mapped by itself, and unmapped when freed
+        set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
+        set_option(-2, 2**27)  # M_TOP_PAD: grow in large steps
 
 
 def repeat_bits() -> None:

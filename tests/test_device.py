@@ -1,6 +1,8 @@
 """Devices, dtypes and peaks."""
 
+import ctypes
 import os
+import resource
 import shutil
 import subprocess
 import timeit
@@ -116,6 +118,19 @@ def test_peaks(monkeypatch, name, tflops):
     peak, source = peak_flops(torch.device("cuda"), torch.bfloat16)
     assert peak == pytest.approx(tflops * 1e12) and ("measured" in source) == (tflops == 0.5)
     assert peak_flops(torch.device("cpu"), torch.float32) == (0.5e12, "float32, measured by a matrix product")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
+def test_the_kernel_does_not_hand_out_a_tensors_memory_again_and_again():
+    init_device("cpu")
+
+    def page_faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for size in (2**21, 2**22, 2**23):  # twice 59 MB: 28,672 pages of 4 KiB
+            torch.ones(size) + 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert [page_faults() for _ in range(5)][-1] < 5000
 
 
 def test_a_measured_peak_is_kept(base, monkeypatch):
