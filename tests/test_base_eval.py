@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from processes import on_ranks
 from tiny_runs import TIMELESS, TINY, make_data, make_run
 
 from nanodiff.common import UserError
@@ -253,7 +254,7 @@ def test_settings_of_another_metric_are_refused(run_dir, run_script, capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier, on_ranks):
+def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier):
     few = ["--num_images=13", "--steps=2", "--batch_size=4"]
     stats = open_dataset("tiny").path / "stats_classifier_train.npz"
     for metric, args in (("loss", ["--batch_size=5"]), ("fd_classifier", few)):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_process
-from tiny_runs import assert_identical, make_data, make_run
+from tiny_runs import assert_identical, make_data, make_run, run_script
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -297,14 +297,17 @@ def test_an_overflow_on_one_rank_of_two(tiny):
     assert weights(tiny, "b", 5)["model.pt"]["final.linear.weight"].isfinite().all()
 
 
+def train_twice_with_wandb():
+    for iterations in (2, 3):
+        more = (f"--num_iterations={iterations}", "--resume=changed", "--sample_every=0", "--sample_steps=2")
+        run_script("base_train", *TINY, *more, "--run=offline", "--model_tag=a")["lock"].close()
+
+
 @pytest.mark.slow
 def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
     """The real library, without a network and without an account; pictures do not need Pillow."""
     pytest.importorskip("wandb")
-    args = (*TINY, "--run=offline", "--model_tag=a", "--sample_every=0", "--sample_steps=2")
-    for iterations in (2, 3):
-        more = (f"--num_iterations={iterations}", "--resume=changed")
-        run_process("base_train", *args, *more, WANDB_MODE="offline", WANDB_SILENT="true")
+    run_process(train_twice_with_wandb, WANDB_MODE="offline", WANDB_SILENT="true")
     kept = sorted((tiny / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(kept) == 2 and kept[0].name == kept[1].name and all(p.stat().st_size > 1000 for p in kept)
     ids = [

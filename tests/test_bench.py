@@ -6,11 +6,11 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import redirect_stdout
-from multiprocessing import get_context
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import FORK, on_ranks
 from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import UserError
@@ -132,14 +132,14 @@ def test_mistakes(run_bench, arg, fault):
 
 
 def test_a_candidate_that_dies_ends_the_bench(monkeypatch):
-    monkeypatch.setattr(bench, "new_process", lambda world: ProcessPoolExecutor(1, get_context("fork")))
+    monkeypatch.setattr(bench, "new_process", lambda world: ProcessPoolExecutor(1, FORK))
     monkeypatch.setattr(bench, "candidate", lambda spec: os._exit(7))
     with pytest.raises(UserError, match="process died"):
         bench.measure([{}], 1)
 
 
 @pytest.mark.slow
-def test_two_ranks_take_part_and_one_prints(on_ranks, monkeypatch):
+def test_two_ranks_take_part_and_one_prints(monkeypatch):
     def work(rank):
         with redirect_stdout(io.StringIO()) as out:
             bench.main()
@@ -157,7 +157,7 @@ def test_two_ranks_take_part_and_one_prints(on_ranks, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_steps", [1, 4])
-def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, on_ranks, micro_steps):
+def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, micro_steps):
     """The collectives of 3 steps of the trainer, counted as torch is called."""
     make_data()
     sent = []  # (kind, bytes that a rank sends on a ring of two)

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pytest
 import torch
+from processes import on_ranks
 
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
@@ -117,7 +118,7 @@ def test_a_classifier_is_trained_once_and_again_for_other_data_or_if_corrupt(eas
 
 
 @pytest.mark.slow
-def test_the_first_rank_trains_for_all(easy, on_ranks, monkeypatch):
+def test_the_first_rank_trains_for_all(easy, monkeypatch):
     def work(rank):
         init_device("cpu")
         with redirect_stdout(io.StringIO()) as printed:

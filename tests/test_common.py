@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import FORK, Started
 
 from nanodiff import common
 from nanodiff.common import (
@@ -162,19 +163,16 @@ def test_progress_is_for_terminals(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_ends(number):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            stop = StopSignal()
-            assert stop.agreed() == 0
-            os.kill(os.getpid(), number)
-            time.sleep(0.01)
-            assert stop.agreed() == number  # and it goes on
-            os.kill(os.getpid(), number)
-            time.sleep(10)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
+    def run():
+        stop = StopSignal()
+        assert stop.agreed() == 0
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert stop.agreed() == number  # and it goes on
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    assert Started(run, context=FORK).wait().returncode == 128 + number
 
 
 def test_errors_within_a_collective():
@@ -191,23 +189,18 @@ def test_errors_within_a_collective():
 def leaving_reader(work):
     """(what a reader gets that leaves after one line, the exit code of work() in a fork that prints to it)."""
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(reader)
-            os.dup2(writer, 1)
-            sys.stdout = open(1, "w")
-            work()
-            code = 7
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            os._exit(code)
+
+    def run():
+        os.close(reader)
+        os.dup2(writer, 1)
+        work()
+        sys.exit(7)
+
+    running = Started(run, context=FORK)
     os.close(writer)
     with open(reader) as pipe:
         line = pipe.readline()
-    return line, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return line, running.wait().returncode
 
 
 def test_a_reader_that_goes_away_ends_nothing(run_script):

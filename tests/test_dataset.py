@@ -2,16 +2,14 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_process
+from processes import on_ranks, run_process
 
 from nanodiff import files
 from nanodiff.common import UserError
@@ -182,22 +180,9 @@ def test_unknown_name_and_split_tell_what_there_is(base):
 # shapes
 
 
-def first_use(queue, base):
-    os.environ["NANODIFF_BASE_DIR"] = str(base)
-    shapes.NUM_IMAGES.update(train=3000, val=1000)  # again: it may be a process of its own
-    queue.put(open_dataset("shapes").images([0, 2999]).tobytes())
-
-
 def test_shapes_are_drawn_once_though_several_ask_at_once(base):
-    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-    queue = context.Queue()
-    ranks = [context.Process(target=first_use, args=(queue, base)) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    seen = {queue.get(timeout=60) for _ in ranks}
-    for rank in ranks:
-        rank.join()
-    assert len(seen) == 1 and not leftovers(base)
+    seen = on_ranks(lambda rank: open_dataset("shapes").images([0, 2999]).tobytes(), ranks=3)
+    assert len(set(seen)) == 1 and not leftovers(base)
     verify(open_dataset("shapes", "val"))
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import on_ranks
 from tiny_runs import make_data
 
 from nanodiff.common import UserError
@@ -75,7 +76,7 @@ def test_the_features_kept_are_a_random_choice(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_computes(base, on_ranks):
+def test_two_ranks_compute_what_one_computes(base):
     make_data()
     network, images, dataset = make_network(), draw_shapes(41, seed=0)[0], open_dataset("tiny")
 

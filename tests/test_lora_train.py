@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import run_ranks
+from processes import run_process
 from tiny_runs import TIMELESS, make_data, make_run
 
 from nanodiff.common import UserError
@@ -82,7 +82,7 @@ def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
     """One takes 16 images at a time, the two take 4."""
     args = (*TINY, "--weight_decay=0.1", "--targets=qkv")
     run_script("lora_train", *args, "--model_tag=one")
-    run_ranks(run_script, "lora_train", *args, "--device_batch_size=4", "--model_tag=two")
+    run_process("lora_train", *args, "--device_batch_size=4", "--model_tag=two")
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
     # and a checkpoint of two ranks goes on with one
     for tag in ("one", "two"):

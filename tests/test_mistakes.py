@@ -4,17 +4,14 @@ import gc
 import gzip
 import hashlib
 import json
-import multiprocessing
 import pickle
-import runpy
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import run_process
 from image_helpers import idx, make_folder, write_cifar, write_mnist
+from processes import on_ranks, run_process
 from tiny_runs import TINY, make_data
 
 from nanodiff.common import UserError
@@ -88,19 +85,6 @@ def damage_published(root):
     torch.save({name: torch.zeros(1) for name in flat}, root / "flat.pt")
 
 
-def train(*args):
-    """One step of training, in a fork of this process."""
-
-    def run():
-        sys.argv = [*TRAIN, "--num_iterations=1", *args]
-        runpy.run_module("scripts.base_train", run_name="__main__")
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """The base folder and current folder: a set, runs of one step, and files that are wrong in many ways."""
@@ -112,9 +96,8 @@ def place(tmp_path_factory):
         with DatasetWriter("single") as writer:
             writer.append("train", np.zeros((1, 3, 16, 16), np.uint8))
             writer.append("val", np.zeros((1, 3, 16, 16), np.uint8))
-        train("--model_tag=a")
-        train("--model_tag=gauss", "--objective=eps", "--num_timesteps=30")
-        train("--model_tag=plain", "--class_cond=False")
+        for tag, *args in (("a",), ("gauss", "--objective=eps", "--num_timesteps=30"), ("plain", "--class_cond=False")):
+            run_process(*TRAIN, "--num_iterations=1", f"--model_tag={tag}", *args)
         for tag in ("broken", "torn"):
             shutil.copytree(root / "runs" / "a", root / "runs" / tag)
             model = root / "runs" / tag / "checkpoints" / "step_000001" / "model.pt"
@@ -254,7 +237,7 @@ def test_as_the_user_sees_it(place, arguments):
     assert done.returncode == 2 and line.startswith("error: ") and arguments[-1].partition("=")[2] in line
 
 
-def test_more_ranks_than_images(place, run_script, on_ranks):
+def test_more_ranks_than_images(place, run_script):
     def work(rank):
         with pytest.raises(UserError, match=r"more ranks \(2\) than images \(1\)"):
             run_script(*TRAIN, "--data=single", "--num_iterations=1")

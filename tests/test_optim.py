@@ -3,15 +3,14 @@
 import copy
 import json
 import math
-import sys
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
+from processes import run_process
 
 from nanodiff.common import UserError
 from nanodiff.models.dit import DiT, DiTConfig
@@ -328,12 +327,11 @@ CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not
 OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 
-def two_ranks(rank, folder):
+def two_ranks(folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
     optim_module.choose_dtype = lambda *_: torch.float32
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     rows, found = slice(32 * rank, 32 * rank + 32), {}
     for case in CASES:
         model = Toy(seed=rank)
@@ -372,8 +370,7 @@ def two_ranks(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    start = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"  # forks import nothing
-    mp.start_processes(two_ranks, (str(folder),), nprocs=2, start_method=start)
+    run_process(two_ranks, folder, ranks=2)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

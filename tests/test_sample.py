@@ -3,13 +3,8 @@
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
-import runpy
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, command, kill_all
+from processes import FORK, Started, run_process
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 from nanodiff.common import UserError
@@ -235,47 +230,23 @@ def test_network_evaluations(num_classes):
 LONG = ("--run=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts, one of 2
 
 
-def forked(args, ranks=1, before=None):
-    """Run scripts/sample.py in forked processes, one thread each; their exit codes, or minus the signals.
-
-    `before(rank)` runs first in each. When one is killed, so are the others, as torchrun does it.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def run(rank):
-        torch.set_num_threads(1)
-        if ranks > 1:  # what torchrun tells a rank
-            told = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            os.environ.update({name: str(value) for name, value in told.items()})
-        sys.argv = ["sample", *TIMELESS, *map(str, args)]
-        if before:
-            before(rank)
-        runpy.run_module("scripts.sample", run_name="__main__")
-
-    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes):
-        if min(process.exitcode or 0 for process in processes) < 0:
-            for process in processes:
-                process.kill()
-        time.sleep(0.005)
-    return [process.exitcode for process in processes]
+def forked(*args, ranks=1, before=None):
+    """scripts/sample.py in forks of this process."""
+    more = dict(ranks=ranks if ranks > 1 else 0, before=before)
+    return Started("sample", *TIMELESS, *args, context=FORK, **more)
 
 
 def after_one_part(number, of=0):
     """For forked: rank `of` gets signal `number` when it is about to write its second part."""
 
-    def before(rank):
+    def before():
         write, signals = SampleStore.write, iter([0, number])
 
         def write_or_die(*args):
             os.kill(os.getpid(), next(signals, 0))
             write(*args)
 
-        if rank == of:
+        if int(os.environ.get("RANK", 0)) == of:
             SampleStore.write = write_or_die
 
     return before
@@ -285,7 +256,7 @@ def after_one_part(number, of=0):
 def alone(runs, tmp_path_factory):
     """The bytes of LONG's files, drawn by one process in one go."""
     out = tmp_path_factory.mktemp("alone") / "a"
-    assert forked((*LONG, f"--out={out}")) == [0]
+    assert forked(*LONG, f"--out={out}").wait().returncode == 0
     return Path(f"{out}.npz").read_bytes(), Path(f"{out}.png").read_bytes()
 
 
@@ -302,9 +273,9 @@ def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, monkeypatch, ra
     monkeypatch.setattr(evaluation, "sample_images", counted)
     *killed, last = ranks
     for n in killed:
-        assert forked(args, n, after_one_part(signal.SIGKILL))[0] == -signal.SIGKILL
+        assert forked(*args, ranks=n, before=after_one_part(signal.SIGKILL)).wait().returncode == -signal.SIGKILL
         assert not (tmp_path / "a.npz").exists()
-    assert forked(args, last) == [0] * last
+    assert forked(*args, ranks=last).wait().returncode == 0
     assert ((tmp_path / "a.npz").read_bytes(), (tmp_path / "a.png").read_bytes()) == alone
     assert not list(tmp_path.glob(".a*"))
     seeds = drawn.read_text().split()
@@ -313,28 +284,28 @@ def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, monkeypatch, ra
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, capfd, ranks):
+def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, ranks):
     args = (*LONG, f"--out={tmp_path / 'a'}")
-    assert forked(args, ranks, after_one_part(signal.SIGTERM, of=ranks - 1)) == [128 + signal.SIGTERM] * ranks
-    assert "stopped by signal 15 at " in capfd.readouterr().out and not (tmp_path / "a.npz").exists()
+    running = forked(*args, ranks=ranks, before=after_one_part(signal.SIGTERM, of=ranks - 1))
+    assert "stopped by signal 15 at " in running.wait().stdout and not (tmp_path / "a.npz").exists()
+    assert running.codes() == [128 + signal.SIGTERM] * ranks
     assert len(list((tmp_path / ".a.npz.parts").glob("*.npy"))) == (2 if ranks == 1 else 6 + 2)  # all of rank 0's
-    assert forked(args, ranks) == [0] * ranks
-    assert f"{8 if ranks == 1 else 22 + 8} of 42 images are there already" in capfd.readouterr().out
+    done = forked(*args, ranks=ranks).wait()
+    assert done.returncode == 0 and f"{8 if ranks == 1 else 22 + 8} of 42 images are there already" in done.stdout
     assert (tmp_path / "a.npz").read_bytes() == alone[0]
 
 
 @pytest.mark.slow
 def test_real_processes_killed(tmp_path):
-    """torchrun and its two ranks, killed from outside; one process goes on."""
-    args = ("--run=flow", "--npz", "--num_images=640", "--batch_size=4", "--sampler=euler", "--steps=2")
-    assert forked((*args, f"--out={tmp_path / 'alone'}")) == [0]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command("sample", "--", *TIMELESS, *args, f"--out={tmp_path / 'a'}", ranks=2), env=env)
-    while len(list(tmp_path.glob(".a.npz.parts/*.npy"))) < 20 and process.poll() is None:
+    """Two ranks, killed from outside; one process goes on."""
+    args = ("--run=flow", "--npz", "--num_images=320", "--batch_size=4", "--sampler=euler", "--steps=2")
+    run_process("sample", *TIMELESS, *args, f"--out={tmp_path / 'alone'}")
+    running = Started("sample", *TIMELESS, *args, f"--out={tmp_path / 'a'}", ranks=2)
+    while len(list(tmp_path.glob(".a.npz.parts/*.npy"))) < 10 and not any(running.codes()):
         time.sleep(0.002)
-    kill_all(process)
-    assert process.returncode == -signal.SIGKILL and not (tmp_path / "a.npz").exists()
-    assert forked((*args, f"--out={tmp_path / 'a'}")) == [0]
+    running.kill()
+    assert running.codes() == [-signal.SIGKILL] * 2 and not (tmp_path / "a.npz").exists()
+    run_process("sample", *TIMELESS, *args, f"--out={tmp_path / 'a'}")
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "alone.npz").read_bytes()
 
 

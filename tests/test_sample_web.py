@@ -10,13 +10,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command
+from conftest import ROOT
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs
 from webdriver import CHROMEDRIVER, Browser
 
@@ -233,7 +234,7 @@ class Server:
 
     def __init__(self, *args):
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        args = command("sample_web", "--port=0", *TIMELESS, *args)
+        args = [sys.executable, "-m", "scripts.sample_web", "--port=0", *TIMELESS, *args]
         self.process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self.url = re.search(r"http://127\.0\.0\.1:\d+/", self.line("open"))[0]
 

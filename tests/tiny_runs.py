@@ -1,12 +1,11 @@
 """A tiny data set, and runs of it with weights that depend on everything, for tests of what comes after training."""
 
 import json
-import multiprocessing
-import os
 import runpy
 import sys
 
 import torch
+from processes import run_process
 
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
@@ -70,22 +69,19 @@ def make_run(run_script, tag, *args):
     return run_dir
 
 
+def run_script(name, *args):
+    """As the fixture of this name, in a process that does nothing else."""
+    sys.argv = [name, *args]
+    return runpy.run_module(f"scripts.{name}", run_name="__main__")
+
+
+def make_data_and_runs(runs):
+    make_data()
+    make_data("large", resolution=32)
+    for tag, args in runs.items():
+        make_run(run_script, tag, *args)
+
+
 def make_runs(base, **runs):
     """Data and runs (tag=arguments) in the folder `base`, made by a process of their own: once for many tests."""
-
-    def run(name, *args):
-        sys.argv = [name, *args]
-        return runpy.run_module(f"scripts.{name}", run_name="__main__")
-
-    def make():
-        torch.set_num_threads(1)
-        os.environ["NANODIFF_BASE_DIR"] = str(base)
-        make_data()
-        make_data("large", resolution=32)
-        for tag, args in runs.items():
-            make_run(run, tag, *args)
-
-    process = multiprocessing.get_context("fork").Process(target=make)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    run_process(make_data_and_runs, runs, NANODIFF_BASE_DIR=str(base))
