@@ -1,6 +1,6 @@
 """Photographs as latents, on two CPU cores: six minutes of a small DiT, which begins to memorise them.
 
-python -m scripts.prepare_data --path=FOLDER_OF_PHOTOS --resolution=256 --name=photos
+python -m scripts.prepare_data --path=FOLDER --resolution=256 --name=photos --aspect_buckets --side_unit=32
 python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth --flip --name=photos_latents
 """
 

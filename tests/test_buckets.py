@@ -18,7 +18,7 @@ from nanodiff.data.latents import Pixels, data_facts
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
-from nanodiff.models.build import build_model, make_model_config
+from nanodiff.models.build import build_model, compile_parts, make_model_config
 from nanodiff.models.dit import DiTConfig, on_grid, position_table, sincos_axis
 from nanodiff.png import decode_png
 
@@ -155,6 +155,17 @@ def test_models_take_any_rectangle_of_whole_units(arch):
         make_model_config(config, facts | dict(sizes=[[12, 18, 9]]), 3)
     with pytest.raises(UserError, match="low_res_size=4: the data hold 12x20; accepted: squares"):
         make_model_config(config | dict(low_res_size=4), facts, 3)
+
+
+def test_shapes_of_as_many_tokens_share_their_graphs():
+    model = build_model(DiTConfig(16, 3, 3, 4, 32, 2, 2, 0), "cpu", 0)
+    graphs = []
+    compile_parts(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    counts = []
+    for height, width in ((16, 16), (12, 20), (20, 12), (16, 16)):
+        model(torch.zeros(2, 3, height, width), torch.zeros(2))
+        counts.append(len(graphs))
+    assert counts == [counts[0], 2 * counts[0], 2 * counts[0], 2 * counts[0]] and counts[0] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

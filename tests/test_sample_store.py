@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from test_checkpoint import in_child
+from processes import FORK, Started
 
 from nanodiff.common import UserError
 from nanodiff.formats import sample_store
@@ -169,7 +169,7 @@ def test_kill_9(tmp_path, expected, moment):
             store.close = kill
         finish(store)
 
-    assert in_child(until_killed) == -signal.SIGKILL
+    assert Started(until_killed, context=FORK).wait().returncode == -signal.SIGKILL
     assert (tmp_path / "a.npz").exists() == (moment == "end")
     assert bool(list(tmp_path.rglob(".000002.npy.*"))) == (moment == "part")  # half-written, and harmless
     store = make(tmp_path)
@@ -195,7 +195,7 @@ def test_no_room_on_the_disk(tmp_path, limit, parts):
             draw(store)
             finish(store)
 
-    assert in_child(without_room) == 0
+    assert Started(without_room, context=FORK).wait().returncode == 0
     left = sorted(p.name for p in (tmp_path / ".a.npz.parts").iterdir())
     assert left == [".lock", *(f"{k:06d}.npy" for k in range(parts)), "protocol.json"]
     assert (tmp_path / "a.npz").read_bytes() == b"older"

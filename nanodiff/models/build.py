@@ -72,13 +72,19 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
 
 def compile_parts(model: torch.nn.Module, backend: str = "inductor") -> torch.nn.Module:
     """Compile the model's blocks in place, each by itself; those of one shape share a graph, whatever the depth."""
-    from torch import _dynamo  # here, as it takes seconds
-    from torch._inductor import config
+    from torch._inductor import config  # here, as it takes seconds
 
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # else 10 s of test programs: is the C++ compiler too old for this CPU?
-    # By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks
-    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
+    allow_graphs()
     for part in model.parts():
         part.compile(backend=backend, dynamic=False)
     return model
+
+
+def allow_graphs() -> None:
+    """By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks, and images in
+    aspect buckets have up to seven shapes, in training and in evaluation."""
+    from torch import _dynamo
+
+    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
