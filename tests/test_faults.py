@@ -125,7 +125,7 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ra
 TORCHRUN = """
 import runpy, sys
 from test_faults import inject
-inject(("1", 5, "SIGKILL"), ("0", 4, "SIGTERM to torchrun"))
+inject(("1", 5, "SIGKILL"), ("0", 5, "SIGTERM to torchrun"))  # not 4: by then the other rank may not heed it yet
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
