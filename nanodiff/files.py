@@ -77,13 +77,19 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder, replacing what is there."""
+    """Rename a finished folder, replacing what is there, which comes back if that fails."""
     temporary.chmod(0o755)
     fsync_dir(temporary)
     old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
-    if final.exists():
+    replaces = final.exists()
+    if replaces:
         os.rename(final, old)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        if replaces:
+            os.rename(old, final)
+        raise
     fsync_dir(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -286,7 +286,6 @@ while True:
     loop["train_time_s"] += dt
     if first_of_shape and not log_now:
         print0(f"first step: {dt:.1f} s (shape {len(shapes_trained)} of {len(codec.shapes)})")
-        data_wait_since = 0.0
     else:
         steps_since += 1
         seconds_since += dt

@@ -264,3 +264,20 @@ def test_an_embedded_set_of_an_older_version_is_drawn_anew(base):
         with DatasetWriter("shapes", CLASS_NAMES, source=source, overwrite=True) as writer:
             writer.append("train", *draw_shapes(16, seed=0))
         assert (len(open_dataset("shapes")) == 16) == is_kept
+
+
+def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
+    old, new, rename = tmp_path / "old", tmp_path / "new", os.rename
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+
+    def fail(source, target):
+        if source == new:
+            raise OSError("no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        files.publish_folder(new, old)
+    assert (old / "name").read_text() == "old"
