@@ -19,6 +19,7 @@ import collections
 import contextlib
 import itertools
 import json as json_format
+import math
 import multiprocessing
 import os
 import re
@@ -47,7 +48,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.build import build_model, compile_parts
+from nanodiff.models.build import build_model, check_sizes, compile_parts
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.training.ema import EMA
@@ -60,11 +61,11 @@ dtypes = "auto"  # of auto, bfloat16, float16, float32
 compiles = "True"  # of True, False: torch.compile
 batch_sizes = "32"  # images per step of each rank
 optimizers = "adamw"  # of adamw, muon
+image_sizes = "32"  # of synthetic images, in pixels; rectangles, as in 64,72x56, after the square of the same area
 checkpointing = False  # each candidate also with recomputed activations
 # Data
 data = ""  # name of a data set, or its folder; "" = synthetic
 autoencoder = ""  # path: encode on the fly; with synthetic data, each candidate also with cached latents
-image_size = 32  # >= 1: side of synthetic images in pixels
 num_classes = 10  # >= 0: classes of synthetic images; 0 = unconditional
 patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
 # What to time
@@ -82,6 +83,7 @@ json = False  # print one JSON object instead of the tables
 RULES = {
     "arch": "dit_classic|dit|unet", "depth": ">= 1", "dtype": "auto|bfloat16|float16|float32",
     "compile": "True|False", "batch_size": ">= 1", "optimizer": "adamw|muon",
+    "image_size": "a side, then sides or HEIGHTxWIDTH",
 }  # fmt: skip
 PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkpointing": False, "online": True}
 
@@ -91,9 +93,18 @@ PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "checkp
 
 def parse_list(name: str, text: str) -> list:
     items = [literal(item) for item in text.split(",")]
-    if any(isinstance(item, float) or not satisfies(item, RULES[name]) for item in items):
+    if name == "image_size":
+        refused = not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3}(x[1-9]\d{0,3})?)*", text)
+    else:
+        refused = any(isinstance(item, float) or not satisfies(item, RULES[name]) for item in items)
+    if refused:
         raise UserError(f"{name}s={text!r}; accepted: {RULES[name]}, comma-separated")
     return items
+
+
+def height_width(spec: dict) -> tuple[int, int]:
+    height, _, width = str(spec["image_size"]).partition("x")
+    return int(height), int(width or height)
 
 
 def candidates(config: dict, table: str) -> list[dict]:
@@ -121,6 +132,7 @@ def describe(spec: dict, device) -> str:
     is_training = spec["table"] == "training"
     words = [
         f"{spec['arch']} d{spec['depth']}, batch {spec['batch_size']}",
+        len(parse_list("image_size", spec["image_sizes"])) > 1 and f"{spec['image_size']} px",
         str(devices.choose_dtype(spec["dtype"], device)).removeprefix("torch."),
         "compiled" if spec["compile"] else "eager",
         spec["optimizer"] if is_training else f"{spec['sample_steps']} steps",
@@ -137,20 +149,23 @@ def describe(spec: dict, device) -> str:
 
 def open_data(spec: dict, device):
     """The codec and endless batches: stored images (N, C, H, W), labels (N,). Synthetic data repeat one batch."""
-    n, size, (rank, _, world) = spec["batch_size"], spec["image_size"], get_dist()
+    n, (rank, _, world) = spec["batch_size"], get_dist()
     if spec["data"]:
         dataset = open_dataset(spec["data"], "train")
         codec = make_codec(dataset, device, spec["autoencoder"])
         return codec, DataLoader(dataset, n, n * world, rank, world, seed=0, device=device)
-    facts = dict(kind="images", channels=3, resolution=size, num_classes=spec["num_classes"])
+    side = parse_list("image_size", spec["image_sizes"])[0]
+    size = height_width(spec)
+    facts = dict(kind="images", channels=3, resolution=side, sizes=[[*size, n]], num_classes=spec["num_classes"])
     codec, g = Pixels(facts), torch.Generator().manual_seed(1)
-    stored = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=g)
+    stored = torch.randint(256, (n, 3, *size), dtype=torch.uint8, generator=g)
     if spec["autoencoder"]:
         encoder = open_autoencoder(spec["autoencoder"]).to(device)
-        facts |= dict(kind="latents", channels=encoder.latent_channels, resolution=size // encoder.downsample)
+        facts |= dict(kind="latents", channels=encoder.latent_channels, resolution=side // encoder.downsample)
+        facts["sizes"] = [[size[0] // encoder.downsample, size[1] // encoder.downsample, n]]
         codec = Latents(facts | {"latents": latent_facts(encoder, spec["autoencoder"], "")}, device, encoder)
         if not spec["online"]:
-            stored = torch.randn(n, encoder.parts * codec.shape[0], *codec.shape[1:], generator=g).half()
+            stored = torch.randn(n, encoder.parts * codec.shape[0], *codec.shapes[0][1:], generator=g).half()
     labels = torch.arange(n) % max(spec["num_classes"], 1)
     return codec, itertools.repeat((stored.to(device), labels.to(device)))
 
@@ -166,6 +181,7 @@ def open_model(spec: dict, facts: dict, device):
     else:
         block = "modern" if spec["arch"] == "dit" else "classic"
         model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
+    check_sizes(model_config, facts)
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
     autocast = devices.autocast_to(device, devices.choose_dtype(spec["dtype"], device))
     return compile_parts(model) if spec["compile"] else model, process, autocast
@@ -176,7 +192,7 @@ def train(spec: dict, device):
     codec, batches = open_data(spec, device)
     model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
-    noise = torch.randn(n, *codec.shape, generator=g).to(device)
+    noise = {shape: torch.randn(n, *shape, generator=g).to(device) for shape in codec.shapes}
     t, _ = make_timesteps("uniform", process).sample(torch.rand(n, generator=g).to(device))
     scaler = LossScaler(enabled=devices.choose_dtype(spec["dtype"], device) == torch.float16)
     params = list(model.parameters())
@@ -195,9 +211,10 @@ def train(spec: dict, device):
     images, labels = next(batches)
     while True:
         cond = {"y": labels} if codec.facts["num_classes"] else {}
-        x0 = codec.to_x0(images, eps=noise)
+        eps = noise[codec.shape_of(images)]
+        x0 = codec.to_x0(images, eps=eps)
         with autocast:
-            loss = process.losses(model, x0, t, noise, **cond)["loss"].mean()
+            loss = process.losses(model, x0, t, eps, **cond)["loss"].mean()
         yield "forward"
         scaler.scale(loss).backward()
         yield "backward"
@@ -230,7 +247,7 @@ def sample(spec: dict, device):
     yield {}
     while True:
         with autocast:
-            sample_images(model, process, range(len(labels)), cond, codec.shape, settings, len(labels))
+            sample_images(model, process, range(len(labels)), cond, codec.shapes[0], settings, len(labels))
         yield "sample"
 
 
@@ -414,7 +431,8 @@ def main():
         base = rows[0]
         for row in rows:
             base = row if row["reference"] else base
-            row["ratio"] = row["images_per_sec"] / base["images_per_sec"]
+            row["ratio"] = row["images_per_sec"] / base["images_per_sec"]  # of pixels per second, hence of tokens
+            row["ratio"] *= math.prod(height_width(row)) / math.prod(height_width(base))
         tables[table] = rows
     if loading:
         row = time_loading(parse_list("batch_size", batch_sizes)[0], world, device)

@@ -111,6 +111,18 @@ def test_real_data_and_latents(run_bench, base):
     assert ends == [f"{fly}, reference", fly, f"checkpointing, {fly}", cached, f"checkpointing, {cached}"]
 
 
+def test_rectangles_beside_their_square(run_bench):
+    """Data in aspect buckets cost as much per pixel as squares; the model is that of the square."""
+    rows = run_bench("--archs=dit", "--image_sizes=16,8x32", "--reference=False", "--sampling")["rows"]
+    assert [(row["table"], row["image_size"]) for row in rows] == [
+        ("training", 16), ("training", "8x32"), ("sampling", 16), ("sampling", "8x32"),
+    ]  # fmt: skip
+    assert rows[0]["num_params"] == rows[1]["num_params"]
+    for square, other in (rows[:2], rows[2:]):
+        assert square["ratio"] == 1 and "8x32 px" in other["what"]
+        assert other["ratio"] == pytest.approx(other["images_per_sec"] / square["images_per_sec"])
+
+
 @pytest.mark.parametrize(
     "arg, fault",
     [
@@ -122,6 +134,8 @@ def test_real_data_and_latents(run_bench, base):
         ("--profile=/nowhere/trace.json", "profile='/nowhere/trace.json'; accepted: a file in a folder"),
         ("--data=nothing", "no data set 'nothing'"),
         ("--patch_size=3", "patch_size"),
+        ("--image_sizes=8x32,16", "image_sizes='8x32,16'; accepted: a side, then"),
+        ("--image_sizes=16,12x16", "the data hold 12x16; the model accepts multiples of 8"),
         ("--autoencoder=nowhere.pth", "nowhere.pth"),
     ],
 )

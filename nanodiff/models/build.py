@@ -10,13 +10,18 @@ from nanodiff.models.unet import UNet, UNetConfig
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
     """The shape that the settings `config` ask for, on data with these `facts` (a codec's)."""
     model_config = choose_shape(config, facts, out_channels)
+    check_sizes(model_config, facts)
+    return model_config
+
+
+def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
+    """UserError unless the model takes all sizes of the data."""
     for height, width, _ in facts.get("sizes", []):
         if height % model_config.side_unit or width % model_config.side_unit:
             unit = model_config.side_unit
             raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
         if model_config.low_res:
             raise UserError(f"low_res_size={model_config.low_res}: the data hold {height}x{width}; accepted: squares")
-    return model_config
 
 
 def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
