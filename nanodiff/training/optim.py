@@ -30,14 +30,18 @@ SAFETY = 1.01  # the listing's own: room for singular values that rounding pushe
 MOMENTUM, MOMENTUM_WARMUP = 0.95, 300  # Muon's, from 0.85 over so many steps (modded-nanogpt)
 
 
-def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """G (K, m, n) -> (K, m, n) in `dtype`: nearly U V^T of each matrix G = U S V^T; a zero matrix stays zero.
+def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Matrices G (K, m, n) in `dtype`, each divided by its Frobenius norm: spectral norm < 1; zeros stay zero."""
+    return (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)
 
-    Singular values above 1e-3 of the Frobenius norm end within [0.84, 1.13]. Oblong matrices take two steps at a time
-    on their Gram matrix A, a quarter less work (github.com/Dao-AILab/gram-newton-schulz).
+
+def polar_express(X: torch.Tensor) -> torch.Tensor:
+    """(K, m, n) from `normalised` -> (K, m, n): nearly U V^T of each matrix X = U S V^T.
+
+    Singular values above 1e-3 end within [0.84, 1.13]. Oblong matrices take two steps at a time on their Gram matrix A,
+    a quarter less work (github.com/Dao-AILab/gram-newton-schulz).
     """
-    tall = G.size(-2) > G.size(-1)
-    X = (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)  # spectral norm < 1
+    tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X  # (K, m, n), m <= n
     # A restart recomputes A, whose rounding in bf16 (negative eigenvalues) three steps would blow up
     restarts = (0, 1, 3, 5, 6) if X.size(-1) > 1.5 * X.size(-2) else range(7)
@@ -54,31 +58,15 @@ def polar_express(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
     return X.mT if tall else X
 
 
-def update_muon(bucket: "Bucket", step: int, dtype: torch.dtype) -> None:
-    """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
-
-    The rate is times sqrt(max(1, rows / columns)).
-    """
-    p, g, m, lr = bucket.own, bucket.grad, bucket.state["momentum"], bucket.group["lr"]
-    mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
-    m.lerp_(g, 1 - mu)
-    g.lerp_(m, mu)
-    p.mul_(1 - lr * bucket.group["weight_decay"])
-    for start, count, rows, cols in bucket.runs:
-        part = slice(start, start + count * rows * cols)
-        G = g[part].view(count, rows, cols)
-        P = p[part].view(count, rows, cols)
-        P.add_(polar_express(G, dtype), alpha=-lr * max(1.0, rows / cols) ** 0.5)
+def look_ahead(G, M, mu, scale, dtype):
+    """Momentum M of gradients G times `scale`, and Nesterov's look-ahead, normalised."""
+    G = G * scale
+    M.lerp_(G, 1 - mu)
+    return normalised(G.lerp(M, mu), dtype)
 
 
-def update_adamw(bucket: "Bucket", step: int, betas: tuple[float, float]) -> None:
-    """torch's fused AdamW, on the whole share at once."""
-    before = torch.full((), step - 1.0, device=bucket.own.device)  # fp32; the kernel adds 1
-    adamw(
-        [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
-        fused=True, amsgrad=False, maximize=False, beta1=betas[0], beta2=betas[1], eps=1e-8,
-        lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"],
-    )  # fmt: skip
+def descend(P, U, rate, decay):
+    P.mul_(1 - decay).sub_(U.float() * rate)
 
 
 STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # tensors kept for each parameter
@@ -123,6 +111,11 @@ class Bucket:
         self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
+        self.pieces, end = [], 0  # in the buffer's order: parameters, and the gaps between and after them
+        for offset, i in sorted(zip(self.offsets, range(len(self.params)))):
+            self.pieces += [self.flat[end:offset], self.params[i]]
+            end = offset + self.params[i].numel()
+        self.pieces.append(self.flat[end:])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a buffer with the layout of `flat`."""
@@ -130,14 +123,12 @@ class Bucket:
 
     def reduce_grads(self):
         """Put this rank's share of the summed gradients into `grad`; the collective in flight, or None."""
-        start, full = self.flat.data_ptr(), torch.zeros_like(self.flat)
+        start = self.flat.data_ptr()
         for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
-        targets = [view for view, p in zip(self.views(full), self.params) if p.grad is not None]
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if grads:  # a missing gradient counts as zero
-            torch._foreach_copy_(targets, grads)
+        # A missing gradient counts as zero, like the gaps
+        full = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).reshape(-1) for x in self.pieces])
         if self.world == 1:
             self.grad = full
             return None
@@ -163,9 +154,13 @@ class Optimizer:
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
-    def __init__(self, groups: list[dict], muon_dtype: torch.dtype, betas: tuple[float, float]):
+    def __init__(self, groups: list[dict], muon_dtype: torch.dtype, betas: tuple[float, float], compiled=False):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
+        self.look_ahead, self.descend = look_ahead, descend
+        if compiled:
+            self.look_ahead = torch.compile(look_ahead, dynamic=False)
+            self.descend = torch.compile(descend, dynamic=False)
         self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
         self.param_groups = [bucket.group for bucket in self.buckets]
         for bucket in self.buckets if self.world > 1 else ():
@@ -202,15 +197,39 @@ class Optimizer:
         self.steps += 1
         works, scale = [], grad_scale / self.world
         for bucket in self.buckets:
-            if scale != 1:
-                bucket.grad.mul_(scale)
             if bucket.group["kind"] == "muon":
-                update_muon(bucket, self.steps, self.muon_dtype)
+                self.update_muon(bucket, scale)
             else:
-                update_adamw(bucket, self.steps, self.betas)
+                self.update_adamw(bucket, scale)
             bucket.grad = None
             works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
         wait_all(works)
+
+    def update_muon(self, bucket: Bucket, scale: float) -> None:
+        """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+        The rate is times sqrt(max(1, rows / columns)).
+        """
+        lr = bucket.group["lr"]
+        mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (self.steps - 1) / MOMENTUM_WARMUP)
+        for start, count, rows, cols in bucket.runs:
+            part = slice(start, start + count * rows * cols)
+            P, G, M = (x[part].view(count, rows, cols) for x in (bucket.own, bucket.grad, bucket.state["momentum"]))
+            rate, decay = lr * max(1.0, rows / cols) ** 0.5, lr * bucket.group["weight_decay"]
+            # Tensors, as a number that changes would be compiled anew; filled, as copying one to a GPU waits for it
+            factors = [torch.full((), x, device=P.device) for x in (mu, scale, rate, decay)]
+            X = self.look_ahead(G, M, *factors[:2], self.muon_dtype)
+            self.descend(P, polar_express(X), *factors[2:])
+
+    def update_adamw(self, bucket: Bucket, scale: float) -> None:
+        """torch's fused AdamW, on the whole share at once."""
+        before = torch.full((), self.steps - 1.0, device=bucket.own.device)  # fp32; the kernel adds 1
+        adamw(
+            [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
+            fused=True, amsgrad=False, maximize=False, beta1=self.betas[0], beta2=self.betas[1], eps=1e-8,
+            lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"],
+            grad_scale=torch.full((), 1 / scale, device=bucket.own.device),
+        )  # fmt: skip
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
@@ -270,7 +289,7 @@ FIRST = "input_blocks.0."  # the UNet's first convolution
 
 def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] = (0.9, 0.999), compiled: bool = False,
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
@@ -291,7 +310,7 @@ def make_optimizer(
         groups[index]["params"].append(p)
     native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
     muon_dtype = torch.bfloat16 if native else torch.float32
-    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas)
+    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled)
 
 
 class LossScaler:

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# An attempt at the record of runs/RECORDS.md, which has the rules: train on CIFAR-10 within a time, then measure samples.
+#   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record takes seeds 1, 2 and 3
+#   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
+# Further arguments go to base_train. The set is made before: python -m scripts.prepare_data --source=cifar10 --name=cifar10
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+track=${1:-} seed=${2:-}
+[[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }
+case $track in
+    cpu) limit=1200 num_images=500 settings=(--depth=3 --patch_size=4 --num_iterations=5000) ;;
+    gpu) limit=600 num_images=50000 settings=(--depth=8 --total_batch_size=512 --num_iterations=10000) ;;
+esac
+tag=record_${track}_$seed
+folder=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/$tag
+TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # compiling counts
+export TORCHINDUCTOR_CACHE_DIR
+
+start=$SECONDS
+python -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \
+    --resume=never --eval_every=-1 --sample_every=-1 --save_every=0 "${@:3}"
+seconds=$((SECONDS - start))
+
+python -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
+    --npz --out="$folder/samples.npz"
+python -m scripts.base_eval --metric=fd_classifier --samples="$folder/samples.npz" --data=cifar10
+echo "$tag: $seconds s of at most $limit, process start and compilation included"
+[ "$seconds" -le $limit ]
