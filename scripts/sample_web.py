@@ -32,9 +32,10 @@ from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, sample_images
+from nanodiff.diffusion.sampling import SampleSettings
 from nanodiff.formats.load import find_run, load_run, parse_classes, parse_size, translate
 from nanodiff.formats.low_res import open_low_res
+from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import Job, LocalHandler, LocalServer
@@ -152,7 +153,6 @@ def load(run_dir: Path, step: int, ema: str, checkpoints: tuple, device):
     """(Loaded, codec, LowRes). `checkpoints`, with their times, change when a run goes on or is made anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     codec = load_codec(loaded.data, device, autoencoder)
-    codec.keep_loaded()
     return loaded, codec, open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
 
 
@@ -173,11 +173,12 @@ def draw(job: Job, device, compute_dtype) -> None:
     loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
     s["size"] = s["size"] or list_sizes(loaded.data)[0]
     shape = parse_size(s["size"], loaded, codec) or codec.shape
-    chosen = parse_classes(s["classes"], loaded.data["class_names"][: loaded.num_classes])
-    turns = small.labels.tolist() if small and not s["classes"] else chosen
-    labels = [turns[i % len(turns)] for i in range(n)]
+    class_names = loaded.data["class_names"][: loaded.num_classes]
+    chosen = parse_classes(s["classes"], class_names) if s["classes"] else None
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
     cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
+    how = SampleSettings(s["steps"], sampler, cfg_scale)
+    samples = ModelSamples(loaded.model, loaded.process, codec, how, s["seed"], small, chosen)
     first = 0  # image of the batch
 
     def on_step(i, steps, x0):
@@ -192,24 +193,20 @@ def draw(job: Job, device, compute_dtype) -> None:
             event |= {"first": first, "images": encode_images(preview)}
         job.send(**event)
 
-    seeds = [(s["seed"] << 32) + i for i in range(n)]
-    cond = {"y": torch.tensor(labels)} if loaded.num_classes else {}
     if small:
-        cond["low_res"] = small.images(range(n))
         job.send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
-    how = SampleSettings(s["steps"], sampler, cfg_scale)
     with autocast_to(device, compute_dtype):
-        x0 = sample_images(loaded.model, loaded.process, seeds, cond, shape, how, batch_size, on_step)
+        x0 = samples.draw(range(n), shape, batch_size, on_step)
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
     settings |= {"sampler": sampler, "cfg_scale": cfg_scale}
-    classes = [loaded.data["class_names"][label] if loaded.num_classes else "" for label in labels]
+    classes = [class_names[label] if class_names else "" for label in samples.labels(range(n))]
     command = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value != ""]
     command = ["python -m scripts.sample", *command]
     facts = settings | {"dtype": str(compute_dtype).removeprefix("torch.")}
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images = encode_images(codec.to_pixels(x0), texts)
     seconds = time.perf_counter() - start
-    bad = count_not_finite(x0)
+    bad = samples.not_finite
     warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
     job.send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
     print0(f"{n} images of {s['run']} at step {loaded.step:,} in {seconds:.1f} s")

@@ -18,13 +18,13 @@ from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 from nanodiff.common import UserError
 from nanodiff.data import latents as codec
 from nanodiff.data.dataset import open_dataset
-from nanodiff.diffusion import sampling as evaluation
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.formats.sample_store import SampleStore
+from nanodiff.metrics import features
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -263,14 +263,14 @@ def alone(runs, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [(2,), (1, 1, 1, 1), (2, 1, 2, 2)])
 def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, monkeypatch, ranks):
     args, drawn = (*LONG, f"--out={tmp_path / 'a'}"), tmp_path / "drawn"
-    sample_images = evaluation.sample_images
+    sample_images = features.sample_images
 
     def counted(*args, **kwargs):
         with open(drawn, "a") as file:
             file.write(f"{args[2][0]}\n")  # the seed of the first image
         return sample_images(*args, **kwargs)
 
-    monkeypatch.setattr(evaluation, "sample_images", counted)
+    monkeypatch.setattr(features, "sample_images", counted)
     *killed, last = ranks
     for n in killed:
         assert forked(*args, ranks=n, before=after_one_part(signal.SIGKILL)).wait().returncode == -signal.SIGKILL
@@ -314,7 +314,7 @@ def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatc
     (tmp_path / "drawn.png").unlink()
     again = ("sample", *TIMELESS, "--run=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "sample_images", None)
+        patch.setattr(features, "sample_images", None)
         run_script(*again)
         assert f"3 images of this protocol are there already: {tmp_path / 'drawn.npz'}" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"drawn\.npz holds images of another protocol: choose another out"):
@@ -325,14 +325,14 @@ def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatc
 
 def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
     """Two of five latents with NaN or infinity, in parts of two."""
-    sample_images = evaluation.sample_images
+    sample_images = features.sample_images
 
     def spoiled(model, process, seeds, *args, **kwargs):
         x0 = sample_images(model, process, seeds, *args, **kwargs)
         x0[[seed % 2**32 in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
         return x0
 
-    monkeypatch.setattr(evaluation, "sample_images", spoiled)
+    monkeypatch.setattr(features, "sample_images", spoiled)
     draw("--num_images=5", "--batch_size=2")
     assert "warning: 2 of the images drawn are not finite" in capsys.readouterr().out
 

@@ -23,10 +23,10 @@ from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
 from nanodiff.data.shapes import CLASS_NAMES
+from nanodiff.metrics import features
 from nanodiff.png import decode_png
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import Job
-from scripts import sample_web
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
 
@@ -161,8 +161,8 @@ def test_super_resolution(flow, run_script, tmp_path):
 
 
 def test_images_that_are_not_finite_are_told(flow, monkeypatch):
-    draw_them = sample_web.sample_images
-    monkeypatch.setattr(sample_web, "sample_images", lambda *args: draw_them(*args).log())
+    draw_them = features.sample_images
+    monkeypatch.setattr(features, "sample_images", lambda *args: draw_them(*args).log())
     *_, last = drawn(flow, steps=1, num_images=2)
     assert last["warning"] == "2 of the images are not finite (NaN)"
 

@@ -189,8 +189,6 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     else:
         n = columns * (num_classes if 0 < num_classes <= 10 else columns)
         cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
-    if not num_classes:
-        settings = replace(settings, cfg_scale=1.0)
     per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
     batches = in_batches(n, per_batch if len(codec.shapes) == 1 else columns)
 
