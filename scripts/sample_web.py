@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 
 import nanodiff
-from configurator import configure
+from configurator import KINDS, cast, configure, satisfies
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.diffusion.sampling import SampleSettings
-from nanodiff.formats.load import find_run, load_run, parse_classes, parse_size, translate
+from nanodiff.formats.load import check_meta, find_run, load_run, parse_classes, parse_size
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png
@@ -74,7 +74,8 @@ def describe_run(path: Path) -> dict:
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
-    meta = translate(load_meta(checkpoints[-1][1]), path)
+    meta = load_meta(checkpoints[-1][1])
+    check_meta(meta, path)
     try:
         num_classes = meta["model_config"]["num_classes"]
         offered = {
@@ -128,20 +129,19 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
         raise UserError(f"the request is not JSON: {e}") from None
     if not isinstance(given, dict) or not given.keys() <= DEFAULTS.keys():
         raise UserError(f"the request is {str(given)[:40]!r}; accepted: an object with any of {', '.join(DEFAULTS)}")
-    for name, value in given.items():
-        kind = type(DEFAULTS[name])
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(f"{name}={str(value)[:40]!r} is not accepted; accepted: {kind.__name__}")
-    s = DEFAULTS | given
+    rules = {"steps": f"[1, {max_steps}]", "num_images": f"[1, {max_images}]", "cfg_scale": "[0, 100]"}
+    rules["seed"] = f"[0, {2**53 - 1}]"  # JavaScript counts no further
+    s = {}
+    for name, value in (DEFAULTS | given).items():
+        kind = type(DEFAULTS[name]).__name__
+        s[name] = cast(kind, value)
+        if s[name] is None or (name in rules and not satisfies(s[name], rules[name])):
+            accepted = f"{KINDS[kind]} {rules.get(name, '')}"
+            raise UserError(f"{name}={str(value)[:40]!r} is not accepted; accepted: {accepted}")
     s["run"] = s["run"] or next(iter(runs))
     if s["run"] not in runs:
         raise UserError(f"run={s['run'][:80]!r} is unknown; known runs: {', '.join(runs)}")
-    limits = {"steps": (1, max_steps), "num_images": (1, max_images), "cfg_scale": (0, 100)}
-    limits["seed"] = (0, 2**53 - 1)  # JavaScript counts no further
-    for name, (low, high) in limits.items():
-        if not low <= s[name] <= high:
-            raise UserError(f"{name}={str(s[name])[:40]} is not accepted; accepted: {low} to {high}")
-    return s | {"path": runs[s["run"]], "cfg_scale": float(s["cfg_scale"])}
+    return s | {"path": runs[s["run"]]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
