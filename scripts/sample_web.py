@@ -14,10 +14,10 @@ import base64
 import functools
 import hashlib
 import json
+import os
 import re
 import shlex
 import signal
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -38,7 +38,7 @@ from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
-from nanodiff.web.server import Job, LocalHandler, LocalServer
+from nanodiff.web.server import LocalHandler, LocalServer
 
 run = ""  # tag or folder of the run that the page shows first; "" = the one written to last
 port = 8000  # [0, 65535]: on 127.0.0.1; 0 = any free one
@@ -163,12 +163,11 @@ def encode_images(images, texts=None) -> list[str]:
     return [base64.b64encode(png).decode() for png in pngs]
 
 
-def draw(job: Job, device, compute_dtype) -> None:
-    """Draw the images of a job."""
+def draw(s: dict, send, device, compute_dtype) -> None:
+    """Draw the images of a request `s`; send(**event) passes them on as they form."""
     start = time.perf_counter()
-    s = job.request
     n = s["num_images"]
-    job.send(note=f"Loading {s['run']}")
+    send(note=f"Loading {s['run']}")
     checkpoints = tuple((path, path.stat().st_mtime_ns) for _, path in list_checkpoints(s["path"]))
     loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
     s["size"] = s["size"] or list_sizes(loaded.data)[0]
@@ -183,18 +182,16 @@ def draw(job: Job, device, compute_dtype) -> None:
 
     def on_step(i, steps, x0):
         nonlocal first
-        if job.gone.is_set():
-            raise BrokenPipeError("the client has left")
         event = {"step": i, "steps": steps, "progress": (first + len(x0) * i / steps) / n}
         if i == steps:
             first += len(x0)
         elif i * FRAMES // steps > (i - 1) * FRAMES // steps:
             preview = codec.preview(F.avg_pool2d(x0, -(-x0.shape[-1] // PREVIEW_SIZE)))
             event |= {"first": first, "images": encode_images(preview)}
-        job.send(**event)
+        send(**event)
 
     if small:
-        job.send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
+        send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
     with autocast_to(device, compute_dtype):
         x0 = samples.draw(range(n), shape, batch_size, on_step)
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
@@ -208,7 +205,7 @@ def draw(job: Job, device, compute_dtype) -> None:
     seconds = time.perf_counter() - start
     bad = samples.not_finite
     warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
-    job.send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
+    send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
     print0(f"{n} images of {s['run']} at step {loaded.step:,} in {seconds:.1f} s")
 
 
@@ -236,7 +233,18 @@ class Handler(LocalHandler):
             except UserError as e:
                 self.refuse(400, str(e))
             else:
-                self.stream(Job(request))
+                self.stream(functools.partial(self.work, request))
+
+    def work(self, request, send) -> None:
+        try:
+            draw(request, send, self.server.device, self.server.compute_dtype)
+        except (ConnectionError, TimeoutError):
+            print0("a client left: its images are not drawn")
+        except (UserError, torch.OutOfMemoryError) as e:
+            send(error=str(e))
+        except Exception:
+            traceback.print_exc()
+            send(error="internal error: see the terminal that runs the server")
 
 
 def main():
@@ -249,26 +257,14 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # a shell ignores SIGINT for what it runs in the background
     server = LocalServer(port, Handler, max_queue)
-    server.first_run = first_run
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.first_run, server.device, server.compute_dtype = first_run, device, compute_dtype
     print0(f"device: {device_name(device)}, {str(compute_dtype).removeprefix('torch.')}, torch {torch.__version__}")
     print0(f"open http://{server.hosts[0]}/ in a browser; Ctrl-C ends it")
     try:
-        while True:  # models stay in this thread: torch keeps a pool of threads for each thread that computes
-            job = server.next_job()
-            try:
-                draw(job, device, compute_dtype)
-            except BrokenPipeError:
-                print0("a client left: its images are not drawn")
-            except (UserError, torch.OutOfMemoryError) as e:
-                job.send(error=str(e))
-            except Exception:
-                traceback.print_exc()
-                job.send(error="internal error: see the terminal that runs the server")
-            finally:
-                job.events.put(None)
+        server.serve_forever()
     except KeyboardInterrupt:
         print0("\nstopped")
+        os._exit(0)  # in the midst of a drawing, which has nothing to finish
 
 
 if __name__ == "__main__":

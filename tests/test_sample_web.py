@@ -26,7 +26,6 @@ from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.metrics import features
 from nanodiff.png import decode_png
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
-from nanodiff.web.server import Job
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
 
@@ -45,9 +44,10 @@ def flow(base, made):
 
 def drawn(run_dir, **settings):
     """The events of a drawing."""
-    job = Job(read_request(json.dumps(settings).encode(), list_runs(run_dir)))
-    draw(job, torch.device("cpu"), torch.float32)
-    return [json.loads(json.dumps(job.events.get())) for _ in range(job.events.qsize())]
+    events = []
+    request = read_request(json.dumps(settings).encode(), list_runs(run_dir))
+    draw(request, lambda **event: events.append(json.loads(json.dumps(event))), torch.device("cpu"), torch.float32)
+    return events
 
 
 def pixels(images):
@@ -205,7 +205,7 @@ def test_mistakes_in_a_request_get_one_line(flow):
     runs = list_runs(flow)
     for body, named in MISTAKES:
         with pytest.raises(UserError) as error:
-            draw(Job(read_request(body.encode(), runs)), torch.device("cpu"), torch.float32)
+            draw(read_request(body.encode(), runs), lambda **event: None, torch.device("cpu"), torch.float32)
         line = str(error.value)
         assert named in line and "\n" not in line and len(line) < 300, body
 
