@@ -32,7 +32,7 @@ from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_r
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("made")
-    make_runs(base, flow=[])
+    make_runs(base, flow=[], sr=["--low_res_size=8"])
     return base
 
 
@@ -71,10 +71,15 @@ def text_of(png):
         dict(num_images=5, sampler="heun", seed=3),
         dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
         dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
+        dict(num_images=3, run="sr"),
     ],
 )
 def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settings):
-    *_, last = drawn(flow, steps=3, **settings)
+    settings = {"run": "flow"} | settings
+    first, *_, last = (event for event in drawn(flow, steps=3, **settings) if "images" in event)
+    if settings["run"] == "sr":  # shows first what it enlarges
+        small = pixels(first["images"])
+        assert (small[:, ::2, ::2] == small[:, 1::2, 1::2]).all()
     args = [f"--{name}={value}" for name, value in settings.items()]
     run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", *args)
     with np.load(tmp_path / "a.npz") as file:
@@ -142,22 +147,10 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     (broken / "checkpoints" / "step_000001").mkdir(parents=True)
     (eps.parent / "not a run").mkdir()
     runs = list_runs(eps)
-    assert next(iter(runs)) == "eps" and {*describe_runs(runs)} == {"eps", "flow", "always"}
+    assert next(iter(runs)) == "eps" and {*describe_runs(runs)} == {"eps", "flow", "always", "sr"}
     assert "not a run" not in runs
     for tag in ("eps", "always"):  # unconditional, and without a null class: no guidance
         assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
-
-
-def test_super_resolution(flow, run_script, tmp_path):
-    """The page enlarges the validation set, as the script does, and shows first what it enlarges."""
-    run_dir = make_run(run_script, "sr", "--low_res_size=8")
-    first, *_, last = (event for event in drawn(run_dir, steps=2, num_images=3) if "images" in event)
-    run_script("sample", *TIMELESS, "--npz", "--steps=2", "--num_images=3", f"--out={tmp_path / 'a'}")
-    with np.load(tmp_path / "a.npz") as file:
-        assert (pixels(last["images"]) == file["arr_0"]).all()
-        assert last["classes"] == [CLASS_NAMES[label] for label in file["labels"]]
-    small = pixels(first["images"])
-    assert (small[:, ::2, ::2] == small[:, 1::2, 1::2]).all()
 
 
 def test_images_that_are_not_finite_are_told(flow, monkeypatch):
@@ -256,7 +249,7 @@ class Server:
 
 @pytest.fixture
 def server(flow):
-    server = Server("--max_queue=2")
+    server = Server("--run=flow", "--max_queue=2")
     yield server
     server.process.kill()
     server.process.wait()
@@ -272,7 +265,7 @@ def test_a_server_and_its_clients(flow, server):
     assert not re.search(foreign, page)
     with urllib.request.urlopen(url + "api/runs") as answer:
         told = answer.read().decode()
-    assert json.loads(told)["runs"].keys() == {"flow"} and str(flow.parent) not in told
+    assert json.loads(told)["runs"].keys() == {"flow", "sr"} and str(flow.parent) not in told
 
     status, events = server.draw(num_images=2, steps=2)
     assert status == 200 and len(events[-1]["images"]) == 2
