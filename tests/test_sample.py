@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import FORK, Started, run_process
+from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 from nanodiff.common import UserError
@@ -25,8 +26,6 @@ from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.formats.sample_store import SampleStore
 from nanodiff.metrics import features
-from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.unet import UNet, UNetConfig
 
 GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
 RUNS = dict(
@@ -397,44 +396,21 @@ def test_the_published_cascade(draw, tmp_path):
 # Published files
 
 
-@pytest.fixture
-def dit():
-    """A model like DiT-XL/2, but tiny: latents of 4 channels, learned variance."""
-    config = DiTConfig(8, 4, 8, patch_size=2, width=64, depth=2, heads=4, num_classes=5, block="classic")
-    model = DiT(config)
-    model.init_weights(torch.Generator().manual_seed(0))
-    model.load_state_dict(randomise(model.state_dict()))
-    return model
-
-
 @pytest.mark.parametrize("training_checkpoint", [False, True])
-def test_meta_files(draw, tmp_path, dit, training_checkpoint):
-    published = to_meta(dit.state_dict(), dit.config)
+def test_meta_files(draw, tmp_path, training_checkpoint):
+    published = meta_file(tmp_path / "dit.pt", width=64, heads=4)
     if training_checkpoint:
         other, args = randomise(published, seed=9), argparse.Namespace(model="DiT-XL/2", global_seed=0)
         opt = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
-        published = {"model": other, "ema": published, "opt": opt, "args": args}
-    torch.save(published, tmp_path / "dit.pt")
+        torch.save({"model": other, "ema": published, "opt": opt, "args": args}, tmp_path / "dit.pt")
     loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=dict(num_heads=4))
-    assert loaded.model.config == dit.config and loaded.data["kind"] == "latents"
-    assert not loaded.process.clip_denoised  # latents are not confined to [-1, 1]
-    x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 800.0]), torch.tensor([1, 5])
-    torch.testing.assert_close(loaded.model(x, t, y), dit.eval()(x, t, y))
+    ours = to_meta(loaded.model.state_dict(), loaded.model.config)
+    assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
     args = (f"--run={tmp_path / 'dit.pt'}", "--num_heads=4", "--num_images=6", "--cfg_channels=3")
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
     few, _, _ = draw(*args, "--batch_size=4")
     assert_same(images, few)
-
-
-def unet_file(path, **settings):
-    """What openai/improved-diffusion saves of such a UNet (attention's matrices are its Conv1d's), random weights."""
-    config = UNetConfig(**dict(image_size=16, model_channels=32, num_res_blocks=1, null_class=False) | settings)
-    model = UNet(config)
-    model.load_state_dict(randomise(model.state_dict()))
-    conv1d = ("qkv.weight", "proj_out.weight")
-    torch.save({k: v[..., None] if k.endswith(conv1d) else v for k, v in model.state_dict().items()}, path)
-    return model.eval()
 
 
 def test_improved_diffusion_files(draw, tmp_path):
