@@ -78,24 +78,20 @@ def describe_run(path: Path) -> dict:
     check_meta(meta, path)
     try:
         num_classes = meta["model_config"]["num_classes"]
-        offered = {
+        # The process of an adapter is that of its base, known once it is loaded
+        process = None if "lora" in meta else make_process(meta["config"], meta["data"])
+        return {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
             "emas": [*map(str, meta["ema_rates"]), "raw"],
             "classes": meta["data"]["class_names"] if num_classes else [],
             "sizes": list_sizes(meta["data"]),
-            "samplers": ["auto", *SAMPLERS],
-            "max_steps": max_steps,
-            "guided": num_classes > 0,
+            "samplers": ["auto", *(process.samplers if process else SAMPLERS)],
+            "max_steps": min(max_steps, getattr(process, "num_timesteps", 0) or max_steps),
+            "guided": num_classes > 0 and (process is None or meta["config"]["label_drop"] > 0),
             "enlarges": meta["model_config"]["low_res"] > 0,  # small images, which have classes of their own
         }
-        if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
-            process = make_process(meta["config"], meta["data"])
-            offered["samplers"] = ["auto", *process.samplers]
-            offered["max_steps"] = min(max_steps, process.num_timesteps or max_steps)
-            offered["guided"] = num_classes > 0 and meta["config"]["label_drop"] > 0
     except KeyError as e:
         raise UserError(f"{path}: this version needs {e} in its settings") from None
-    return offered
 
 
 def list_sizes(facts: dict) -> list[str]:
