@@ -152,11 +152,6 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
     return torch.cat(images)
 
 
-def count_not_finite(x0: torch.Tensor) -> int:
-    """How many of the images or latents (N, ...) hold NaN or infinity."""
-    return int((~x0.isfinite()).flatten(1).any(1).sum())
-
-
 def network_evaluations(model, process, settings: SampleSettings) -> int:
     """Forward passes per image in sample_images, the guide's included; counted on a stand-in."""
     num_images = []

@@ -16,14 +16,7 @@ from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
-from nanodiff.diffusion.sampling import (
-    SampleSettings,
-    count_not_finite,
-    gather_batches,
-    in_batches,
-    network_evaluations,
-    sample_images,
-)
+from nanodiff.diffusion.sampling import SampleSettings, gather_batches, in_batches, network_evaluations, sample_images
 from nanodiff.files import check_zip
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
@@ -138,7 +131,7 @@ class ModelSamples:
         shape = shape or self.codec.row_shape(ids[0] // 8)
         how = (self.settings, batch_size or len(ids), on_step)
         x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
-        self.not_finite += count_not_finite(x0)
+        self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
         return x0
 
     def images(self, ids) -> torch.Tensor:
