@@ -67,10 +67,10 @@ def test_validation_loss_of_a_model_that_predicts_nothing(run_dir, run_script):
     assert loss == pytest.approx(1 + float(x0.square().mean()), abs=5 * (2 / values + 4 / values) ** 0.5)
 
 
-@pytest.mark.parametrize("more", [(), ("--arch=unet", "--num_res_blocks=1"), ("--low_res_size=8",)])
-def test_bits_per_dim(base, run_script, more):
+def test_bits_per_dim(base, run_script):
     make_data()
-    run_dir = make_run(run_script, "a", "--objective=eps", "--num_timesteps=25", "--variance=learned_range", *more)
+    more = ("--num_timesteps=25", "--variance=learned_range", "--low_res_size=8")
+    run_dir = make_run(run_script, "a", "--objective=eps", *more)
     one = evaluate(run_script, run_dir, "bpd", "--num_images=3")
     assert one["timesteps"] == 25 and one["num_images"] == 3 and 0 < one["prior_bpd"] < one["total_bpd"]
     with np.load(run_dir / "bpd_terms_000001.npz") as terms:

@@ -70,7 +70,7 @@ ABSURD = {  # where -> values, and what the line must say
     "step": [("1", "step"), (..., "step")],
     "arch": [(3, "arch"), ("unet", "no model")],
     "config": [([], "config")],
-    "model_config.depth": [(10**9, "depth=10"), (2, "blocks.1"), (10**4, "layers"), ("1", "no model")],
+    "model_config.depth": [(10**9, "depth=10"), (0, "depth=0"), (2, "blocks.1"), (10**4, "layers"), ("1", "no model")],
     "model_config.width": [(10**6, "size mismatch"), (10**12, "width=10"), (-8, "width=-8"), (8.0, "x")],
     "model_config.heads": [(0, "width=8"), (10**5, "width=8")],
     "model_config.image_size": [(16, "resolution"), (2**62, "image_size="), (0, "x"), (None, "no model")],

@@ -5,7 +5,6 @@ import pytest
 import torch
 from figures import assert_figures, filled, rule_weights, wave
 
-from nanodiff.common import UserError
 from nanodiff.formats.published import from_improved_diffusion
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -96,12 +95,3 @@ def test_channels_last_is_kept_throughout():
         block.register_forward_hook(lambda m, a, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
     model(x.to(memory_format=torch.channels_last), t, y)
     assert all(seen) and len(seen) == len(model.input_blocks) + 1 + len(model.output_blocks)
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [({"image_size": 30, "channel_mult": (1, 2, 2)}, "image_size=30"), ({"num_heads": 5}, "num_heads=5")],
-)
-def test_settings_that_do_not_fit_are_named(settings, words):
-    with pytest.raises(UserError, match=words):
-        UNetConfig(**SMALL | settings)

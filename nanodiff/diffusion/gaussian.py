@@ -42,11 +42,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """The timesteps to keep, ascending, as in IDDPM's code.
-
-    "250": so many, evenly. "10,15,20": so many from each third. "ddim50": every k-th, where an integer k gives 50.
-    "": all.
-    """
+    """The timesteps to keep, ascending, as in IDDPM's code: "" all; "250" so many, evenly; "10,15,20" so many from each
+    third; "ddim50" every k-th, where an integer k gives 50."""
     if not spec:
         return list(range(num_timesteps))
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
