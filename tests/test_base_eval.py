@@ -119,15 +119,6 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
-def test_a_figure_does_not_replace_one_of_other_settings(run_dir, run_script):
-    make_data("other")
-    for args in ((), ("--num_images=3",), ("--data=other",), ("--num_images=3",)):
-        run_script("base_eval", *TIMELESS, *args)
-    found = {path.name: json.loads(path.read_text()) for path in run_dir.glob("eval_loss_*")}
-    names = [f"eval_loss_000001{what}_dtype=float32.json" for what in ("", "_num_images=3", "_data=other")]
-    assert [found[name]["num_images"] for name in names] == [24, 3, 24] and len(found) == 3
-
-
 @pytest.mark.parametrize("metric", ["loss", "fd_classifier"])
 def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_classifier, monkeypatch, metric):
     build = load.build
