@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 
@@ -29,17 +27,6 @@ class Model(torch.nn.Module):
 
     def forward(self, x_t, t):
         return torch.tanh(self.scale * x_t).repeat(1, self.config.out_channels // 3, 1, 1)
-
-
-def test_objectives():
-    for objective, prediction in (("flow", "v"), ("flow_x0", "x0")):
-        process = process_of(objective)
-        assert isinstance(process, FlowMatching) and process.prediction == prediction
-    for objective in ("eps", "x0", "x_prev", "v"):
-        process = process_of(objective)
-        assert isinstance(process, GaussianDiffusion) and process.prediction == objective and process.clip_denoised
-    latents = make_process(GAUSSIAN | {"objective": "eps"}, {"kind": "latents"})
-    assert not latents.clip_denoised
 
 
 @pytest.mark.parametrize("variance", ["fixed_small", "fixed_large", "learned", "learned_range"])
