@@ -322,17 +322,23 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         browser.press("\ue007", "\ue014")  # Enter opens it, the right arrow goes to the next
         assert browser.run("return [$('dialog').open, $('title').textContent]") == [True, "circle, image 5"]
         assert browser.run("return [$('download').href, $('large').src]") == [images[5]] * 2
-        assert browser.run("return $('download').download") == "flow_1_seed0_5.png"
         assert "--classes=3,0 --cfg_scale=2.0 --sampler=heun --steps=40" in browser.run("return $('command').innerText")
         link = browser.run("return location.href")
         browser.press("\ue00c")  # Escape
         assert not browser.run("return $('dialog').open")
 
-        # after other settings the back button returns to the first, without drawing
+        # two settings side by side; the back button returns to the first, without drawing
+        browser.click("#compare")
         browser.run("field.steps.value = 10; draw()")
         browser.wait("result && result.settings.steps == 10")
+        assert "40 steps" in browser.run("return $('kept').textContent")
         assert "10 steps" in browser.run("return $('what').textContent")
-        assert browser.run(f"return {shown}") != images
+        clicked = "const click = HTMLAnchorElement.prototype.click; window.files = [];"
+        clicked += "HTMLAnchorElement.prototype.click = function() { files.push([this.download, this.href]); };"
+        browser.run(clicked + "downloadAll();")
+        files = browser.wait("files.length == 6 && files")
+        assert [href for _, href in files] == browser.run(f"return {shown}") != images
+        assert [name for name, _ in files] == [f"flow_1_seed0_{i}.png" for i in range(6)]
         browser.call("POST", "/back", {})
         browser.wait("result.settings.steps == 40")
         assert browser.run(f"return {shown}") == images
