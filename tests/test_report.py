@@ -17,6 +17,7 @@ from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
 from nanodiff.png import encode_png
+from nanodiff.training.checkpoint import lock_run
 from nanodiff.web.report import BINS, MAX_BYTES, LiveReport, data_url, smooth, thin, write_report
 
 QUARTERS = "loss by quarter of t, q0 next to the images"
@@ -116,10 +117,10 @@ def test_page_is_one_file_that_loads_nothing(base):
     names = [attrs.get("name") for tag, attrs in page.tags if tag == "meta"]
     assert "viewport" in names and "color-scheme: light dark" in page.source
     assert len(page.images()) == 3 and [a["data-step"] for a in page.images()] == ["0", "100", "200"]
-    for text in ("a: step 400 of 400, 20", "depth", "--nproc_per_node=2", "0.25", "step 77"):
+    for text in ("a: finished, step 400 of 400", "depth", "--nproc_per_node=2", "0.25", "step 77"):
         assert text in page.text()
     assert os.listdir(base / "runs") == ["a"] and len(list((base / "runs/a").iterdir())) == 7  # no temporary file
-    order = "a: step|<img|:Loss|:Gradient|plain of a, step 5|What differs|scripts.sample --run=a".split("|")
+    order = "finished, step|<img|:Loss|:Gradient|plain of a, step 5|What differs|scripts.sample --run=a".split("|")
     places = [page.source.replace('"', "").index(word) for word in order]
     assert places == sorted(places)  # what people look at comes first
 
@@ -299,7 +300,7 @@ DAMAGE = [
     write("metrics.jsonl", b'{"step": 1' + b"".join(b', "%d": 1' % i for i in range(10**5)) + b"}"),
     write("metrics.jsonl", b'{"step": 1' + b"0" * 20 + b', "a": 1' + b"0" * 400 + b"}"),
     bomb,
-    *(fifo(name) for name in ("metrics.jsonl", "eval_x_000005.json", "samples/step_000300.png")),
+    *(fifo(name) for name in ("metrics.jsonl", "eval_x_000005.json", "samples/step_000300.png", ".lock")),
     lambda folder: (folder / "samples/step_²00300.png").write_bytes(png()),
     lambda folder: (folder / "samples/step_000400.png").symlink_to("nowhere"),
 ]  # fmt: skip
@@ -316,6 +317,16 @@ def test_damaged_files_cost_one_line_and_no_memory(base, number):
     page = Page(folder / "report.html")  # asserts that the page is whole
     assert peak < 60 * 2**20 and len(page.source) < MAX_BYTES
     assert page.images() and page.text().count("skipped:") <= 3
+
+
+def test_a_run_is_running_while_a_process_holds_it(base):
+    folder = fake_run(base)
+    put(500, "num_iterations")(folder)
+    assert "a: stopped, step 400 of 500, 20" in report(folder).text()
+    with lock_run(folder):
+        assert "a: running, step 400 of 500, 20" in report(folder).text()
+        LiveReport(folder).refresh(last=True)  # the process that holds the lock is about to end
+        assert "a: stopped, step 400 of 500, 20" in Page(folder / "report.html").text()
 
 
 def test_thinned_curves_keep_extremes_and_ends():
@@ -365,7 +376,7 @@ def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, capsys, m
     assert "no report: UserError" in capsys.readouterr().out
     clock, written = [1000.0], []
 
-    def write(run_dirs, path):
+    def write(run_dirs, path, has_ended):
         written.append(clock[0])
         clock[0] += 2.0
 

@@ -5,6 +5,7 @@ becomes a chart, which report.html draws; a part whose file is damaged becomes o
 """
 
 import base64
+import fcntl
 import json
 import re
 import shlex
@@ -181,12 +182,19 @@ def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
     return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
-def progress(run: Run) -> str:
-    """How far a run came, and when."""
+def progress(run: Run, has_ended: bool) -> str:
+    """Is a run finished, stopped, or locked by its trainer? How far it came, and when."""
     total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
-    metrics = run.folder / "metrics.jsonl"
+    state = "finished" if run.step >= total else "stopped"
+    lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
+    if state == "stopped" and not has_ended and lock.is_file():
+        with open(lock) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                state = "running"
     at = datetime.fromtimestamp((metrics if metrics.is_file() else run.folder).stat().st_mtime)
-    text = f"{run.folder.name}: step {run.step:,} of {total:,}, {at:%Y-%m-%d %H:%M}"
+    text = f"{run.folder.name}: {state}, step {run.step:,} of {total:,}, {at:%Y-%m-%d %H:%M}"
     return f"<p>{escape(text)}{f'; {run.skipped:,} torn lines skipped' if run.skipped else ''}</p>"
 
 
@@ -287,11 +295,11 @@ def settings(runs: list[Run]) -> str:
 <details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>"""
 
 
-def write_report(run_dirs: list[Path], path: Path) -> None:
-    """The page of a run, or of several overlaid. UserError if their texts alone exceed MAX_BYTES."""
+def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
+    """`has_ended`: this process holds the lock and trains no more."""
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.folder.name for run in runs))
-    head = f"<h1>{title}</h1>" + "".join(part(progress, run) for run in runs)
+    head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
     drawn = part(charts, runs)
     foot = ""
     for run in runs:
@@ -324,7 +332,7 @@ class LiveReport:
         if start < self.due and not last:
             return
         try:
-            write_report([self.run_dir], self.run_dir / "report.html")
+            write_report([self.run_dir], self.run_dir / "report.html", has_ended=last)
         except Exception as e:
             print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(self.run_dir))}")
         self.due = start + 100 * (time.monotonic() - start)  # it takes seconds if metrics.jsonl is long
