@@ -173,9 +173,9 @@ else:
         if compared and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
         with autocast:
-            batches = None if samples else measured.batches(num_images, batch_size)
-            found = features.collect_features(measured.images, num_images, network, batch_size, "samples", batches)
-    not_finite = int(sum_over_ranks(torch.tensor(0 if samples else measured.not_finite), device))
+            batches = measured.batches(num_images, batch_size)
+            found = features.collect_features(measured.images, batches, network, "samples")
+    not_finite = int(sum_over_ranks(torch.tensor(measured.not_finite), device))
     if not_finite:
         raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")
     if rank == 0 and metric == "well_formed":

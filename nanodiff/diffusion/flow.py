@@ -61,8 +61,6 @@ class FlowMatching:
     samplers, default_sampler = SAMPLERS, "heun"
 
     def __init__(self, prediction: str = "v", timestep_shift: float = 1.0):
-        if prediction not in ("v", "x0"):
-            raise UserError(f"flow_prediction={prediction!r} is unknown; accepted: v, x0")
         if not 0 < timestep_shift < math.inf:
             raise UserError(f"timestep_shift={timestep_shift}; accepted: a number > 0")
         self.prediction = prediction

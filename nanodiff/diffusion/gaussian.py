@@ -42,11 +42,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """The timesteps to keep, ascending, as in IDDPM's code.
-
-    "250": so many, evenly. "10,15,20": so many from each third. "ddim50": every k-th, where an integer k gives 50.
-    "": all.
-    """
+    """The timesteps to keep, ascending, as in IDDPM's code: "" all; "250" so many, evenly; "10,15,20" so many from each
+    third; "ddim50" every k-th, where an integer k gives 50."""
     if not spec:
         return list(range(num_timesteps))
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
@@ -104,10 +101,6 @@ def full(x, i: int):
     return torch.full((len(x),), i, device=x.device)  # t (N,) int64: every image at timestep i
 
 
-def denoise_x0(process, denoiser, x_t, t):
-    return process.predict_x0(process.predict(denoiser, x_t, t), x_t, t, process.clip_denoised)
-
-
 def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
     p = process.denoise(denoiser, x_t, full(x_t, i))
@@ -119,7 +112,7 @@ def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch):
 def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
-    x0 = denoise_x0(process, denoiser, x_t, t)
+    x0 = process.denoise(denoiser, x_t, t)["x0"]
     eps = process.eps_from_x0(x_t, t, x0)
     variance = eta**2 * process.at("posterior_variance", t)  # sigma_t^2 of eq. 16
     direction = (process.at("one_minus_alpha_bar_prev", t) - variance).sqrt() * eps
@@ -131,7 +124,7 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
 
 def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
     """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
-    x0 = denoise_x0(process, denoiser, x_t, full(x_t, i))
+    x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
     if i == 0:  # lambda = infinity
         return x0, x0
     alpha, sigma = process.sqrt_alpha_bar, process.sqrt_one_minus_alpha_bar

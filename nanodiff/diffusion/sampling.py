@@ -152,11 +152,6 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
     return torch.cat(images)
 
 
-def count_not_finite(x0: torch.Tensor) -> int:
-    """How many of the images or latents (N, ...) hold NaN or infinity."""
-    return int((~x0.isfinite()).flatten(1).any(1).sum())
-
-
 def network_evaluations(model, process, settings: SampleSettings) -> int:
     """Forward passes per image in sample_images, the guide's included; counted on a stand-in."""
     num_images = []
@@ -189,8 +184,6 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     else:
         n = columns * (num_classes if 0 < num_classes <= 10 else columns)
         cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
-    if not num_classes:
-        settings = replace(settings, cfg_scale=1.0)
     per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
     batches = in_batches(n, per_batch if len(codec.shapes) == 1 else columns)
 

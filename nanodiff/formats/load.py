@@ -173,17 +173,12 @@ def read_published(path: Path, published: dict | None) -> tuple[dict, dict]:
     return meta | dict(model_config=dataclasses.asdict(model_config)), tensors
 
 
-def translate(meta: dict, source) -> dict:
-    """Put what older versions stored into today's words."""
+def check_meta(meta: dict, source) -> None:
+    """Refuse a description that lacks a part, or says in an older version's words what today's would misread."""
     check_fields(meta, source, step=int, arch=str, config=dict, model_config=dict, data=dict)
-    config, model_config = dict(meta["config"]), dict(meta["model_config"])
-    if config.get("objective") == "flow" and config.get("flow_prediction") == "x0":
-        config["objective"] = "flow_x0"
-    if isinstance(model_config.get("low_res"), bool):  # now the side of the low-resolution image, 0 without one
-        model_config["low_res"] = config.get("low_res_size") if model_config["low_res"] else 0
-    for option in ("conv_resample", "num_heads_upsample"):  # no run ever changed these of the UNet
-        model_config.pop(option, None)
-    return meta | {"config": config, "model_config": model_config}
+    low_res_was_bool = isinstance(meta["model_config"].get("low_res"), bool)
+    if low_res_was_bool or meta["config"].get("flow_prediction", "v") != "v":
+        raise UserError(f"{source} is of an older version: low_res is a bool, or flow_prediction is not v")
 
 
 def check_data(data: dict, source, model_config) -> None:
@@ -208,7 +203,7 @@ def check_data(data: dict, source, model_config) -> None:
 
 def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path, run_dir=None) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    meta = translate(meta, source)
+    check_meta(meta, source)
     config, data = meta["config"], meta["data"]
     check_fields(config, source, label_drop=float)
     try:

@@ -6,7 +6,7 @@ A network is Inception (for fid) or a Classifier (for fd_classifier): features(i
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,7 @@ from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
-from nanodiff.diffusion.sampling import (
-    SampleSettings,
-    count_not_finite,
-    gather_batches,
-    in_batches,
-    network_evaluations,
-    sample_images,
-)
+from nanodiff.diffusion.sampling import SampleSettings, gather_batches, in_batches, network_evaluations, sample_images
 from nanodiff.files import check_zip
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
@@ -55,6 +48,7 @@ class SampleFile:
         self.path = path
         self._file, (self.num_images, h, w, c), labels = open_npz(path)
         self._start = self._file.tell()
+        self.not_finite = 0
         self._labels = np.zeros(self.num_images, np.int64) if labels is None else labels
         self.shape = (c, h, w)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
@@ -71,6 +65,9 @@ class SampleFile:
     def labels(self, ids) -> torch.Tensor:
         return torch.from_numpy(self._labels[ids])
 
+    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
+        return in_batches(num_images, batch_size)
+
     def images(self, ids) -> np.ndarray:
         """Consecutive ids (n,) -> (n, C, H, W) uint8."""
         c, h, w = self.shape
@@ -81,17 +78,23 @@ class SampleFile:
 
 
 class ModelSamples:
-    """Samples of a model, drawn when asked for: sample i is scripts/sample.py's, a function of (seed, i) and its class,
-    i modulo num_classes. The caller enters autocast."""
+    """Samples of a model, drawn when asked for: sample i is a function of (seed, i) and its class, the same for
+    every script. The caller enters autocast.
 
-    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None):
+    `small`: a LowRes, what a super-resolution model enlarges. Samples take `classes` in turn, by default those of the
+    small images or all.
+    """
+
+    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None):
         self.model = model
         self.process = process
         self.codec = codec
         self.num_classes = model.config.num_classes
-        self.settings = settings if self.num_classes else replace(settings, cfg_scale=1.0)
+        self.settings = settings
         self.seed = seed
-        self.small = small  # LowRes: what a super-resolution model enlarges, and the classes
+        self.small = small
+        all_classes = small.labels if small else range(max(self.num_classes, 1))
+        self.turns = torch.as_tensor(classes or all_classes)
         self.not_finite = 0  # images drawn with NaN or infinity
         self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
         codec.keep_loaded()
@@ -110,8 +113,7 @@ class ModelSamples:
 
     def labels(self, ids) -> torch.Tensor:
         """Classes (n,) int64; zeros for an unconditional model."""
-        ids = torch.as_tensor(ids)
-        return self.small.labels[ids % len(self.small.labels)] if self.small else ids % max(self.num_classes, 1)
+        return self.turns[torch.as_tensor(ids) % len(self.turns)]
 
     def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
         """The ids 0 ... num_images - 1 in batches of one shape; rows of 8 have one, as in scripts/sample.py's grids."""
@@ -120,16 +122,21 @@ class ModelSamples:
             by_shape.setdefault(self.codec.row_shape(row[0] // 8), []).extend(row)
         return [np.array(ids)[part] for ids in by_shape.values() for part in in_batches(len(ids), batch_size)]
 
-    def images(self, ids) -> torch.Tensor:
-        """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
+    def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
+        """x0 of the samples (n,), of one `shape` (C, H, W), by default that of their row of 8; see sample_images."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         if self.small:
             cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        shape = self.codec.row_shape(ids[0] // 8)
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, len(ids))
-        self.not_finite += count_not_finite(x0)
-        return self.codec.to_pixels(x0)
+        shape = shape or self.codec.row_shape(ids[0] // 8)
+        how = (self.settings, batch_size or len(ids), on_step)
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
+        self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
+        return x0
+
+    def images(self, ids) -> torch.Tensor:
+        """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
+        return self.codec.to_pixels(self.draw(ids))
 
 
 @dataclass
@@ -150,15 +157,13 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 
 
 @torch.no_grad()
-def collect_features(
-    images_of, num_images: int, network, batch_size: int = 64, label: str = "", batches=None
-) -> Features | None:
-    """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
+def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
+    """Features of the images 0 ... N - 1 in `batches`, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps ids (n,), consecutive or one of `batches`, to images (n, C, H, W) uint8. The number of ranks
-    changes only the order of float64 sums.
+    `images_of` maps a batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes only the order of
+    float64 sums.
     """
-    batches = batches or in_batches(num_images, batch_size)
+    num_images = sum(map(len, batches))
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
@@ -189,7 +194,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
-        found = collect_features(dataset.images, len(dataset), network, label="reference", batches=batches)
+        found = collect_features(dataset.images, batches, network, "reference")
         return found and dict(mu=found.mu.numpy(), sigma=found.sigma.numpy(), some=found.some.numpy())
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
@@ -228,5 +233,5 @@ class SampleQuality:
         """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
         batches = samples.batches(self.num_images, batch_size)
-        found = collect_features(samples.images, self.num_images, self.network, label="samples", batches=batches)
+        found = collect_features(samples.images, batches, self.network, "samples")
         return {} if found is None else compare(self.metric, found, self.reference)

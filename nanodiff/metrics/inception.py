@@ -35,17 +35,17 @@ class Inception(nn.Module):
         self.Conv2d_2b_3x3 = Conv(32, 64, 3)
         self.Conv2d_3b_1x1 = Conv(64, 80, 1)
         self.Conv2d_4a_3x3 = Conv(80, 192, 3, padding=0)
-        self.Mixed_5b = block_a(192, 32)
-        self.Mixed_5c = block_a(256, 64)
-        self.Mixed_5d = block_a(288, 64)
-        self.Mixed_6a = block_b(288)
-        self.Mixed_6b = block_c(768, 128)
-        self.Mixed_6c = block_c(768, 160)
-        self.Mixed_6d = block_c(768, 160)
-        self.Mixed_6e = block_c(768, 192)
-        self.Mixed_7a = block_d(768)
-        self.Mixed_7b = block_e(1280, AVERAGE_POOL)
-        self.Mixed_7c = block_e(2048, MAX_POOL)  # a slip of 2015, part of the FID's definition since
+        self.Mixed_5b = Mixed(192, A, AVERAGE_POOL, 32)  # 35 x 35
+        self.Mixed_5c = Mixed(256, A, AVERAGE_POOL, 64)
+        self.Mixed_5d = Mixed(288, A, AVERAGE_POOL, 64)
+        self.Mixed_6a = Mixed(288, B, HALVING_POOL)  # 35 x 35 -> 17 x 17
+        self.Mixed_6b = Mixed(768, C(128), AVERAGE_POOL, 192)
+        self.Mixed_6c = Mixed(768, C(160), AVERAGE_POOL, 192)
+        self.Mixed_6d = Mixed(768, C(160), AVERAGE_POOL, 192)
+        self.Mixed_6e = Mixed(768, C(192), AVERAGE_POOL, 192)
+        self.Mixed_7a = Mixed(768, D, HALVING_POOL)  # 17 x 17 -> 8 x 8
+        self.Mixed_7b = Mixed(1280, E, AVERAGE_POOL, 192)
+        self.Mixed_7c = Mixed(2048, E, MAX_POOL, 192)  # a slip of 2015, part of the FID's definition since
         self.fc = nn.Linear(2048, 1008)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,31 +147,18 @@ class Mixed(nn.Module):
         return torch.cat(outputs, 1)
 
 
-def block_a(n_in, pool_width):  # 35 x 35
-    branches = {"1x1": [(64, 1)], "5x5": [(48, 1), (64, 5)], "3x3dbl": [(64, 1), (96, 3), (96, 3)]}
-    return Mixed(n_in, branches, AVERAGE_POOL, pool_width)
+# The branches of each kind of block
+A = {"1x1": [(64, 1)], "5x5": [(48, 1), (64, 5)], "3x3dbl": [(64, 1), (96, 3), (96, 3)]}
+B = {"3x3": [(384, 3, 2)], "3x3dbl": [(64, 1), (96, 3), (96, 3, 2)]}
+D = {"3x3": [(192, 1), (320, 3, 2)], "7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)]}
+E = {"1x1": [(320, 1)], "3x3": [(384, 1), (384, "fork")], "3x3dbl": [(448, 1), (384, 3), (384, "fork")]}
 
 
-def block_b(n_in):  # 35 x 35 -> 17 x 17
-    branches = {"3x3": [(384, 3, 2)], "3x3dbl": [(64, 1), (96, 3), (96, 3, 2)]}
-    return Mixed(n_in, branches, HALVING_POOL)
-
-
-def block_c(n_in, width):  # 17 x 17
+def C(width):
     row, column = (1, 7), (7, 1)
     single = [(width, 1), (width, row), (192, column)]
     double = [(width, 1), (width, column), (width, row), (width, column), (192, row)]
-    return Mixed(n_in, {"1x1": [(192, 1)], "7x7": single, "7x7dbl": double}, AVERAGE_POOL, 192)
-
-
-def block_d(n_in):  # 17 x 17 -> 8 x 8
-    branches = {"3x3": [(192, 1), (320, 3, 2)], "7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)]}
-    return Mixed(n_in, branches, HALVING_POOL)
-
-
-def block_e(n_in, pool):  # 8 x 8
-    branches = {"1x1": [(320, 1)], "3x3": [(384, 1), (384, "fork")], "3x3dbl": [(448, 1), (384, 3), (384, "fork")]}
-    return Mixed(n_in, branches, pool, 192)
+    return {"1x1": [(192, 1)], "7x7": single, "7x7dbl": double}
 
 
 def load_inception(path: str = "", device="cpu") -> Inception:

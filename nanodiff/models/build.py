@@ -28,7 +28,7 @@ def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UN
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
-    shared = dict(
+    shape = dict(
         image_size=facts["resolution"],
         in_channels=facts["channels"],
         out_channels=out_channels,
@@ -42,23 +42,12 @@ def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UN
             resolutions = tuple(int(r) for r in given.split(",") if r)
         except ValueError:
             raise UserError(f"attention_resolutions={given!r}; accepted: integers, comma-separated") from None
-        return UNetConfig.from_depth(
-            config["depth"],
-            num_res_blocks=config["num_res_blocks"],
-            attention_resolutions=resolutions,
-            num_heads=config["heads"] or 4,
-            use_scale_shift_norm=config["use_scale_shift_norm"],
-            dropout=config["dropout"],
-            **shared,
-        )
-    return DiTConfig.from_depth(
-        config["depth"],
-        patch_size=config["patch_size"],
-        width=config["width"],
-        heads=config["heads"],
-        block="classic" if config["arch"] == "dit_classic" else "modern",
-        **shared,
-    )
+        shape |= {name: config[name] for name in ("num_res_blocks", "use_scale_shift_norm", "dropout")}
+        shape |= dict(attention_resolutions=resolutions, num_heads=config["heads"] or 4)
+        return UNetConfig.from_depth(config["depth"], **shape)
+    shape |= {name: config[name] for name in ("patch_size", "width", "heads")}
+    block = "classic" if config["arch"] == "dit_classic" else "modern"
+    return DiTConfig.from_depth(config["depth"], block=block, **shape)
 
 
 def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:

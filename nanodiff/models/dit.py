@@ -130,6 +130,13 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
+def run_block(config, block, *args):
+    """block(*args), in training with config.checkpointing recomputed in backward, with the same dropout."""
+    if config.checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, *args, use_reentrant=False)
+    return block(*args)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks
 
@@ -263,10 +270,7 @@ class DiT(nn.Module):
         c = F.silu(c)  # adaLN's activation, the same in every block
 
         for block in self.blocks:
-            if cfg.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, c, rotation, use_reentrant=False)
-            else:
-                x = block(x, c, rotation)
+            x = run_block(cfg, block, x, c, rotation)
 
         shift, scale = self.final["ada"](c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
         x = self.final["linear"](self.last_norm(self.blocks[0].norm, x, shift, scale))  # (N, T, p*p*out)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
-from nanodiff.models.dit import timestep_embedding
+from nanodiff.models.dit import run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
 CHANNEL_MULT = {32: (1, 2, 2, 2), 64: (1, 2, 3, 4), 128: (1, 1, 2, 3, 4), 256: (1, 1, 2, 2, 4, 4)}
@@ -225,18 +224,13 @@ class UNet(nn.Module):
                 emb = emb + self.label_emb(y)
         h, skips = x_t, []
         for block in self.input_blocks:
-            h = self.run(block, h, emb)
+            h = run_block(c, block, h, emb)
             skips.append(h)
-        h = self.run(self.middle_block, h, emb)
+        h = run_block(c, self.middle_block, h, emb)
         for block in self.output_blocks:
-            h = self.run(block, h, emb, skips.pop())
+            h = run_block(c, block, h, emb, skips.pop())
         with no_autocast(x_t):
             return self.out(h.float())
-
-    def run(self, block, *args):
-        if self.config.checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
-        return block(*args)
 
     def parts(self) -> list[nn.Module]:
         """What torch.compile compiles, each by itself."""

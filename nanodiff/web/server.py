@@ -1,18 +1,16 @@
-"""A web server on 127.0.0.1 alone: it answers requests at once, and works off jobs in a queue.
+"""A web server on 127.0.0.1 alone: it answers requests at once, but works on one at a time.
 
 Any page on the web can make a browser send requests here. So a request must name us in its Host header (against DNS
 rebinding), come from our own page if it has an Origin, and have a content type that needs permission (against CSRF).
 """
 
-import contextlib
 import json
-import queue
 import re
 import select
 import socket
 import socketserver
 import sys
-import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from nanodiff.common import UserError
@@ -27,24 +25,12 @@ HEADERS = {
 }
 
 
-class Job:
-    """Work that a client waits for: the worker sends events in JSON's types, at last None, and stops if `gone`."""
-
-    def __init__(self, request):
-        self.request = request
-        self.gone = threading.Event()  # the client has left
-        self.events = queue.SimpleQueue()
-
-    def send(self, **event) -> None:
-        self.events.put(event)
-
-
 class LocalServer(ThreadingHTTPServer):
-    """Threads answer requests; the one that calls next_job does the work."""
+    """A thread answers each request; those that work stand in `line`, of which the first works."""
 
     def __init__(self, port: int, handler, max_queue: int = 4):
-        self.jobs = queue.Queue(max_queue)
-        self.at_work = False
+        self.max_queue = max_queue  # so many may wait
+        self.line = []  # of handlers
         try:
             super().__init__(("127.0.0.1", port), handler)
         except OSError as e:
@@ -55,16 +41,6 @@ class LocalServer(ThreadingHTTPServer):
     def server_bind(self):
         socketserver.TCPServer.server_bind(self)  # http.server's also waits for a name service
         self.server_name, self.server_port = self.server_address
-
-    def next_job(self) -> Job:
-        """Wait for a job whose client is still there."""
-        self.at_work = False
-        while True:
-            with contextlib.suppress(queue.Empty):  # an endless wait would sleep through a Ctrl-C just before it
-                job = self.jobs.get(timeout=0.5)
-                if not job.gone.is_set():
-                    self.at_work = True
-                    return job
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # clients leave when they like
@@ -112,24 +88,30 @@ class LocalHandler(BaseHTTPRequestHandler):
     def send_error(self, code, message=None, explain=None):  # http.server's own refusals, otherwise in HTML
         self.refuse(int(code), message or self.responses[code][0])
 
-    def stream(self, job: Job) -> None:
-        """Queue a job and pass its events on, unless the queue is full or the client leaves."""
-        job.send(ahead=self.server.jobs.qsize() + self.server.at_work)
+    def stream(self, work) -> None:
+        """Wait in line, then answer with the events that work(self.send) sends. It ends early if the client leaves."""
+        line = self.server.line
+        line.append(self)
         try:
-            self.server.jobs.put_nowait(job)
-        except queue.Full:
-            return self.refuse(503, "too many others are waiting; try again in a while", {"Retry-After": "5"})
-        try:
+            ahead = line.index(self)
+            if ahead > self.server.max_queue:
+                return self.refuse(503, "too many others are waiting; try again in a while", {"Retry-After": "5"})
             self.reply(200, b"", {"Content-Type": "text/event-stream"})
-            while not self.client_left():
-                with contextlib.suppress(queue.Empty):
-                    event = job.events.get(timeout=0.2)
-                    if event is None:
-                        return
-                    self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.send(ahead=ahead)
+            while line[0] is not self:
+                time.sleep(0.05)
+                self.check_client()
+            work(self.send)
         finally:
-            job.gone.set()
+            line.remove(self)
 
-    def client_left(self) -> bool:
+    def send(self, **event) -> None:
+        """Send an event in JSON's types."""
+        self.check_client()
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def check_client(self) -> None:
+        """Raise BrokenPipeError if the client has left."""
         readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise BrokenPipeError
