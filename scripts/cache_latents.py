@@ -100,8 +100,6 @@ with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as
         if not np.isfinite(latents).all():
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
         note = {"entry": write_npy(file, [latents])}
-        if latents.shape[2:] != (latent_size, latent_size):
-            note["entry"]["size"] = latents.shape[2:]
         fsync_dir(parts_dir)  # the shard must be there if its note is
         note |= {"sums": sums.tolist(), "count": latents.size / channels * copies}
         write_atomic(note_file, json.dumps(note).encode())

@@ -57,21 +57,20 @@ def main():
         raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
     start = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    options = Options(
-        resolution, aspect_buckets, bucket_images, side_unit, labels, val_fraction, seed, workers or cores
-    )
-    unit = side_unit or 16
-    if aspect_buckets and (resolution == 0 or resolution % unit):
-        raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
+    options = Options(resolution, labels, val_fraction, seed, workers or cores)
+    if aspect_buckets:
+        unit = side_unit or 16
+        if resolution == 0 or resolution % unit:
+            raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
+        options.side_unit = side_unit or max(2, resolution // 16)
+        options.bucket_images = bucket_images
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options, sha256)
         if classes:
             choose_classes(images_in)
         writer.class_names = images_in.class_names
-        if options.sizes:
-            writer.sizes = options.sizes
-            writer.meta["resolution"] = resolution
+        writer.meta["resolution"] = resolution
         need = 3 * images_in.num_images * resolution**2  # 0 if the resolution is the images' own
         free = shutil.disk_usage(writer.folder).free
         if need > free:
@@ -92,7 +91,8 @@ def main():
 
     dt = time.perf_counter() - start
     counts = {split: n for split, n in writer.num_images.items() if n}
-    sizes = " or ".join(f"{writer.meta['channels']}x{height}x{width}" for height, width in writer.sizes)
+    made = dataset.open_dataset(writer.path)
+    sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
     labelled = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
     print0(
         f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "

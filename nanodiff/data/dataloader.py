@@ -1,6 +1,7 @@
 """Which images a rank trains on, and when: a deterministic stream, read ahead by a thread."""
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -40,7 +41,7 @@ class DataLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._shuffled = {}  # number of a bucket -> its last epoch, and the permutation
+        self._permutation = functools.lru_cache(len(dataset.buckets) + 2)(self._permutation)
         self._queue = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
@@ -96,11 +97,8 @@ class DataLoader:
 
     def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
         """Of `num` elements: the images of a bucket or, beyond the last bucket, the batches of an epoch."""
-        if self._shuffled.get(bucket, (-1,))[0] != epoch:
-            entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
-            rng = np.random.Generator(np.random.PCG64(entropy))
-            self._shuffled[bucket] = (epoch, rng.permutation(num))
-        return self._shuffled[bucket][1]
+        entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
+        return np.random.Generator(np.random.PCG64(entropy)).permutation(num)
 
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""

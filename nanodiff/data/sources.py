@@ -59,7 +59,7 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         raise UserError(f"path={path!r} does not have SHA-256 {sha256}: damaged or another file; --sha256= skips this")
     if source in CONTAINERS:
         found = read_images(file, source, options)
-    elif options.aspect_buckets:
+    elif options.side_unit:
         raise UserError(f"aspect_buckets is for image files; those of source={source!r} have one size")
     elif options.labels in ("auto", "none"):
         found = READERS[source](file, options)
