@@ -25,7 +25,7 @@ from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, in_batches, validation_loss
+from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.formats.low_res import open_low_res
@@ -160,7 +160,7 @@ else:
     # Measure them
     if metric == "well_formed":
         with autocast:
-            images = gather_batches(measured.images, in_batches(num_images, batch_size), "samples")
+            images = gather_batches(measured.images, measured.batches(num_images, batch_size), "samples")
     else:
         network = features.load_network(metric, name, device, inception)
         result["network"] = network.title
@@ -173,8 +173,8 @@ else:
         if compared and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
         with autocast:
-            batches = None if samples else measured.batches(num_images, batch_size)
-            found = features.collect_features(measured.images, num_images, network, batch_size, "samples", batches)
+            batches = measured.batches(num_images, batch_size)
+            found = features.collect_features(measured.images, batches, network, "samples")
     not_finite = int(sum_over_ranks(torch.tensor(0 if samples else measured.not_finite), device))
     if not_finite:
         raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")

@@ -47,7 +47,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.build import build_model, compile_parts
+from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.training.ema import EMA
@@ -168,7 +168,7 @@ def open_model(spec: dict, facts: dict, device):
         model_config = DiTConfig.from_depth(spec["depth"], patch_size=spec["patch_size"], block=block, **shape)
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
     autocast = devices.autocast_to(device, devices.choose_dtype(spec["dtype"], device))
-    return compile_parts(model) if spec["compile"] else model, process, autocast
+    return compile_model(model) if spec["compile"] else model, process, autocast
 
 
 def train(spec: dict, device):
@@ -195,7 +195,7 @@ def train(spec: dict, device):
     images, labels = next(batches)
     while True:
         cond = {"y": labels} if codec.facts["num_classes"] else {}
-        x0 = codec.to_x0(images, eps=noise)
+        x0 = codec.to_x0(images, randn_like=lambda _: noise)
         with autocast:
             loss = process.losses(model, x0, t, noise, **cond)["loss"].mean()
         yield "forward"

@@ -19,7 +19,7 @@ from nanodiff.data.dataset import match_labels
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, network_evaluations, sample_images
+from nanodiff.diffusion.sampling import SampleSettings, count_not_finite, in_batches, network_evaluations, sample_images
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
@@ -99,7 +99,7 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
             row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
         if num_images:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
-            found = collect_features(pixels, num_images, network, batch_size)
+            found = collect_features(pixels, in_batches(np.arange(num_images), batch_size), network)
             row["fd_classifier"] = compare("fd_classifier", found, known)["fd_classifier"]
             asked = class_numbers[torch.arange(num_images) % num_classes]
             row["class_accuracy"] = float((found.logits.argmax(1) == asked).double().mean())

@@ -17,7 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from configurator import configure
@@ -179,8 +178,8 @@ with Progress(num_images - before, "images", "sampling") as bar:
         drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            this = shape or codec.row_shape(ids[0] // 8)
-            x0 = sample_images(model, process, seeds, cond, this, settings, batch_size, on_step=on_step)
+            x0_shape = shape or codec.sample_shape(ids[0])
+            x0 = sample_images(model, process, seeds, cond, x0_shape, settings, batch_size, on_step=on_step)
         not_finite += count_not_finite(x0)
         store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
         if stop.received:
@@ -201,12 +200,12 @@ elif rank == 0:
     seconds = time.perf_counter() - start
     rate = (num_images - before) / seconds
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
-    images = [part.transpose(0, 3, 1, 2) for part in store.first(GRID_IMAGES)]  # (n, C, H, W) each
-    num_shown = sum(len(part) for part in images)
+    images = [image.transpose(2, 0, 1) for image in store.first(GRID_IMAGES)]  # (C, H, W) each
+    num_shown = len(images)
     columns = len(chosen) if 4 <= len(chosen) <= 10 and not is_mixed else 8
     if small:  # pairs: small, sample
-        pairs = np.stack([small.pixels(range(num_shown)).numpy(), np.concatenate(images)], axis=1)  # (n, 2, C, H, W)
-        images, columns = [pairs.reshape(-1, *images[0].shape[1:])], 8
+        images = [image for pair in zip(small.pixels(range(num_shown)).numpy(), images) for image in pair]
+        columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
     print0(f"{num_shown} images{' (small, sample, small, ...)' if small else ''}: {png}")

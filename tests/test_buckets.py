@@ -19,7 +19,7 @@ from nanodiff.data.latents import Pixels, data_facts
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
-from nanodiff.models.build import build_model, compile_parts, make_model_config
+from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, on_grid, position_table, sincos_axis
 from nanodiff.png import decode_png
 
@@ -157,7 +157,7 @@ def test_models_take_any_rectangle_of_whole_units(arch):
 def test_shapes_of_as_many_tokens_share_their_graphs():
     model = build_model(DiTConfig(16, 3, 3, 4, 32, 2, 2, 0), "cpu", 0)
     graphs = []
-    compile_parts(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    compile_model(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     counts = []
     for height, width in ((16, 16), (12, 20), (20, 12), (16, 16)):
         model(torch.zeros(2, 3, height, width), torch.zeros(2))
@@ -235,8 +235,8 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     rows = decode_png((folder / "mixed.png").read_bytes())
     run_script("sample", *args, "--num_images=8", "--size=12x20", "--npz", f"--out={folder / 'wide'}")
     assert np.load(folder / "wide.npz")["arr_0"].shape == (8, 12, 20, 3)
-    heights = [Pixels(data_facts(photos)).row_shape(row)[1] for row in range(3)]
-    assert rows.shape == (sum(2 * height + 4 for height in heights), 8 * (20 * 2 + 2) + 2, 3)
+    heights = [Pixels(data_facts(photos)).sample_shape(8 * row)[1] for row in range(3)]
+    assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
         (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH in pixels, multiples of 4 up to 64"),
         (["--size=100x4"], "multiples of 4 up to 64"),

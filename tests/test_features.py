@@ -14,6 +14,7 @@ from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
+from nanodiff.diffusion.sampling import in_batches
 from nanodiff.metrics import cache
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier
@@ -36,16 +37,20 @@ def close(a, b, names=("mu", "sigma", "some", "logits")):
         torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
 
 
+def features_of(images, network, batch_size=64):
+    return collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
+
+
 def test_the_order_of_distances():
     n = 400
     network, images = make_network(), draw_shapes(n, seed=0)[0]
-    whole = collect_features(images.__getitem__, n, network)
-    halves = [collect_features(half.__getitem__, n // 2, network) for half in (images[: n // 2], images[n // 2 :])]
+    whole = features_of(images, network)
+    halves = [features_of(half, network) for half in (images[: n // 2], images[n // 2 :])]
     blurred = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
     noise = torch.randint(256, images.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    again = distance(whole, collect_features(images.__getitem__, n, network, batch_size=100))
+    again = distance(whole, features_of(images, network, 100))
     apart = distance(*halves)
-    far = [collect_features(x.numpy().__getitem__, n, network) for x in (blurred, noise)]
+    far = [features_of(x.numpy(), network) for x in (blurred, noise)]
     assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
     near, blurry, noisy = (compare("fd_classifier", x, halves[0]) for x in (halves[1], *far))
     assert near["fd_classifier"] == pytest.approx(apart)
@@ -56,7 +61,7 @@ def test_the_order_of_distances():
 
 def test_features_depend_neither_on_the_batches_nor_on_autocast():
     network, images = make_network(), draw_shapes(50, seed=0)[0]
-    one, other = (collect_features(images.__getitem__, 50, network, batch_size=n) for n in (50, 7))
+    one, other = (features_of(images, network, n) for n in (50, 7))
     close(one, other)
     x, logits = network.features(images)
     torch.testing.assert_close(other.logits, logits, rtol=1e-4, atol=1e-5)  # in the order of the images
@@ -68,7 +73,7 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
 def test_the_features_kept_are_a_random_choice(monkeypatch):
     monkeypatch.setattr(features_module, "KEPT", 20)
     network, images = make_network(), draw_shapes(60, seed=0)[0]
-    one, other = (collect_features(images.__getitem__, 60, network, batch_size=n) for n in (60, 7))
+    one, other = (features_of(images, network, n) for n in (60, 7))
     close(one, other)
     where = torch.cdist(one.some, network.features(images)[0]).argmin(1).tolist()
     assert len(set(where)) == 20 and max(where) > 40
@@ -82,16 +87,16 @@ def test_two_ranks_compute_what_one_computes(base):
 
     def work(rank):
         init_device("cpu")
-        few = collect_features(images.__getitem__, 3, network)  # one rank has nothing to do
-        found = collect_features(images.__getitem__, 41, network, batch_size=4)
+        few = features_of(images[:3], network)  # one rank has nothing to do
+        found = features_of(images, network, 4)
         known, again = (reference_features(dataset, network) for _ in range(2))
         return [x and vars(x) for x in (few, found, known, again)]
 
     first, second = on_ranks(work)
     few, found, known, again = (SimpleNamespace(**x) for x in first)
-    close(found, collect_features(images.__getitem__, 41, network))
-    close(few, collect_features(images.__getitem__, 3, network))
-    close(known, collect_features(dataset.images, len(dataset), network), names=("mu", "sigma", "some"))
+    close(found, features_of(images, network))
+    close(few, features_of(images[:3], network))
+    close(known, features_of(dataset.images(range(len(dataset))), network), names=("mu", "sigma", "some"))
     assert torch.equal(known.sigma, again.sigma)  # read from the file
     assert second == [None] * 4
 

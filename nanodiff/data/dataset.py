@@ -322,7 +322,7 @@ class DatasetWriter:
         self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
         self.meta |= {"class_names": [], "splits": {}}
         self.num_images = dict.fromkeys(SPLITS, 0)
-        # By (H, W): (1, C, H, W) arrays that are in no shard yet, the shards' entries in meta.json, (n,) arrays of labels
+        # By (H, W): (1, C, H, W) arrays that are in no shard yet, entries of the shards, (n,) arrays of labels
         self._buckets = {split: {} for split in SPLITS}
 
     def __enter__(self):

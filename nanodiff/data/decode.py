@@ -54,7 +54,7 @@ def aspect_ratio(payload) -> float:
 
 
 def kept_area(ratios, sizes: list) -> np.ndarray:
-    """(..., len(sizes)): the fraction of images of these ratios (...), width / height, inside the size [H, W] they cover."""
+    """(n, len(sizes)): the fraction that each size (H, W) keeps of images of these ratios (n,), width / height."""
     fit = np.divide.outer(ratios, [width / height for height, width in sizes])
     return np.minimum(fit, 1 / fit)
 

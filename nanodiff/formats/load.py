@@ -9,7 +9,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from nanodiff.common import UserError, base_dir
@@ -195,15 +194,12 @@ def check_data(data: dict, source, model_config) -> None:
         raise UserError(f"{source}: channels, resolution or classes of its data are not those of the model")
     if "latents" in data:
         check_latents(data["latents"], source, "offset", "scale")
-    try:
-        sizes = np.array(data.get("sizes", [[1, 1, 1]]), object)
-        largest = 4 * model_config.image_size
-        fits = sizes.shape[1:] == (3,) and all(type(n) is int and 0 < n < 2**53 for n in sizes.flat)
-        fits = fits and len(sizes) > 0 and sizes[:, :2].max() <= largest
-    except ValueError:
-        fits = False
-    if not fits:
-        raise UserError(f"{source}: sizes of its data are not [height, width, number], of up to {largest} on a side")
+    check_fields({"sizes": []} | data, source, sizes=list)
+    largest = 4 * model_config.image_size
+    for size in data.get("sizes", []):
+        integers = isinstance(size, list) and [type(n) for n in size] == [int, int, int]
+        if not integers or min(size) < 1 or max(size[:2]) > largest:
+            raise UserError(f"{source}: its data have size {size}; accepted: [height, width, number], up to {largest}")
 
 
 def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path, run_dir=None) -> Loaded:

@@ -95,9 +95,9 @@ class SampleStore:
             file.write(np.ascontiguousarray(images).data)
 
     def first(self, n: int) -> list[np.ndarray]:
-        """The first n images, or as many as there are, by parts (k, H, W, C)."""
-        count = -(-min(n, self.num_images) // self.size)
-        return [load_part(self.path(k))[: n - k * self.size] for k in range(count)]
+        """The first n images (H, W, C), or as many as there are."""
+        parts = [load_part(self.path(k)) for k in range(-(-min(n, self.num_images) // self.size))]
+        return [image for part in parts for image in part][:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).

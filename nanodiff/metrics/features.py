@@ -79,6 +79,9 @@ class SampleFile:
             data = self._file.read(len(ids) * c * h * w)
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
 
+    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
+        return in_batches(np.arange(num_images), batch_size)
+
 
 class ModelSamples:
     """Samples of a model, drawn when asked for: sample i is scripts/sample.py's, a function of (seed, i) and its class,
@@ -114,11 +117,11 @@ class ModelSamples:
         return self.small.labels[ids % len(self.small.labels)] if self.small else ids % max(self.num_classes, 1)
 
     def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
-        """The ids 0 ... num_images - 1 in batches of one shape; rows of 8 have one, as in scripts/sample.py's grids."""
+        """The ids 0 ... num_images - 1 in batches of one shape."""
         by_shape = {}
-        for row in in_batches(num_images, 8):
-            by_shape.setdefault(self.codec.row_shape(row[0] // 8), []).extend(row)
-        return [np.array(ids)[part] for ids in by_shape.values() for part in in_batches(len(ids), batch_size)]
+        for i in range(num_images):
+            by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
+        return [part for ids in by_shape.values() for part in in_batches(np.array(ids), batch_size)]
 
     def images(self, ids) -> torch.Tensor:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
@@ -126,7 +129,7 @@ class ModelSamples:
         if self.small:
             cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        shape = self.codec.row_shape(ids[0] // 8)
+        shape = self.codec.sample_shape(ids[0])
         x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, len(ids))
         self.not_finite += count_not_finite(x0)
         return self.codec.to_pixels(x0)
@@ -150,15 +153,13 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 
 
 @torch.no_grad()
-def collect_features(
-    images_of, num_images: int, network, batch_size: int = 64, label: str = "", batches=None
-) -> Features | None:
-    """Features of images 0 ... num_images - 1, computed by all ranks; on the first rank, None on the others.
+def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
+    """Features of images 0 ... N-1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps ids (n,), consecutive or one of `batches`, to images (n, C, H, W) uint8. The number of ranks
-    changes only the order of float64 sums.
+    `images_of` maps each of `batches`, ids (n,), to images (n, C, H, W) uint8. The number of ranks changes only the
+    order of float64 sums.
     """
-    batches = batches or in_batches(num_images, batch_size)
+    num_images = sum(map(len, batches))
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
@@ -189,7 +190,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
-        found = collect_features(dataset.images, len(dataset), network, label="reference", batches=batches)
+        found = collect_features(dataset.images, batches, network, "reference")
         return found and dict(mu=found.mu.numpy(), sigma=found.sigma.numpy(), some=found.some.numpy())
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
@@ -228,5 +229,5 @@ class SampleQuality:
         """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
         batches = samples.batches(self.num_images, batch_size)
-        found = collect_features(samples.images, self.num_images, self.network, label="samples", batches=batches)
+        found = collect_features(samples.images, batches, self.network, "samples")
         return {} if found is None else compare(self.metric, found, self.reference)
