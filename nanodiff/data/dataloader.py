@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -103,17 +104,15 @@ class DataLoader:
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""
         micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
-        micro_step = 0
         try:
-            while not self._stop.is_set():
-                indices = self.indices(step, micro_step)
+            for number in itertools.count(step * micro_steps):
+                if self._stop.is_set():
+                    return
+                indices = self.indices(*divmod(number, micro_steps))
                 images = torch.from_numpy(self.dataset.images(indices))
                 labels = torch.from_numpy(self.dataset.labels(indices))
                 if self.device.type == "cuda":
                     images, labels = images.pin_memory(), labels.pin_memory()
                 self._queue.put((images, labels))
-                micro_step += 1
-                if micro_step == micro_steps:
-                    step, micro_step = step + 1, 0
         except BaseException as error:
             self._queue.put(error)

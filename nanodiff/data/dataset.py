@@ -10,7 +10,6 @@ A set in aspect buckets has shards of several sizes (meta.json: the size of each
 `resolution` is then the side of a square of about the same area.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -24,7 +23,7 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.shapes import CLASS_NAMES, SOURCE, draw_numbered, draw_split
-from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic, writing
+from nanodiff.files import check_fields, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
@@ -60,7 +59,7 @@ class Dataset:
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        with reading_meta(path):
+        with reading(path / "meta.json"):
             self.meta = read_meta(path)
             self.class_names = self.meta["class_names"]
             self.num_classes = len(self.class_names)
@@ -185,7 +184,7 @@ def is_drawn(path: Path) -> bool:
     """Is this embedded set there, and not of a version that drew it by other rules?"""
     if not is_set(path):
         return False
-    with reading_meta(path):
+    with reading(path / "meta.json"):
         return read_meta(path).get("source") != "shapes"
 
 
@@ -201,29 +200,15 @@ def make_shapes(name: str) -> None:
 
 def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
-    count, size = 0, 0
-    with reading_meta(dataset.path):
-        for part in dataset.meta["splits"].values():
-            labels = [part["labels"]] if dataset.num_classes else []
-            for entry in part["shards"] + labels:
-                path = dataset.path / entry["file"]
-                digest = sha256_of(path)
-                if digest != entry["sha256"]:
-                    raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
-                count += 1
-                size += path.stat().st_size
-    return count, size
-
-
-@contextlib.contextmanager
-def reading_meta(path: Path):
-    """Report a damaged meta.json, whose fields are used as they are."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
-        raise UserError(f"{path / 'meta.json'} is damaged: {type(error).__name__}: {error}") from None
+    with reading(dataset.path / "meta.json"):
+        parts = dataset.meta["splits"].values()
+        entries = [entry for part in parts for entry in (*part["shards"], part["labels"]) if entry]
+        for entry in entries:
+            path = dataset.path / entry["file"]
+            digest = sha256_of(path)
+            if digest != entry["sha256"]:
+                raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
+        return len(entries), sum(entry["bytes"] for entry in entries)
 
 
 def read_meta(path: Path) -> dict:
@@ -309,18 +294,17 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
-    Writes to a hidden folder, renamed when the block ends, removed when it raises. `class_names` ([] = unlabelled) and
-    meta["resolution"] (0 = that of the images) may be assigned until the first images. With `wait`, a set that another
-    process is writing is waited for and kept; without it, that is a UserError.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
+    images: class_names ([] = unlabelled), resolution (0 = that of the images). With `wait`, a set that another process
+    is writing is waited for and kept; without it, that is a UserError.
     """
 
     def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):
         self.path = set_path(name)
-        self.class_names = class_names
         self.overwrite = overwrite
         self.wait = wait
         self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
-        self.meta |= {"class_names": [], "splits": {}}
+        self.meta |= {"class_names": list(class_names), "splits": {}}
         self.num_images = dict.fromkeys(SPLITS, 0)
         # By (H, W): (1, C, H, W) arrays that are in no shard yet, entries of the shards, (n,) arrays of labels
         self._buckets = {split: {} for split in SPLITS}
@@ -340,9 +324,9 @@ class DatasetWriter:
         assert images.dtype == np.uint8, images.dtype
         assert channels == self.meta["channels"]
         bucket = self._buckets[split].setdefault((height, width), {"images": [], "shards": [], "labels": []})
-        if self.class_names:
+        if num_classes := len(self.meta["class_names"]):
             labels = np.array(labels, np.int64)
-            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.class_names)
+            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < num_classes
             bucket["labels"].append(labels)
         self.num_images[split] += len(images)
         bucket["images"].extend(images.copy()[:, None])
@@ -369,7 +353,6 @@ class DatasetWriter:
             if buckets:
                 self.meta["splits"][split] = part
         assert "train" in self.meta["splits"], "no images were appended"
-        self.meta["class_names"] = list(self.class_names)
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

@@ -1,7 +1,6 @@
 """Image files in a folder, a tar or a zip: their names and bytes, and which class and split they are in."""
 
 import bz2
-import contextlib
 import csv
 import gzip
 import io
@@ -19,7 +18,7 @@ import numpy as np
 
 from nanodiff.common import UserError, print0
 from nanodiff.data.decode import MAX_FILE_BYTES, aspect_ratio, import_pillow, kept_area
-from nanodiff.files import read_small
+from nanodiff.files import read_small, reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN_FOLDERS = ("train", "training")  # in any case
@@ -70,17 +69,6 @@ def val_mask(num: int, options: Options) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Containers: the names of their files, and a function names -> (name, path or bytes) of each
-
-
-@contextlib.contextmanager
-def reading(path: Path):
-    """A damaged archive, on which libraries raise nearly every kind of exception, is a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}: {error}") from None
 
 
 def open_folder(path: Path):

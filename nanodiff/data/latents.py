@@ -86,7 +86,7 @@ class Latents(Pixels):
         self.path = path or self.info["path"]
         if autoencoder is None:
             try:
-                self._open()
+                open_matching(self.path, self.info)
             except UserError as error:
                 if path:
                     raise
@@ -109,7 +109,7 @@ class Latents(Pixels):
     def to_pixels(self, x0) -> torch.Tensor:
         if self.undecodable:
             return self.preview(x0)
-        autoencoder = self.autoencoder or self._open().to(self.device)  # not kept: training needs the memory
+        autoencoder = self._open()  # not kept: training needs the memory
         z = x0.float().to(self.device) * self.scale + self.offset
         with torch.autocast(self.device.type, enabled=False):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
@@ -120,10 +120,10 @@ class Latents(Pixels):
 
     def keep_loaded(self) -> None:
         if not self.undecodable:
-            self.autoencoder = self.autoencoder or self._open().to(self.device)
+            self.autoencoder = self._open()
 
     def _open(self):
-        return open_matching(self.path, self.info)
+        return self.autoencoder or open_matching(self.path, self.info).to(self.device)
 
 
 def open_matching(path: str, info: dict):
@@ -202,10 +202,8 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
     """
     channels, size = facts["channels"], facts["resolution"]
     if facts["kind"] == "images":
-        if dataset is not None and dataset.meta["kind"] == "latents":
-            raise UserError(f"{dataset.name!r} holds latents, the model was trained on images")
         if dataset is not None:
-            check_size(dataset, channels, size)
+            check_images(dataset, "images", channels, size)
         return Pixels(facts)
     if "latents" in facts:
         info = facts["latents"]
@@ -221,11 +219,11 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
             wanted = info["autoencoder"]
             raise UserError(f"{dataset.name!r} holds latents of {theirs['autoencoder']}, the model wants {wanted}'s")
         info = info | {"parts": theirs["parts"], "copies": theirs["copies"]}
-        check_size(dataset, channels * info["parts"] * info["copies"], size)
+        check_images(dataset, "latents", channels * info["parts"] * info["copies"], size)
     elif dataset is not None:  # images, which are encoded on the fly
         encoder = open_matching(autoencoder or info["path"], info).to(device)
         info = info | {"parts": encoder.parts}
-        check_size(dataset, 3, size * encoder.downsample)
+        check_images(dataset, "images", 3, size * encoder.downsample)
     return Latents(facts | {"latents": info}, device, encoder, autoencoder)
 
 
@@ -239,8 +237,8 @@ def check_sides(dataset, autoencoder) -> None:
             raise UserError(f"data={dataset.name!r} holds {given}; accepted: {wanted}")
 
 
-def check_size(dataset, channels: int, resolution: int) -> None:
-    given = (dataset.channels, dataset.resolution)
-    if given != (channels, resolution):
-        wanted = (channels, resolution)
-        raise UserError(f"data={dataset.name!r} has (channels, pixels) {given}, the model wants {wanted}")
+def check_images(dataset, *wanted) -> None:
+    """UserError unless a set is of this kind, number of channels and resolution."""
+    given = (dataset.meta["kind"], dataset.channels, dataset.resolution)
+    if given != wanted:
+        raise UserError(f"data={dataset.name!r} has (kind, channels, pixels) {given}, the model wants {wanted}")

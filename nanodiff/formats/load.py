@@ -289,12 +289,11 @@ def parse_size(size: str, loaded: Loaded, codec) -> tuple[int, int, int] | None:
         return None
     config, pixels = loaded.model.config, codec.image_size // codec.shape[1]  # per latent
     unit, largest = config.side_unit * pixels, 4 * codec.image_size
+    if config.low_res or loaded.weights == "as published":  # square only
+        unit = largest = codec.image_size
     sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
     if len(sides) != 2 or any(side % unit or not 0 < side <= largest for side in sides):
         raise UserError(f"size={size!r}; accepted: HEIGHTxWIDTH in pixels, multiples of {unit} up to {largest:,}")
-    if sides != [codec.image_size] * 2 and (config.low_res or loaded.weights == "as published"):
-        kind = "is a super-resolution model" if config.low_res else "is a published model"
-        raise UserError(f"size={size!r}: {loaded.source} {kind}; accepted: {codec.image_size}x{codec.image_size}")
     return (codec.shape[0], sides[0] // pixels, sides[1] // pixels)
 
 

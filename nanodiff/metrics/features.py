@@ -14,7 +14,6 @@ import torch
 
 from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
 from nanodiff.diffusion.sampling import (
     SampleSettings,
@@ -24,7 +23,7 @@ from nanodiff.diffusion.sampling import (
     network_evaluations,
     sample_images,
 )
-from nanodiff.files import check_zip
+from nanodiff.files import check_zip, reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
 from nanodiff.metrics.distances import (
@@ -79,8 +78,7 @@ class SampleFile:
             data = self._file.read(len(ids) * c * h * w)
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
 
-    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
-        return in_batches(np.arange(num_images), batch_size)
+    batches = staticmethod(in_batches)
 
 
 class ModelSamples:
@@ -116,12 +114,12 @@ class ModelSamples:
         ids = torch.as_tensor(ids)
         return self.small.labels[ids % len(self.small.labels)] if self.small else ids % max(self.num_classes, 1)
 
-    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
-        """The ids 0 ... num_images - 1 in batches of one shape."""
+    def batches(self, ids, batch_size: int) -> list[np.ndarray]:
+        """Each batch has one shape."""
         by_shape = {}
-        for i in range(num_images):
+        for i in ids:
             by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
-        return [part for ids in by_shape.values() for part in in_batches(np.array(ids), batch_size)]
+        return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
 
     def images(self, ids) -> torch.Tensor:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
@@ -228,6 +226,6 @@ class SampleQuality:
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
-        batches = samples.batches(self.num_images, batch_size)
+        batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
         return {} if found is None else compare(self.metric, found, self.reference)
