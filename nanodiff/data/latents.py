@@ -41,11 +41,8 @@ class Pixels:
         self.image_size = side  # of decoded images in pixels
 
     def sample_shape(self, number: int) -> tuple[int, int, int]:
-        """(C, H, W) of a sample's x0: rows of 8 have one shape, and each of the data's comes as often as it does there.
-
-        Multiples of the golden ratio are spread evenly, however many there are.
-        """
-        u = (number // 8 + 0.5) * 0.618033988749895 % 1
+        """(C, H, W) of a sample's x0: rows of 8 have one shape; each of the data's comes as often as it does there."""
+        u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
     def to_x0(self, stored, flip=None, randn_like=None):
