@@ -321,8 +321,7 @@ class DatasetWriter:
         channels, height, width = images.shape[1:]
         if not any(self.num_images.values()):
             self.meta |= {"channels": channels, "resolution": self.meta["resolution"] or height}
-        assert images.dtype == np.uint8, images.dtype
-        assert channels == self.meta["channels"]
+        assert (images.dtype, channels) == (np.uint8, self.meta["channels"])
         bucket = self._buckets[split].setdefault((height, width), {"images": [], "shards": [], "labels": []})
         if num_classes := len(self.meta["class_names"]):
             labels = np.array(labels, np.int64)
