@@ -57,8 +57,7 @@ parts_dir = path.with_name(f".{path.name}.parts")
 notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 shards = []
 for split, dataset in splits.items():
-    parts = [bucket[i : i + per_shard] for bucket in dataset.buckets.values() for i in range(0, len(bucket), per_shard)]
-    for k, rows in enumerate(parts):
+    for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
         shards.append((split, rows, parts_dir / f"{split}_images_{k:03d}.npy", notes_dir / f"{split}_{k:03d}.json"))
 
 if rank == 0:

@@ -28,10 +28,8 @@ class DataLoader:
                  prefetch=4):  # fmt: skip
         per_micro_step = device_batch_size * world
         if device_batch_size < 1 or total_batch_size < 1 or total_batch_size % per_micro_step:
-            raise UserError(
-                f"total_batch_size={total_batch_size} is not accepted; accepted: multiples of device_batch_size * ranks"
-                f" = {device_batch_size} * {world} = {per_micro_step}"
-            )
+            accepted = f"multiples of device_batch_size * ranks = {device_batch_size} * {world} = {per_micro_step}"
+            raise UserError(f"total_batch_size={total_batch_size}; accepted: {accepted}")
         if world > len(dataset):
             raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset

@@ -76,8 +76,7 @@ class Dataset:
             end = 0
             for entry in part["shards"]:
                 size = tuple(entry.get("size", (self.resolution, self.resolution)))
-                shape = (entry["num_images"], self.channels, *size)
-                self._shards.append(open_npy(path, entry, dtype, shape))
+                self._shards.append(open_npy(path, entry, dtype, (entry["num_images"], self.channels, *size)))
                 start = self.buckets.get(size, range(end, end)).start
                 end += entry["num_images"]
                 self.buckets[size] = range(start, end)
