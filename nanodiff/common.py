@@ -191,15 +191,15 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(key: tuple[int, ...], first: int, count: int, shape: tuple[int, ...], device) -> torch.Tensor:
-    """(count, *shape): rows `first` onwards of an endless table of normal numbers, a function of `key`. Each BLOCK rows
-    have their own generator: a rank draws hardly more than it takes."""
+def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> torch.Tensor:
+    """Rows `first` onwards, as many as `like` (N, ...) has, of an endless table of normal numbers, a function of `key`,
+    drawn on `device`. Each BLOCK rows have their own generator: a rank draws hardly more than it takes."""
     drawn = []
-    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+    for block in range(first // BLOCK, -(-(first + len(like)) // BLOCK)):
         g = make_generator(*key, block, device=device)
-        drawn.append(torch.randn(BLOCK, *shape, generator=g, device=device))
+        drawn.append(torch.randn(BLOCK, *like.shape[1:], generator=g, device=device))
     skipped = first % BLOCK
-    return torch.cat(drawn)[skipped : skipped + count]
+    return torch.cat(drawn)[skipped : skipped + len(like)].to(like.device)
 
 
 class StackedGenerator:

@@ -117,6 +117,17 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
     return file
 
 
+@contextlib.contextmanager
+def reading(path: Path):
+    """A damaged file, on which libraries raise nearly every kind of exception, is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}: {error}") from None
+
+
 def read_small(path: Path, most: int = 2**22) -> bytes:
     """The bytes of a regular file of at most `most`: a FIFO would hang, a larger one fill the memory once parsed."""
     if not path.is_file() or path.stat().st_size > most:

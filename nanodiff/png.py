@@ -46,26 +46,21 @@ def decode_png(data: bytes) -> np.ndarray:
         raise ValueError(f"not a PNG that encode_png wrote: {e}") from e
 
 
-def make_grid(batches: list[np.ndarray], columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
-    """Images (N, C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
+def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
+    """Images (C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
 
-    Batches of one shape are one grid; those of several shapes lie below each other. scale=0: small ones are enlarged.
+    The images of a row have one shape. scale=0: small ones are enlarged.
     """
-    scale = scale or max(1, 48 // max(images.shape[-1] for images in batches))
-    if len({images.shape[1:] for images in batches}) > 1:
-        grids = [make_grid([images], columns, padding, scale) for images in batches]
-        width = max(grid.shape[1] for grid in grids)
-        return np.concatenate([np.pad(grid, ((0, 0), (0, width - grid.shape[1]), (0, 0))) for grid in grids])
-    images = np.concatenate(batches)
-    num, _, height, width = images.shape
-    columns = min(columns, num)
-    rows = -(-num // columns)
-    tiles = np.zeros((rows * columns, height * scale + padding, width * scale + padding, 3), np.uint8)
-    pixels = images.transpose(0, 2, 3, 1).repeat(scale, 1).repeat(scale, 2)
-    tiles[:num, padding:, padding:] = pixels  # one channel is broadcast to three
-    grid = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
-    grid = grid.reshape(rows * tiles.shape[1], columns * tiles.shape[2], 3)
-    return np.pad(grid, ((0, padding), (0, padding), (0, 0)))
+    scale = scale or max(1, 48 // max(image.shape[2] for image in images))
+    rows = []  # (3, H, W)
+    for first in range(0, len(images), columns):
+        row = np.stack(images[first : first + columns]).repeat(scale, 2).repeat(scale, 3)
+        tiles = np.pad(row, ((0, 0), (0, 0), (padding, 0), (padding, 0)))
+        tiles = np.broadcast_to(tiles, (len(row), 3, *tiles.shape[2:]))
+        rows.append(np.concatenate(list(tiles), axis=2))
+    width = max(row.shape[2] for row in rows)
+    grid = np.concatenate([np.pad(row, ((0, 0), (0, 0), (0, width - row.shape[2]))) for row in rows], axis=1)
+    return np.pad(grid, ((0, 0), (0, padding), (0, padding))).transpose(1, 2, 0)
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:

@@ -25,7 +25,7 @@ from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, in_batches, validation_loss
+from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.formats.low_res import open_low_res
@@ -158,9 +158,10 @@ else:
         asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
 
     # Measure them
+    batches = measured.batches(np.arange(num_images), batch_size)
     if metric == "well_formed":
         with autocast:
-            images = gather_batches(measured.images, in_batches(num_images, batch_size), "samples")
+            images = gather_batches(measured.images, batches, "samples")
     else:
         network = features.load_network(metric, name, device, inception)
         result["network"] = network.title
@@ -173,7 +174,6 @@ else:
         if compared and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
         with autocast:
-            batches = measured.batches(num_images, batch_size)
             found = features.collect_features(measured.images, batches, network, "samples")
     not_finite = int(sum_over_ranks(torch.tensor(measured.not_finite), device))
     if not_finite:

@@ -8,6 +8,7 @@ Train an image diffusion model: settings, setup, loop, end. Read it top to botto
 Rerunning the same command resumes where the run stopped.
 """
 
+import functools
 import gc
 import math
 import time
@@ -151,8 +152,8 @@ train_set = open_dataset(data, "train")
 val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
 num_classes = codec.facts["num_classes"] if class_cond else 0  # labels are 0 .. num_classes-1, the null class follows
-shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
-print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
+sizes = f"{len(train_set):,} + {len(val_set or ()):,} images of {codec.shapes}"
+print0(f"data: {data}: {sizes}, {num_classes or 'no'} classes")
 if val_set is None:
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
@@ -217,8 +218,8 @@ optim = make_optimizer(raw_model, optimizer, lr=lr, muon_lr=muon_lr, weight_deca
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
-    shape = max(codec.shapes, key=math.prod)
-    device_batch_size = largest_batch(raw_model, process, shape, autocast, optim, total_batch_size // world)
+    largest = max(codec.shapes, key=math.prod)
+    device_batch_size = largest_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
@@ -381,15 +382,12 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
-        # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
-        shape = codec.shape_of(images)  # (C, H, W); all images of a step have the same
-        noise = draw_rows((seed, step, 1), first, device_batch_size, shape, draw_device).to(device)
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
         flips = u_flip[rows] < 0.5 if flip else None
-        vae_noise = None
-        if codec.stochastic:
-            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, shape, draw_device).to(device)
-        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, as noise is
+        vae_noise = functools.partial(draw_rows, (seed, step, 2), first, draw_device)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
+        # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
+        noise = draw_rows((seed, step, 1), first, draw_device, x0)
         # Some images lose their label, so that the model also learns to denoise without: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
         if dropout:  # its masks depend on (seed, step) and on how the batch is cut
@@ -434,8 +432,8 @@ while True:
     optim.zero_grad()
     step += 1
     log_now = step % log_every == 0 or step == num_iterations or stopping
-    first_of_shape = shape not in shapes_trained
-    shapes_trained.add(shape)
+    first_of_shape = x0.shape not in shapes_trained
+    shapes_trained.add(x0.shape)
     if log_now or first_of_shape:
         synchronize(device)  # what is printed ends when the GPU is done; else the next step is queued while it works
     dt = time.perf_counter() - t0

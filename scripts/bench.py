@@ -48,7 +48,7 @@ from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.build import build_model, check_sizes, compile_parts
+from nanodiff.models.build import build_model, check_sizes, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.training.ema import EMA
@@ -184,7 +184,7 @@ def open_model(spec: dict, facts: dict, device):
     check_sizes(model_config, facts)
     model = build_model(replace(model_config, checkpointing=spec["checkpointing"]), device, seed=0)
     autocast = devices.autocast_to(device, devices.choose_dtype(spec["dtype"], device))
-    return compile_parts(model) if spec["compile"] else model, process, autocast
+    return compile_model(model) if spec["compile"] else model, process, autocast
 
 
 def train(spec: dict, device):
@@ -211,8 +211,8 @@ def train(spec: dict, device):
     images, labels = next(batches)
     while True:
         cond = {"y": labels} if codec.facts["num_classes"] else {}
-        eps = noise[codec.shape_of(images)]
-        x0 = codec.to_x0(images, eps=eps)
+        x0 = codec.to_x0(images, randn_like=lambda mean: noise[mean.shape[1:]])
+        eps = noise[x0.shape[1:]]
         with autocast:
             loss = process.losses(model, x0, t, eps, **cond)["loss"].mean()
         yield "forward"

@@ -57,8 +57,7 @@ parts_dir = path.with_name(f".{path.name}.parts")
 notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 shards = []
 for split, dataset in splits.items():
-    parts = [bucket[i : i + per_shard] for bucket in dataset.buckets.values() for i in range(0, len(bucket), per_shard)]
-    for k, rows in enumerate(parts):
+    for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
         shards.append((split, rows, parts_dir / f"{split}_images_{k:03d}.npy", notes_dir / f"{split}_{k:03d}.json"))
 
 if rank == 0:
@@ -100,8 +99,6 @@ with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as
         if not np.isfinite(latents).all():
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
         note = {"entry": write_npy(file, [latents])}
-        if latents.shape[2:] != (latent_size, latent_size):
-            note["entry"]["size"] = latents.shape[2:]
         fsync_dir(parts_dir)  # the shard must be there if its note is
         note |= {"sums": sums.tolist(), "count": latents.size / channels * copies}
         write_atomic(note_file, json.dumps(note).encode())

@@ -97,7 +97,7 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
             row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
         if num_images:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
-            found = features.collect_features(pixels, in_batches(num_images, batch_size), network)
+            found = features.collect_features(pixels, in_batches(np.arange(num_images), batch_size), network)
             row["fd_classifier"] = features.compare("fd_classifier", found, known)["fd_classifier"]
             asked = class_numbers[torch.arange(num_images) % num_classes]
             row["class_accuracy"] = float((found.logits.argmax(1) == asked).double().mean())

@@ -8,6 +8,7 @@ Classes are matched by name; those that the base lacks are added. Rerunning the 
 The result is a file of adapters, and a run like any other.
 """
 
+import functools
 import math
 import time
 from dataclasses import asdict, replace
@@ -118,8 +119,7 @@ if num_classes and label_drop and len(class_table(raw_model)[1].weight) == num_c
 facts = codec.facts | dict(name=train_set.name, sha256=train_set.sha256)
 facts |= dict(class_names=class_names, num_classes=num_classes)
 learned = [class_names[i] if i < num_classes else None for i in class_rows]  # None: the null class
-shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
-print0(f"data: {data}: {len(train_set):,} images of {shapes}; rows of the class table that learn: {learned}")
+print0(f"data: {data}: {len(train_set):,} images of {codec.shapes}; rows of the class table that learn: {learned}")
 
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
@@ -245,13 +245,10 @@ while True:
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
-        shape = codec.shape_of(images)
-        noise = draw_rows((seed, step, 1), first, device_batch_size, shape, draw_device).to(device)
         flips = u_flip[rows] < 0.5 if flip else None
-        vae_noise = None
-        if codec.stochastic:
-            vae_noise = draw_rows((seed, step, 2), first, device_batch_size, shape, draw_device).to(device)
+        vae_noise = functools.partial(draw_rows, (seed, step, 2), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
+        noise = draw_rows((seed, step, 1), first, draw_device, x0)
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
@@ -278,8 +275,8 @@ while True:
     optim.zero_grad()
     step += 1
     log_now = step % log_every == 0 or step == num_iterations or stopping
-    first_of_shape = shape not in shapes_trained
-    shapes_trained.add(shape)
+    first_of_shape = x0.shape not in shapes_trained
+    shapes_trained.add(x0.shape)
     if log_now or first_of_shape:
         synchronize(device)
     dt = time.perf_counter() - t0

@@ -57,21 +57,16 @@ def main():
         raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
     start = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    options = Options(
-        resolution, aspect_buckets, bucket_images, side_unit, labels, val_fraction, seed, workers or cores
-    )
-    unit = side_unit or 16
-    if aspect_buckets and (resolution == 0 or resolution % unit):
-        raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
+    unit = side_unit or max(2, resolution // 16) if aspect_buckets else 0
+    if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
+        raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
+    options = Options(resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images)
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options, sha256)
         if classes:
             choose_classes(images_in)
-        writer.class_names = images_in.class_names
-        if options.sizes:
-            writer.sizes = options.sizes
-            writer.meta["resolution"] = resolution
+        writer.meta |= {"class_names": images_in.class_names, "resolution": resolution}
         need = 3 * images_in.num_images * resolution**2  # 0 if the resolution is the images' own
         free = shutil.disk_usage(writer.folder).free
         if need > free:
@@ -92,8 +87,9 @@ def main():
 
     dt = time.perf_counter() - start
     counts = {split: n for split, n in writer.num_images.items() if n}
-    sizes = " or ".join(f"{writer.meta['channels']}x{height}x{width}" for height, width in writer.sizes)
-    labelled = f"{len(writer.class_names)} classes" if writer.class_names else "unlabelled"
+    made = dataset.open_dataset(writer.path)
+    sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
+    labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
     print0(
         f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "
         f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {sizes}, {labelled}; "
@@ -129,15 +125,9 @@ def choose_classes(images_in) -> None:
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {', '.join(names) or 'none'}")
-    kept = np.array([i for i, name in enumerate(names) if name in wanted])
-    images_in.class_names = [names[i] for i in kept]
-
-    def chosen(blocks):
-        for images, ids, is_val in blocks:
-            rows = np.isin(ids, kept)
-            yield images[rows], np.searchsorted(kept, ids[rows]), is_val[rows]
-
-    images_in.blocks = chosen(images_in.blocks)
+    images_in.class_names = [name for name in names if name in wanted]
+    numbers = {names.index(name): number for number, name in enumerate(images_in.class_names)}
+    images_in.items = ((*item, numbers[i], is_val) for *item, i, is_val in images_in.items if i in numbers)
 
 
 if __name__ == "__main__":  # worker processes may import this file again

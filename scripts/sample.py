@@ -17,7 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from configurator import configure
@@ -193,12 +192,12 @@ elif rank == 0:
     seconds = time.perf_counter() - start
     rate = (num_images - before) / seconds
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
-    images = [part.transpose(0, 3, 1, 2) for part in store.first(GRID_IMAGES)]  # (n, C, H, W) each
-    num_shown = sum(len(part) for part in images)
+    images = [image.transpose(2, 0, 1) for image in store.first(GRID_IMAGES)]  # (C, H, W) each
+    num_shown = len(images)
     columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
     if small:  # pairs: small, sample
-        pairs = np.stack([small.pixels(range(num_shown)).numpy(), np.concatenate(images)], axis=1)  # (n, 2, C, H, W)
-        images, columns = [pairs.reshape(-1, *images[0].shape[1:])], 8
+        images = [image for pair in zip(small.pixels(range(num_shown)).numpy(), images) for image in pair]
+        columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
     print0(f"{num_shown} images{' (small, sample, small, ...)' if small else ''}: {png}")

@@ -9,7 +9,7 @@ from figures import filled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanodiff.models.build import build_model, compile_parts
+from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.lora import add_lora
 from nanodiff.models.unet import UNetConfig
@@ -115,7 +115,7 @@ def count_graphs(model):
 def test_compiling_by_parts_changes_no_gradient(plain, checkpointing):
     """Without torch.compile's C++ compiler."""
     eager = build(plain, checkpointing=checkpointing)
-    model = compile_parts(copy.deepcopy(eager), backend="aot_eager")
+    model = compile_model(copy.deepcopy(eager), backend="aot_eager")
     assert model.state_dict().keys() == eager.state_dict().keys()
     for m in (model, eager):
         m(*inputs()).square().mean().backward()
@@ -130,7 +130,7 @@ def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain):
     for depth in (2, deep):  # torch by default allows eight graphs of one function
         model = build(plain, **{name: depth})
         add_lora(model, 2, 2.0, "qkv")
-        found.append(count_graphs(compile_parts(model, backend="eager")))
+        found.append(count_graphs(compile_model(model, backend="eager")))
     assert found[0] == found[1] > 0
 
 

@@ -11,14 +11,15 @@ from processes import run_process
 from tiny_runs import assert_identical, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.buckets import bucket_sizes, choose_sizes, mean_crop, nearest
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.decode import kept_area
+from nanodiff.data.images import Options, choose_sizes
 from nanodiff.data.latents import Pixels, data_facts
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
-from nanodiff.models.build import build_model, compile_parts, make_model_config
+from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, on_grid, position_table, sincos_axis
 from nanodiff.png import decode_png
 
@@ -72,12 +73,8 @@ def test_starting_at_a_step_is_as_having_run_to_it():
 
 
 def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
-    data, steps, total = (
-        Buckets(*COUNTS),
-        84 * 3,
-        8,
-    )  # 24 epochs, after which all comes out even
-    taken = take(COUNTS, steps, total, total)
+    data, total = Buckets(*COUNTS), 8
+    taken = take(COUNTS, 84 * 3, total, total)  # 24 epochs, after which all comes out even
     seen = np.bincount(np.concatenate(taken), minlength=len(data))
     assert (seen == 24).all()
     for epoch in range(1, 24):
@@ -100,20 +97,20 @@ def test_the_first_steps_of_far_epochs_are_found_without_a_replay():
 
 
 def test_sizes_have_one_area_and_every_ratio_has_one_near():
+    ratios = np.exp(np.linspace(np.log(9 / 16), np.log(16 / 9), 1000))
     for resolution, unit in ((32, 2), (64, 4), (256, 16), (512, 32)):
-        sizes = np.array(bucket_sizes(resolution, unit))
+        sizes = np.array(choose_sizes(ratios, Options(resolution, side_unit=unit)))
         assert len(sizes) == 7 and [resolution, resolution] in sizes.tolist() and not (sizes % unit).any()
         np.testing.assert_allclose(sizes.prod(1), resolution**2, rtol=0.09)
         assert (sizes[:, ::-1][::-1] == sizes).all()  # a tall size for each wide one
-    ratios = np.exp(np.linspace(np.log(9 / 16), np.log(16 / 9), 1000))
-    assert mean_crop(bucket_sizes(256, 16), ratios) < 0.06 < 0.2 < mean_crop([[1, 1]], ratios)
+        assert kept_area(ratios, sizes).max(1).mean() > 0.94 > 0.8 > kept_area(ratios, [(1, 1)]).mean()
 
 
-def test_small_buckets_are_merged_into_their_neighbours():
+@pytest.mark.parametrize(("least", "counts"), [(9, [20, 9, 40]), (10, [20, 49]), (1000, [69])])
+def test_small_buckets_are_merged_into_their_neighbours(least, counts):
     ratios = np.array([1.5] * 40 + [1.3] * 9 + [0.7] * 20)
-    sizes = choose_sizes(64, 4, ratios, least=10)
-    assert np.bincount(nearest(sizes, ratios)).tolist() == [20, 49]
-    assert len(choose_sizes(64, 4, ratios, least=9)) == 3 and len(choose_sizes(64, 4, ratios, least=1000)) == 1
+    sizes = choose_sizes(ratios, Options(64, side_unit=4, bucket_images=least))
+    assert np.bincount(kept_area(ratios, sizes).argmax(1)).tolist() == counts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +157,7 @@ def test_models_take_any_rectangle_of_whole_units(arch):
 def test_shapes_of_as_many_tokens_share_their_graphs():
     model = build_model(DiTConfig(16, 3, 3, 4, 32, 2, 2, 0), "cpu", 0)
     graphs = []
-    compile_parts(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    compile_model(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     counts = []
     for height, width in ((16, 16), (12, 20), (20, 12), (16, 16)):
         model(torch.zeros(2, 3, height, width), torch.zeros(2))
@@ -238,8 +235,8 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     rows = decode_png((folder / "mixed.png").read_bytes())
     run_script("sample", *args, "--num_images=8", "--size=12x20", "--npz", f"--out={folder / 'wide'}")
     assert np.load(folder / "wide.npz")["arr_0"].shape == (8, 12, 20, 3)
-    heights = [Pixels(data_facts(photos)).row_shape(row)[1] for row in range(3)]
-    assert rows.shape == (sum(2 * height + 4 for height in heights), 8 * (20 * 2 + 2) + 2, 3)
+    heights = [Pixels(data_facts(photos)).sample_shape(8 * row)[1] for row in range(3)]
+    assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
         (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH in pixels, multiples of 4 up to 64"),
         (["--size=100x4"], "multiples of 4 up to 64"),

@@ -59,16 +59,16 @@ def test_images_do_not_depend_on_their_batch():
 
 def test_any_rows_of_a_draw_are_those_of_the_whole(monkeypatch):
     """So that the noise depends neither on the ranks nor on the micro-batches; and no rank draws the whole."""
-    whole = draw_rows((42, 7, 1), 0, 3 * BLOCK, (2, 5), "cpu")
+    whole = draw_rows((42, 7, 1), 0, "cpu", torch.empty(3 * BLOCK, 2, 5))
     assert abs(float(whole.mean())) < 0.15 and abs(float(whole.std()) - 1) < 0.15
     assert len(whole.flatten(1).unique(dim=0)) == 3 * BLOCK
     for key in ((42, 7), (42, 7, 2), (42, 8, 1), (43, 7, 1)):
-        assert not torch.equal(draw_rows(key, 0, 3, (2, 5), "cpu"), whole[:3])
+        assert not torch.equal(draw_rows(key, 0, "cpu", whole[:3]), whole[:3])
     honest, drawn = torch.randn, []
     monkeypatch.setattr(torch, "randn", lambda n, *shape, **k: drawn.append(n) or honest(n, *shape, **k))
     for first, count in ((0, 1), (5, 4), (BLOCK - 1, 2), (BLOCK, BLOCK), (3, 2 * BLOCK), (2 * BLOCK + 1, BLOCK - 1)):
         drawn.clear()
-        assert torch.equal(draw_rows((42, 7, 1), first, count, (2, 5), "cpu"), whole[first : first + count])
+        assert torch.equal(draw_rows((42, 7, 1), first, "cpu", whole[:count]), whole[first : first + count])
         assert sum(drawn) < count + 2 * BLOCK
 
 

@@ -16,7 +16,7 @@ from tiny_runs import assert_identical, make_data, randomise
 from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, sum_over_ranks
 from nanodiff.device import attention_name, autocast_to, init_device
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.models.build import build_model, compile_parts
+from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.optim import LossScaler, make_optimizer
 from nanodiff.training.run import largest_batch
@@ -45,7 +45,7 @@ def build(device, block="modern"):
 
 def loss_and_gradient(raw_model, model, device, dtype):
     """Of flow matching on 16 images; the gradient of all parameters as one fp32 vector on the CPU."""
-    x0, noise = draw_rows((0, 1), 0, 16, (2, 3, 16, 16), "cpu").to(device).unbind(1)
+    x0, noise = draw_rows((0, 1), 0, "cpu", torch.empty(16, 2, 3, 16, 16, device=device)).unbind(1)
     t, y = torch.linspace(0.02, 0.98, 16, device=device), torch.arange(16, device=device) % 9
     with autocast_to(device, dtype):
         loss = FlowMatching().losses(model, x0, t, noise, y=y)["loss"].mean()
@@ -75,7 +75,7 @@ def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, toleran
         optim.muon_dtype = muon_dtype
         before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
         for i, p in enumerate(model.parameters()):
-            p.grad = draw_rows((1, i), 0, 1, p.shape, "cpu")[0].to(where)
+            p.grad = draw_rows((1, i), 0, "cpu", p.detach()[None].to(where))[0]
         norm, _ = optim.sync_grads()
         optim.step(0.5)
         updates.append((norm, torch.cat([p.detach().flatten().cpu() for p in model.parameters()]) - before))
@@ -84,9 +84,9 @@ def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, toleran
 
 
 def test_any_rows_of_a_draw_are_those_of_the_whole(device):
-    whole = draw_rows((42, 7, 1), 0, 3 * BLOCK, (3, 16, 16), device)
+    whole = draw_rows((42, 7, 1), 0, device, torch.empty(3 * BLOCK, 3, 16, 16, device=device))
     for first, count in ((5, 4), (BLOCK - 1, 2), (3, 2 * BLOCK)):
-        assert torch.equal(draw_rows((42, 7, 1), first, count, (3, 16, 16), device), whole[first : first + count])
+        assert torch.equal(draw_rows((42, 7, 1), first, device, whole[:count]), whole[first : first + count])
 
 
 def test_attention_is_fused(device):
@@ -140,7 +140,7 @@ def test_nothing_is_compiled_twice(device, base, run_script, monkeypatch):
     """No graph breaks; and neither a second evaluation nor a second grid compiles anything."""
     make_data()
     if device.type == "cpu":
-        monkeypatch.setattr("nanodiff.training.run.compile_parts", functools.partial(compile_parts, backend="eager"))
+        monkeypatch.setattr("nanodiff.training.run.compile_model", functools.partial(compile_model, backend="eager"))
     graphs = {}
     for steps in (3, 6):
         torch._dynamo.reset()

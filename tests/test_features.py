@@ -28,10 +28,6 @@ def make_network(seed=0):
     return Classifier(3, 16, 8, width=4).requires_grad_(False).eval()
 
 
-def collect(images, network, batch_size=64):
-    return collect_features(images.__getitem__, in_batches(len(images), batch_size), network)
-
-
 def distance(a, b):
     return frechet_distance(a.mu, a.sigma, b.mu, b.sigma)
 
@@ -39,6 +35,10 @@ def distance(a, b):
 def close(a, b, names=("mu", "sigma", "some", "logits")):
     for name in names:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
+
+
+def collect(images, network, batch_size=64):
+    return collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
 
 
 def test_the_order_of_distances():

@@ -90,6 +90,7 @@ ABSURD = {  # where -> values, and what the line must say
     "data.name": [(..., "name")],
     "data.channels": [(10**9, "channels")],
     "data.class_names": [("ab", "class_names"), (["a"], "classes")],
+    "data.sizes": [(3, "sizes"), ([8], "size 8"), ([[8, 0, 1]], "size [8, 0"), ([[8, 33, 1]], "up to 32")],
     "data.latents": [({}, "latents"), (LATENTS | {"scale": [0.0] * 3}, "scale")],
 }
 

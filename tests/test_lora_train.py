@@ -201,7 +201,7 @@ def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
         "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--base=none": "run='none' is no folder, file or tag; known tags: old",
         "--data=none": "no data set 'none'",
-        "--data=large": r"\(3, 32\), the model wants \(3, 16\)",
+        "--data=large": r"3, 32\), the model wants \('images', 3, 16\)",
         "--targets=k": "no linear layer is named 'k'; accepted: all, ada, fc1",
         "--train_classes=moon": "no class 'moon'",
         "--t_min=0.8": "t_min=0.8 and t_max=0.5; accepted: t_min < t_max",

@@ -76,7 +76,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
     t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
-    x0, y = pixels.to_x0(stored, u < 0.5, noise), torch.where(u < 0.1, num_classes, y)
+    x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
     cond = evaluation.conditioning(model_config, x0, y)
     terms = process.losses(model, x0, t, noise, **cond)
     (terms["loss"] * weight).mean().backward()

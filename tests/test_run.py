@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,8 +130,8 @@ def test_a_model_tag_is_a_name(base, tag):
 
 def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch, capsys):
     monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "")
-    monkeypatch.setattr("nanodiff.training.run.compile_parts", lambda model: "by blocks")
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: "as a whole")
+    as_said = lambda model, whole: "as a whole" if whole else "by blocks"
+    monkeypatch.setattr("nanodiff.training.run.compile_model", as_said)
     for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
         assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
         assert how in capsys.readouterr().out
@@ -142,12 +143,12 @@ def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch
 def test_a_signal_ends_an_evaluation_after_its_batch():
     stop, done = StopSignal(), []
     with stop.interrupts():
-        for ids in rank_batches(in_batches(100, 10)):
+        for ids in rank_batches(in_batches(np.arange(100), 10)):
             done += ids.tolist()
             if len(done) == 30:
                 stop.received = 15
     assert stop.interrupted == 15 and done == list(range(30))
-    assert sum(len(ids) for ids in rank_batches(in_batches(25, 10))) == 25  # outside, nothing stops it
+    assert sum(len(ids) for ids in rank_batches(in_batches(np.arange(25), 10))) == 25  # outside, nothing stops it
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):

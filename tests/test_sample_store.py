@@ -55,7 +55,7 @@ def test_any_number_of_ranks_makes_the_file_of_numpy(tmp_path, expected, world):
     for share in reversed(shares):
         draw(store, share)
     assert store.missing() == [] and store.num_drawn() == 23
-    assert all((np.concatenate(store.first(n)) == IMAGES[:n]).all() for n in (9, 100))
+    assert all((np.stack(store.first(n)) == IMAGES[:n]).all() for n in (9, 100))
     assert finish(store) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 

@@ -1,6 +1,8 @@
 """Which images a rank trains on, and when: a deterministic stream, read ahead by a thread."""
 
 import contextlib
+import functools
+import itertools
 import queue
 import threading
 import time
@@ -26,10 +28,8 @@ class DataLoader:
                  prefetch=4):  # fmt: skip
         per_micro_step = device_batch_size * world
         if device_batch_size < 1 or total_batch_size < 1 or total_batch_size % per_micro_step:
-            raise UserError(
-                f"total_batch_size={total_batch_size} is not accepted; accepted: multiples of device_batch_size * ranks"
-                f" = {device_batch_size} * {world} = {per_micro_step}"
-            )
+            accepted = f"multiples of device_batch_size * ranks = {device_batch_size} * {world} = {per_micro_step}"
+            raise UserError(f"total_batch_size={total_batch_size}; accepted: {accepted}")
         if world > len(dataset):
             raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset
@@ -40,7 +40,7 @@ class DataLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._shuffled = {}  # number of a bucket -> its last epoch, and the permutation
+        self._permutation = functools.lru_cache(len(dataset.buckets) + 2)(self._permutation)
         self._queue = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
@@ -96,26 +96,21 @@ class DataLoader:
 
     def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
         """Of `num` elements: the images of a bucket or, beyond the last bucket, the batches of an epoch."""
-        if self._shuffled.get(bucket, (-1,))[0] != epoch:
-            entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
-            rng = np.random.Generator(np.random.PCG64(entropy))
-            self._shuffled[bucket] = (epoch, rng.permutation(num))
-        return self._shuffled[bucket][1]
+        entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
+        return np.random.Generator(np.random.PCG64(entropy)).permutation(num)
 
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""
         micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
-        micro_step = 0
         try:
-            while not self._stop.is_set():
-                indices = self.indices(step, micro_step)
+            for number in itertools.count(step * micro_steps):
+                if self._stop.is_set():
+                    return
+                indices = self.indices(*divmod(number, micro_steps))
                 images = torch.from_numpy(self.dataset.images(indices))
                 labels = torch.from_numpy(self.dataset.labels(indices))
                 if self.device.type == "cuda":
                     images, labels = images.pin_memory(), labels.pin_memory()
                 self._queue.put((images, labels))
-                micro_step += 1
-                if micro_step == micro_steps:
-                    step, micro_step = step + 1, 0
         except BaseException as error:
             self._queue.put(error)

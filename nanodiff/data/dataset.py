@@ -10,7 +10,6 @@ A set in aspect buckets has shards of several sizes (meta.json: the size of each
 `resolution` is then the side of a square of about the same area.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -24,7 +23,7 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.shapes import CLASS_NAMES, SOURCE, draw_numbered, draw_split
-from nanodiff.files import check_fields, lock_file, publish_folder, sha256_of, write_atomic, writing
+from nanodiff.files import check_fields, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 FORMAT = 1
 DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
@@ -60,7 +59,7 @@ class Dataset:
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        with reading_meta(path):
+        with reading(path / "meta.json"):
             self.meta = read_meta(path)
             self.class_names = self.meta["class_names"]
             self.num_classes = len(self.class_names)
@@ -73,17 +72,17 @@ class Dataset:
             self.resolution = self.meta["resolution"]
             dtype = DTYPES[self.meta["kind"]]
             self._shards = []
+            self.buckets = {}  # (H, W) -> range of indices
+            end = 0
             for entry in part["shards"]:
-                shape = (entry["num_images"], self.channels, *shard_size(entry, self.meta))
-                self._shards.append(open_npy(path, entry, dtype, shape))
+                size = tuple(entry.get("size", (self.resolution, self.resolution)))
+                self._shards.append(open_npy(path, entry, dtype, (entry["num_images"], self.channels, *size)))
+                start = self.buckets.get(size, range(end, end)).start
+                end += entry["num_images"]
+                self.buckets[size] = range(start, end)
             self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()  # of its files' hashes
             self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
             self.num_images = int(self._ends[-1])
-            self.buckets = {}  # (H, W) -> range of indices
-            for shard, end in zip(self._shards, self._ends.tolist()):
-                size = shard.shape[2:]
-                first = self.buckets[size].start if size in self.buckets else end - len(shard)
-                self.buckets[size] = range(first, end)
             self._labels = np.zeros(self.num_images, np.int64)
             if self.num_classes:
                 self._labels = np.array(open_npy(path, part["labels"], self._labels.dtype, (self.num_images,)))
@@ -184,7 +183,7 @@ def is_drawn(path: Path) -> bool:
     """Is this embedded set there, and not of a version that drew it by other rules?"""
     if not is_set(path):
         return False
-    with reading_meta(path):
+    with reading(path / "meta.json"):
         return read_meta(path).get("source") != "shapes"
 
 
@@ -200,29 +199,15 @@ def make_shapes(name: str) -> None:
 
 def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
-    count, size = 0, 0
-    with reading_meta(dataset.path):
-        for part in dataset.meta["splits"].values():
-            labels = [part["labels"]] if dataset.num_classes else []
-            for entry in part["shards"] + labels:
-                path = dataset.path / entry["file"]
-                digest = sha256_of(path)
-                if digest != entry["sha256"]:
-                    raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
-                count += 1
-                size += path.stat().st_size
-    return count, size
-
-
-@contextlib.contextmanager
-def reading_meta(path: Path):
-    """Report a damaged meta.json, whose fields are used as they are."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
-        raise UserError(f"{path / 'meta.json'} is damaged: {type(error).__name__}: {error}") from None
+    with reading(dataset.path / "meta.json"):
+        parts = dataset.meta["splits"].values()
+        entries = [entry for part in parts for entry in (*part["shards"], part["labels"]) if entry]
+        for entry in entries:
+            path = dataset.path / entry["file"]
+            digest = sha256_of(path)
+            if digest != entry["sha256"]:
+                raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
+        return len(entries), sum(entry["bytes"] for entry in entries)
 
 
 def read_meta(path: Path) -> dict:
@@ -239,11 +224,6 @@ def read_meta(path: Path) -> dict:
         if meta["channels"] != len(info["offset"]) * info["parts"] * info["copies"]:
             raise UserError(f"{source}: {meta['channels']} channels do not fit the description of the latents")
     return meta
-
-
-def shard_size(entry: dict, meta: dict) -> list[int]:
-    """[H, W] of the images of a shard."""
-    return entry.get("size", [meta["resolution"], meta["resolution"]])
 
 
 def check_latents(info, source, *stats: str) -> None:
@@ -285,7 +265,9 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
         np.lib.format.write_array_header_1_0(file, header)
         for array in arrays:
             file.write(array.data)
-    return {"file": path.name, "num_images": num, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    entry = {"file": path.name, "num_images": num, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    size = arrays[0].shape[2:]  # () of labels
+    return entry if len(set(size)) < 2 else entry | {"size": size}
 
 
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
@@ -311,22 +293,20 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
-    Writes to a hidden folder, renamed when the block ends, removed when it raises. `class_names` ([] = unlabelled) and
-    `sizes` (of the buckets: [H, W], ...) may be assigned until the first images. With `wait`, a set that another
-    process is writing is waited for and kept; without it, that is a UserError.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
+    images: class_names ([] = unlabelled), resolution (0 = that of the images). With `wait`, a set that another process
+    is writing is waited for and kept; without it, that is a UserError.
     """
 
     def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):
         self.path = set_path(name)
-        self.class_names = class_names
         self.overwrite = overwrite
         self.wait = wait
         self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
-        self.meta |= {"class_names": [], "splits": {}}
-        self.sizes = []  # [] = one size, that of the first images
+        self.meta |= {"class_names": list(class_names), "splits": {}}
         self.num_images = dict.fromkeys(SPLITS, 0)
-        self._images = {}  # (split, H, W) -> (1, C, H, W) arrays that are in no shard yet
-        self._labels = {}  # (split, H, W) -> (n,) arrays
+        # By (H, W): (1, C, H, W) arrays that are in no shard yet, entries of the shards, (n,) arrays of labels
+        self._buckets = {split: {} for split in SPLITS}
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
@@ -334,50 +314,43 @@ class DatasetWriter:
         return self
 
     def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Add (n, C, H, W) uint8 images of one of the sizes, and (n,) labels below len(class_names)."""
+        """Add (n, C, H, W) uint8 images of one of the buckets, and (n,) labels below len(class_names)."""
         if len(images) == 0:
             return
         channels, height, width = images.shape[1:]
         if not any(self.num_images.values()):
             self.meta |= {"channels": channels, "resolution": self.meta["resolution"] or height}
-            self.sizes = self.sizes or [[height, width]]
-        assert images.dtype == np.uint8, images.dtype
-        assert channels == self.meta["channels"] and [height, width] in self.sizes
-        bucket = (split, height, width)
-        if self.class_names:
+        assert (images.dtype, channels) == (np.uint8, self.meta["channels"])
+        bucket = self._buckets[split].setdefault((height, width), {"images": [], "shards": [], "labels": []})
+        if num_classes := len(self.meta["class_names"]):
             labels = np.array(labels, np.int64)
-            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.class_names)
-            self._labels.setdefault(bucket, []).append(labels)
+            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < num_classes
+            bucket["labels"].append(labels)
         self.num_images[split] += len(images)
-        waiting = self._images.setdefault(bucket, [])
-        waiting.extend(images.copy()[:, None])
-        per_shard = max(1, (MAX_SHARD_BYTES // len(self.sizes) - 128) // images[0].nbytes)
-        while len(waiting) > per_shard:
-            self._write_shard(bucket, per_shard)
+        bucket["images"].extend(images.copy()[:, None])
+        per_shard = max(1, (MAX_SHARD_BYTES // len(self._buckets[split]) - 128) // images[0].nbytes)
+        while len(bucket["images"]) > per_shard:
+            self._write_shard(split, bucket, per_shard)
 
-    def _write_shard(self, bucket: tuple, num: int) -> None:
-        split, *size = bucket
-        part = self.meta["splits"].setdefault(split, {"num_images": 0, "labels": None, "shards": []})
-        file = self.folder / f"{split}_images_{len(part['shards']):03d}.npy"
-        entry = write_npy(file, self._images[bucket][:num])
-        part["shards"].append(entry if size == shard_size(entry, self.meta) else entry | {"size": size})
-        part["num_images"] += num
-        del self._images[bucket][:num]
+    def _write_shard(self, split: str, bucket: dict, num: int) -> None:
+        number = sum(len(other["shards"]) for other in self._buckets[split].values())
+        bucket["shards"].append(write_npy(self.folder / f"{split}_images_{number:03d}.npy", bucket["images"][:num]))
+        del bucket["images"][:num]
 
     def _finish(self) -> None:
-        for split in SPLITS:
-            buckets = [(split, *size) for size in self.sizes]
-            for bucket in buckets:
-                if self._images.get(bucket):
-                    self._write_shard(bucket, len(self._images[bucket]))
-            if split in self.meta["splits"]:  # bucket by bucket, as the labels are
-                shards = self.meta["splits"][split]["shards"]
-                shards.sort(key=lambda entry: self.sizes.index(shard_size(entry, self.meta)))
-            labels = [part for bucket in buckets for part in self._labels.get(bucket, [])]
+        for split, buckets in self._buckets.items():
+            part = {"num_images": self.num_images[split], "labels": None, "shards": []}
+            labels = []
+            for _, bucket in sorted(buckets.items(), key=lambda item: item[0][1] / item[0][0]):  # tall ones first
+                if bucket["images"]:
+                    self._write_shard(split, bucket, len(bucket["images"]))
+                part["shards"] += bucket["shards"]
+                labels += bucket["labels"]
             if labels:
-                self.meta["splits"][split]["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
+                part["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
+            if buckets:
+                self.meta["splits"][split] = part
         assert "train" in self.meta["splits"], "no images were appended"
-        self.meta["class_names"] = list(self.class_names)
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

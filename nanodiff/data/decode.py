@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
-from nanodiff.data.buckets import nearest
 
 MAX_FILE_BYTES = 2**27  # larger files are skipped
 MAX_PIXELS = 2**26  # after scaling, which makes much of a strip of 1 x 60,000
@@ -45,14 +44,19 @@ def aspect_ratio(payload) -> float:
     Image = import_pillow()
     if isinstance(payload, str) and not os.path.isfile(payload):
         return math.nan
+    file = payload if isinstance(payload, str) else io.BytesIO(payload)
     try:
-        with warnings.catch_warnings(action="ignore"):
-            image = Image.open(io.BytesIO(payload) if isinstance(payload, bytes) else payload, formats=FORMATS)
-        with image:
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
             ratio = image.width / image.height
             return 1 / ratio if image.getexif().get(0x0112, 0) > 4 else ratio
     except Exception:  # Pillow raises nearly every kind on damaged files
         return math.nan
+
+
+def kept_area(ratios, sizes: list) -> np.ndarray:
+    """(n, len(sizes)): the fraction that each size (H, W) keeps of images of these ratios (n,), width / height."""
+    fit = np.divide.outer(ratios, [width / height for height, width in sizes])
+    return np.minimum(fit, 1 / fit)
 
 
 def center_crop(image, height: int, width: int):
@@ -104,11 +108,11 @@ def to_rgb(file):
 def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
     """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
 
-    C = 3 for files. It gets the size [H, W] that is nearest in shape; without sizes it stays as it is, files up to
+    C = 3 for files. It gets the size (H, W) that is nearest in shape; without sizes it stays as it is, files up to
     MAX_SIDE. Pillow is needed for files and for scaling.
     """
     is_array = isinstance(payload, np.ndarray)
-    if is_array and (not sizes or list(payload.shape[:2]) in sizes):
+    if is_array and (not sizes or payload.shape[:2] in sizes):
         return payload.transpose(2, 0, 1), min(payload.shape[:2])
     Image = import_pillow()
     if isinstance(payload, str):
@@ -127,7 +131,7 @@ def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
         image = image if is_array else to_rgb(image)
         side = min(image.size)
         if sizes:
-            image = center_crop(image, *sizes[nearest(sizes, [image.width / image.height])[0]])
+            image = center_crop(image, *sizes[kept_area(image.width / image.height, sizes).argmax()])
         array = np.asarray(image)
     return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
 
@@ -160,7 +164,7 @@ def decode_all(source, options, workers: int) -> Iterator:
     """The blocks of a Source, whose counts grow. An unreadable image is skipped; for one that was drawn for validation
     the next takes its place."""
     side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
-    sizes = options.sizes or ([[side, side]] if options.resolution else [])
+    sizes = source.sizes or ([(side, side)] if options.resolution else [])
 
     def tasks():
         chunk, size = [], 0
@@ -178,7 +182,7 @@ def decode_all(source, options, workers: int) -> Iterator:
     owed = num_train = 0
     decoder = functools.partial(decode_chunk, sizes=sizes)
     for results in ordered_map(decoder, tasks(), workers):
-        rows = []  # (image, label, is_val)
+        blocks = {}  # shape -> [(image, label, is_val)]
         for name, image, shorter, label, is_val in results:
             if isinstance(image, str):
                 source.skipped.append(f"{name!r}: {image}")
@@ -193,19 +197,14 @@ def decode_all(source, options, workers: int) -> Iterator:
                 raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
             side = max(height, width)
             source.num_enlarged += shorter < min(height, width)
-            rows.append((image, label, is_val))
-        if rows:
-            images, labels, held_out = zip(*rows)
-            labels = np.array(labels, np.int64)
-            held_out = np.array(held_out)
+            blocks.setdefault(image.shape, []).append((image, label, is_val))
+        for rows in blocks.values():
+            images, labels, held_out = (np.array(column) for column in zip(*rows))
             spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
             held_out[spare] = True
             owed -= len(spare)
             num_train += np.sum(~held_out)
-            shapes = [image.shape for image in images]
-            for shape in dict.fromkeys(shapes):
-                alike = [i for i, other in enumerate(shapes) if other == shape]
-                yield np.stack([images[i] for i in alike]), labels[alike], held_out[alike]
+            yield images, labels.astype(np.int64), held_out
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:

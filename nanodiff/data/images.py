@@ -1,7 +1,6 @@
 """Image files in a folder, a tar or a zip: their names and bytes, and which class and split they are in."""
 
 import bz2
-import contextlib
 import csv
 import gzip
 import io
@@ -18,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.buckets import choose_sizes, mean_crop, nearest
-from nanodiff.data.decode import MAX_FILE_BYTES, aspect_ratio, import_pillow
-from nanodiff.files import read_small
+from nanodiff.data.decode import MAX_FILE_BYTES, aspect_ratio, import_pillow, kept_area
+from nanodiff.files import read_small, reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN_FOLDERS = ("train", "training")  # in any case
@@ -29,6 +27,7 @@ LABELS = ("auto", "folder", "file", "none")
 TABLES = (".csv", ".json", ".jsonl")  # of labels
 MAX_TABLE_BYTES = 2**26
 MAX_RATIO = 1032  # deflate shrinks no further: a header that claims more is damaged
+ASPECTS = (9 / 16, 2 / 3, 3 / 4, 1, 4 / 3, 3 / 2, 16 / 9)  # width / height of the buckets
 
 
 @dataclass
@@ -36,14 +35,12 @@ class Options:
     """Settings of scripts/prepare_data.py."""
 
     resolution: int = 0
-    aspect_buckets: bool = False
-    bucket_images: int = 64
-    side_unit: int = 0
     labels: str = "auto"
     val_fraction: float = 0.05
     seed: int = 0
     workers: int = 1
-    sizes: list = field(default_factory=list)  # found by aspect_buckets: [H, W], ...
+    side_unit: int = 0  # of the buckets; 0 = no buckets
+    bucket_images: int = 64
 
 
 @dataclass
@@ -58,6 +55,7 @@ class Source:
     left_out: int = 0  # images in none of the splits
     val_is_drawn: bool = True  # not the source's own split
     num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
@@ -71,17 +69,6 @@ def val_mask(num: int, options: Options) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Containers: the names of their files, and a function names -> (name, path or bytes) of each
-
-
-@contextlib.contextmanager
-def reading(path: Path):
-    """A damaged archive, on which libraries raise nearly every kind of exception, is a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}: {error}") from None
 
 
 def open_folder(path: Path):
@@ -245,15 +232,19 @@ def read_table(name: str, payload) -> dict[str, str]:
     return table
 
 
-def measure(items: Iterator, options: Options) -> list[list[int]]:
-    """The sizes of the buckets for these files, (name, payload) each."""
-    ratios = np.array([aspect_ratio(payload) for _, payload in items])
-    ratios = ratios[ratios > 0]  # not NaN
-    unit = options.side_unit or max(2, options.resolution // 16)
-    sizes = choose_sizes(options.resolution, unit, ratios, options.bucket_images)
-    counts = np.bincount(nearest(sizes, ratios), minlength=len(sizes))
+def choose_sizes(ratios: np.ndarray, options: Options) -> list[tuple[int, int]]:
+    """(H, W) of about resolution^2 pixels, tall to wide, each the nearest in shape of bucket_images images or more, of
+    these ratios (n,): a bucket with fewer goes to its neighbours."""
+    widths = [options.side_unit * round(options.resolution * ratio**0.5 / options.side_unit) for ratio in ASPECTS]
+    sizes = list(dict.fromkeys(zip(reversed(widths), widths)))
+    while True:
+        kept = kept_area(ratios, sizes)
+        counts = np.bincount(kept.argmax(1), minlength=len(sizes))
+        if len(sizes) == 1 or counts.min() >= options.bucket_images:
+            break
+        del sizes[counts.argmin()]
     found = ", ".join(f"{height}x{width} ({n:,})" for (height, width), n in zip(sizes, counts))
-    lost = f"{mean_crop(sizes, ratios):.1%} of an image, {mean_crop([[1, 1]], ratios):.1%} by a square"
+    lost = f"{1 - kept.max(1).mean():.1%} of an image, {1 - kept_area(ratios, [(1, 1)]).mean():.1%} by a square"
     print0(f"buckets, height x width: {found}; cropped away on average: {lost}")
     return sizes
 
@@ -274,9 +265,11 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if isinstance(labels, dict) and (absent := [name for name in labels.keys() - set(found) if is_image(name)]):
         print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
     names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
-    if options.aspect_buckets:
-        options.sizes = measure(fetch(names), options)
+    sizes = []
+    if options.side_unit:
+        ratios = np.array([aspect_ratio(payload) for _, payload in fetch(names)])
+        sizes = choose_sizes(ratios[ratios > 0], options)  # without NaN
     drawn = is_val is None
     facts = dict(zip(names, zip(numbers, val_mask(len(names), options) if drawn else is_val)))
     items = ((name, payload, *facts[name]) for name, payload in fetch(names))
-    return Source(len(names), class_names, items, left_out=len(images) - len(names), val_is_drawn=drawn)
+    return Source(len(names), class_names, items, left_out=len(images) - len(names), val_is_drawn=drawn, sizes=sizes)

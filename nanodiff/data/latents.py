@@ -26,32 +26,30 @@ def to_uint8(x: torch.Tensor) -> torch.Tensor:
 class Pixels:
     """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. Latents has the same methods.
 
-    `stochastic`: True if latents are sampled, so that to_x0 needs eps; `undecodable`: why there are no pixels, or "".
+    `undecodable`: why there are no pixels, or "".
     """
 
-    stochastic = False
     undecodable = ""
 
     def __init__(self, facts: dict):
         self.facts = facts
         channels, side = facts["channels"], facts["resolution"]
         self.shape = (channels, side, side)  # (C, H, W) of x0, for a set in buckets of a square of the same area
-        sizes = facts.get("sizes", [(side, side, 1)])
+        sizes = facts.get("sizes") or [(side, side, 1)]
         self.shapes = [(channels, h, w) for h, w, _ in sizes]  # all there are
-        self.shares = np.cumsum([n for *_, n in sizes]) / sum(n for *_, n in sizes)  # of the images up to each of them
+        self.counts = np.cumsum([n for *_, n in sizes])  # of the data's images up to each of them
         self.image_size = side  # of decoded images in pixels
 
-    def shape_of(self, stored) -> tuple[int, int, int]:
-        """(C, H, W) of the x0 of what the data set stores."""
-        return tuple(stored.shape[1:])
+    def sample_shape(self, number: int) -> tuple[int, int, int]:
+        """(C, H, W) of a sample's x0: rows of 8 have one shape; each of the data's comes as often as it does there."""
+        u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
+        return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
-    def row_shape(self, row: int) -> tuple[int, int, int]:
-        """(C, H, W) of the x0 of a row of samples: each of the data's shapes comes as often as it does there."""
-        u = (row + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly, however many there are
-        return self.shapes[np.searchsorted(self.shares, u, side="right")]
+    def to_x0(self, stored, flip=None, randn_like=None):
+        """What the data set stores -> x0, float32; mirrored where `flip` (N,).
 
-    def to_x0(self, stored, flip=None, eps=None):
-        """What the data set stores -> x0, float32; mirrored where `flip` (N,); `eps` like x0."""
+        A stored latent is a distribution, from which `randn_like` (as torch's) draws; None takes its mean.
+        """
         return to_model_range(stored, flip)
 
     def to_pixels(self, x0) -> torch.Tensor:
@@ -79,24 +77,19 @@ class Latents(Pixels):
         self.device = device
         self.info = facts["latents"]
         self.image_size = facts["resolution"] * self.info["downsample"]
-        self.stochastic = self.info["parts"] == 2
         self.offset = torch.tensor(self.info["offset"], device=device).view(1, -1, 1, 1)
         self.scale = torch.tensor(self.info["scale"], device=device).view(1, -1, 1, 1)
         self.autoencoder = autoencoder
         self.path = path or self.info["path"]
         if autoencoder is None:
             try:
-                self._open()
+                open_matching(self.path, self.info)
             except UserError as error:
                 if path:
                     raise
                 self.undecodable = f"{error}; give --autoencoder=PATH"
 
-    def shape_of(self, stored):
-        unit = self.info["downsample"] if stored.dtype == torch.uint8 else 1
-        return (self.shape[0], stored.shape[2] // unit, stored.shape[3] // unit)
-
-    def to_x0(self, stored, flip=None, eps=None):
+    def to_x0(self, stored, flip=None, randn_like=None):
         if stored.dtype == torch.uint8:
             with torch.autocast(stored.device.type, enabled=False):
                 mean, std = self.autoencoder.encode(to_model_range(stored, flip))
@@ -107,13 +100,13 @@ class Latents(Pixels):
             if flip is not None:
                 block = torch.where(flip.to(stored.device).view(-1, 1, 1, 1, 1), blocks[:, 1], block)
             mean, std = block[:, 0], block[:, -1]
-        z = mean if eps is None or not self.stochastic else mean + std * eps
+        z = mean + std * randn_like(mean) if randn_like and self.info["parts"] == 2 else mean
         return (z - self.offset) / self.scale
 
     def to_pixels(self, x0) -> torch.Tensor:
         if self.undecodable:
             return self.preview(x0)
-        autoencoder = self.autoencoder or self._open().to(self.device)  # not kept: training needs the memory
+        autoencoder = self._open()  # not kept: training needs the memory
         z = x0.float().to(self.device) * self.scale + self.offset
         with torch.autocast(self.device.type, enabled=False):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
@@ -124,10 +117,10 @@ class Latents(Pixels):
 
     def keep_loaded(self) -> None:
         if not self.undecodable:
-            self.autoencoder = self.autoencoder or self._open().to(self.device)
+            self.autoencoder = self._open()
 
     def _open(self):
-        return open_matching(self.path, self.info)
+        return self.autoencoder or open_matching(self.path, self.info).to(self.device)
 
 
 def open_matching(path: str, info: dict):
@@ -143,12 +136,12 @@ def open_matching(path: str, info: dict):
     return model
 
 
-def data_facts(dataset) -> dict:
-    """What a model must know of the set that it was trained on, to be sampled from without it."""
+def data_facts(dataset, unit: int = 1) -> dict:
+    """What a model must know of the set that it was trained on, to be sampled from without it; sizes in `unit`s."""
     facts = {"name": dataset.name, "kind": dataset.meta["kind"]}
-    facts |= {"channels": dataset.channels, "resolution": dataset.resolution, "sha256": dataset.sha256}
+    facts |= {"channels": dataset.channels, "resolution": dataset.resolution // unit, "sha256": dataset.sha256}
     if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:  # height, width, number of images
-        facts["sizes"] = [[*size, len(bucket)] for size, bucket in dataset.buckets.items()]
+        facts["sizes"] = [[h // unit, w // unit, len(bucket)] for (h, w), bucket in dataset.buckets.items()]
     return facts | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
 
 
@@ -193,11 +186,8 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
     if not autoencoder:
         return Pixels(facts)
     model = open_autoencoder(autoencoder).to(device)
-    facts |= {"kind": "latents", "channels": model.latent_channels}
     check_sides(dataset, model)
-    facts["resolution"] = dataset.resolution // model.downsample
-    if "sizes" in facts:
-        facts["sizes"] = [[h // model.downsample, w // model.downsample, n] for h, w, n in facts["sizes"]]
+    facts = data_facts(dataset, model.downsample) | {"kind": "latents", "channels": model.latent_channels}
     facts["latents"] = latent_facts(model, str(Path(autoencoder).absolute()), dataset.name)
     return Latents(facts, device, model)
 
@@ -209,10 +199,8 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
     """
     channels, size = facts["channels"], facts["resolution"]
     if facts["kind"] == "images":
-        if dataset is not None and dataset.meta["kind"] == "latents":
-            raise UserError(f"{dataset.name!r} holds latents, the model was trained on images")
         if dataset is not None:
-            check_size(dataset, channels, size)
+            check_images(dataset, "images", channels, size)
         return Pixels(facts)
     if "latents" in facts:
         info = facts["latents"]
@@ -228,27 +216,26 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
             wanted = info["autoencoder"]
             raise UserError(f"{dataset.name!r} holds latents of {theirs['autoencoder']}, the model wants {wanted}'s")
         info = info | {"parts": theirs["parts"], "copies": theirs["copies"]}
-        check_size(dataset, channels * info["parts"] * info["copies"], size)
+        check_images(dataset, "latents", channels * info["parts"] * info["copies"], size)
     elif dataset is not None:  # images, which are encoded on the fly
         encoder = open_matching(autoencoder or info["path"], info).to(device)
         info = info | {"parts": encoder.parts}
-        check_size(dataset, 3, size * encoder.downsample)
+        check_images(dataset, "images", 3, size * encoder.downsample)
     return Latents(facts | {"latents": info}, device, encoder, autoencoder)
 
 
 def check_sides(dataset, autoencoder) -> None:
     """UserError unless this autoencoder can encode the images of the set."""
-    unit = autoencoder.downsample
-    for size in [(dataset.resolution, dataset.resolution), *dataset.buckets]:
-        if dataset.meta["kind"] != "images" or dataset.channels != 3 or any(side % unit for side in size):
-            given = f"{dataset.meta['kind']}, {dataset.channels} channels of {size[0]}x{size[1]} px"
-            raise UserError(
-                f"data={dataset.name!r} holds {given}; accepted: images, 3 channels, multiples of {unit} px"
-            )
+    unit, kind = autoencoder.downsample, dataset.meta["kind"]
+    for height, width in [(dataset.resolution, dataset.resolution), *dataset.buckets]:
+        if kind != "images" or dataset.channels != 3 or height % unit or width % unit:
+            given = f"{kind}, {dataset.channels} channels of {height}x{width} px"
+            wanted = f"images, 3 channels, multiples of {unit} px"
+            raise UserError(f"data={dataset.name!r} holds {given}; accepted: {wanted}")
 
 
-def check_size(dataset, channels: int, resolution: int) -> None:
-    given = (dataset.channels, dataset.resolution)
-    if given != (channels, resolution):
-        wanted = (channels, resolution)
-        raise UserError(f"data={dataset.name!r} has (channels, pixels) {given}, the model wants {wanted}")
+def check_images(dataset, *wanted) -> None:
+    """UserError unless a set is of this kind, number of channels and resolution."""
+    given = (dataset.meta["kind"], dataset.channels, dataset.resolution)
+    if given != wanted:
+        raise UserError(f"data={dataset.name!r} has (kind, channels, pixels) {given}, the model wants {wanted}")

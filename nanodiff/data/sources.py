@@ -13,8 +13,8 @@ import numpy as np
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.decode import MAX_FILE_BYTES, decode_all
-from nanodiff.data.images import CONTAINERS, MAX_RATIO, Options, Source, read_images, read_tar, reading, val_mask
-from nanodiff.files import check_zip, download, sha256_of
+from nanodiff.data.images import CONTAINERS, MAX_RATIO, Options, Source, read_images, read_tar, val_mask
+from nanodiff.files import check_zip, download, reading, sha256_of
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -59,7 +59,7 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         raise UserError(f"path={path!r} does not have SHA-256 {sha256}: damaged or another file; --sha256= skips this")
     if source in CONTAINERS:
         found = read_images(file, source, options)
-    elif options.aspect_buckets:
+    elif options.side_unit:
         raise UserError(f"aspect_buckets is for image files; those of source={source!r} have one size")
     elif options.labels in ("auto", "none"):
         found = READERS[source](file, options)

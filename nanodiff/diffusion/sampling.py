@@ -53,18 +53,14 @@ def quartile_sums(t, values, weight, process) -> torch.Tensor:
     return (weighted[:, :, None] * is_in).sum(1)
 
 
-def stored_images(dataset, ids, codec, device, generator=None):
-    """x0 (N, C, H, W) and labels (N,); latents are drawn by `generator`, or their mean without one."""
+def stored_images(dataset, ids, codec, device, randn_like=None):
+    """x0 (N, C, H, W) and labels (N,); latents are drawn by `randn_like`, or their mean without it."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
-    eps = None
-    if generator and codec.stochastic:
-        eps = generator.randn((len(ids), *codec.shape_of(stored)), device)
-    return codec.to_x0(stored, eps=eps), torch.from_numpy(dataset.labels(ids)).to(device)
+    return codec.to_x0(stored, None, randn_like), torch.from_numpy(dataset.labels(ids)).to(device)
 
 
-def in_batches(num_images: int, batch_size: int) -> list[np.ndarray]:
-    """The ids 0 ... num_images - 1."""
-    return np.split(np.arange(num_images), range(batch_size, num_images, batch_size))
+def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    return np.split(ids, range(batch_size, len(ids), batch_size))
 
 
 def rank_batches(batches: list[np.ndarray]):
@@ -106,7 +102,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         count = len(ids)
         ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model knows one size of batch
         generator = StackedGenerator(ids)
-        x0, labels = stored_images(val_set, ids, codec, device, generator)
+        x0, labels = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
         t, weight = distribution.sample(u[np.searchsorted(chosen, ids)].to(device))
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
@@ -185,16 +181,16 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         n = columns * (num_classes if 0 < num_classes <= 10 else columns)
         cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
     per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
-    batches = in_batches(n, per_batch if len(codec.shapes) == 1 else columns)
+    batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
 
     def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
         inputs = {name: value[ids] for name, value in cond.items()}
-        shape = codec.row_shape(ids[0] // columns)
+        shape = codec.sample_shape(ids[0])
         images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
         if low_res:
             low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
             images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
         return codec.to_pixels(images).numpy()
 
-    pixels = gather_batches(draw, batches, "grid")
-    return None if get_dist()[0] > 0 else make_grid(pixels, 9 if low_res else columns)
+    pictures = [picture for batch in gather_batches(draw, batches, "grid") for picture in batch]
+    return None if get_dist()[0] > 0 else make_grid(pictures, 9 if low_res else columns)

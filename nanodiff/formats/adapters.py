@@ -92,9 +92,8 @@ def start_from_adapters(model, path: str, scale: float, origin: dict, class_name
     tensors, classes, their_scale = read_adapters(path, origin)
     mine = {PREFIX + name: p for name, p in trained(model).items() if not name.endswith(".delta")}
     for name in sorted(mine.keys() ^ {name for name in tensors if not name.endswith(ROWS)}):
-        raise UserError(
-            f"init_from={path!r} has adapters on other layers, such as {name.removeprefix(PREFIX)}; see targets"
-        )
+        layer = name.removeprefix(PREFIX)
+        raise UserError(f"init_from={path!r} has adapters on other layers, such as {layer}; see targets")
     for name, p in mine.items():
         x = tensors[name]
         if x.shape != p.shape:

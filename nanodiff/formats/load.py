@@ -9,7 +9,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from nanodiff.common import UserError, base_dir
@@ -190,15 +189,12 @@ def check_data(data: dict, source, model_config) -> None:
         raise UserError(f"{source}: channels, resolution or classes of its data are not those of the model")
     if "latents" in data:
         check_latents(data["latents"], source, "offset", "scale")
-    try:
-        sizes = np.array(data.get("sizes", [[1, 1, 1]]), object)
-        largest = 4 * model_config.image_size
-        fits = sizes.shape[1:] == (3,) and all(type(n) is int and 0 < n < 2**53 for n in sizes.flat)
-        fits = fits and len(sizes) > 0 and sizes[:, :2].max() <= largest
-    except ValueError:
-        fits = False
-    if not fits:
-        raise UserError(f"{source}: sizes of its data are not [height, width, number], of up to {largest} on a side")
+    check_fields({"sizes": []} | data, source, sizes=list)
+    largest = 4 * model_config.image_size
+    for size in data.get("sizes", []):
+        integers = isinstance(size, list) and [type(n) for n in size] == [int, int, int]
+        if not integers or min(size) < 1 or max(size[:2]) > largest:
+            raise UserError(f"{source}: its data have size {size}; accepted: [height, width, number], up to {largest}")
 
 
 def build(meta: dict, tensors: dict, device, source, weights: str, weights_path: Path, run_dir=None) -> Loaded:
@@ -288,12 +284,11 @@ def parse_size(size: str, loaded: Loaded, codec) -> tuple[int, int, int] | None:
         return None
     config, pixels = loaded.model.config, codec.image_size // codec.shape[1]  # per latent
     unit, largest = config.side_unit * pixels, 4 * codec.image_size
+    if config.low_res or loaded.weights == "as published":  # square only
+        unit = largest = codec.image_size
     sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
     if len(sides) != 2 or any(side % unit or not 0 < side <= largest for side in sides):
         raise UserError(f"size={size!r}; accepted: HEIGHTxWIDTH in pixels, multiples of {unit} up to {largest:,}")
-    if sides != [codec.image_size] * 2 and (config.low_res or loaded.weights == "as published"):
-        kind = "is a super-resolution model" if config.low_res else "is a published model"
-        raise UserError(f"size={size!r}: {loaded.source} {kind}; accepted: {codec.image_size}x{codec.image_size}")
     return (codec.shape[0], sides[0] // pixels, sides[1] // pixels)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, print0
+from nanodiff.data.dataset import write_npy
 from nanodiff.files import fsync_dir, lock_file, write_atomic, writing
 
 GRID_IMAGES = 256  # the most that a grid shows; no more images than this are ever dropped without asking
@@ -90,14 +91,12 @@ class SampleStore:
 
     def write(self, k: int, images: np.ndarray) -> None:
         """Keep part k, uint8 (n, H, W, C)."""
-        with writing(self.path(k)) as file:  # numpy.save would not notice a full disk
-            write_header(file, images.shape)
-            file.write(np.ascontiguousarray(images).data)
+        write_npy(self.path(k), [np.ascontiguousarray(images)])
 
     def first(self, n: int) -> list[np.ndarray]:
-        """The first n images, or as many as there are, by parts (k, H, W, C)."""
-        count = -(-min(n, self.num_images) // self.size)
-        return [load_part(self.path(k))[: n - k * self.size] for k in range(count)]
+        """The first n images (H, W, C), or as many as there are."""
+        parts = [load_part(self.path(k)) for k in range(-(-min(n, self.num_images) // self.size))]
+        return [image for part in parts for image in part][:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
@@ -110,7 +109,9 @@ class SampleStore:
         whole = self.folder / "whole.npz"
         with writing(whole) as file, zipfile.ZipFile(file, "w") as archive:  # stored, and always dated 1980
             with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-                write_header(member, (self.num_images, *load_part(self.path(0)).shape[1:]))
+                header = np.lib.format.header_data_from_array_1_0(load_part(self.path(0)))
+                header["shape"] = (self.num_images, *header["shape"][1:])
+                np.lib.format.write_array_header_1_0(member, header)
                 for k in range(self.num_parts):
                     member.write(load_part(self.path(k)).data)
             for name, array in (("labels", labels), ("protocol", np.array(self.protocol))):
@@ -123,11 +124,6 @@ class SampleStore:
         """Remove the parts; call it once the file is there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.close()
-
-
-def write_header(file, shape: tuple) -> None:
-    """Write the header of a .npy file of uint8."""
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
 def load_part(path: Path) -> np.ndarray:

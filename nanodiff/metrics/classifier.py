@@ -135,10 +135,7 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
 
 def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    order = torch.arange(dataset.num_images)
-    if len(order) > MAX_IMAGES:
-        order = torch.randperm(len(order), generator=make_generator(seed))[:MAX_IMAGES].sort().values
-    order = order.numpy()
+    order = torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES].sort().values.numpy()
     parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(order, chunk)]
     return torch.cat(parts), torch.as_tensor(dataset.labels(order))
 

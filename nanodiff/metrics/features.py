@@ -14,10 +14,9 @@ import torch
 
 from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.data.images import reading
 from nanodiff.data.sources import open_npz
 from nanodiff.diffusion.sampling import SampleSettings, gather_batches, in_batches, network_evaluations, sample_images
-from nanodiff.files import check_zip
+from nanodiff.files import check_zip, reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
 from nanodiff.metrics.distances import (
@@ -76,6 +75,8 @@ class SampleFile:
             data = self._file.read(len(ids) * c * h * w)
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
 
+    batches = staticmethod(in_batches)
+
 
 class ModelSamples:
     """Samples of a model, drawn when asked for: sample i is a function of (seed, i) and its class, the same for
@@ -115,12 +116,12 @@ class ModelSamples:
         """Classes (n,) int64; zeros for an unconditional model."""
         return self.turns[torch.as_tensor(ids) % len(self.turns)]
 
-    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
-        """The ids 0 ... num_images - 1 in batches of one shape; rows of 8 have one, as in scripts/sample.py's grids."""
+    def batches(self, ids, batch_size: int) -> list[np.ndarray]:
+        """Each batch has one shape."""
         by_shape = {}
-        for row in in_batches(num_images, 8):
-            by_shape.setdefault(self.codec.row_shape(row[0] // 8), []).extend(row)
-        return [np.array(ids)[part] for ids in by_shape.values() for part in in_batches(len(ids), batch_size)]
+        for i in ids:
+            by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
+        return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
 
     def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
         """x0 of the samples (n,), of one `shape` (C, H, W), by default that of their row of 8; see sample_images."""
@@ -128,7 +129,7 @@ class ModelSamples:
         if self.small:
             cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        shape = shape or self.codec.row_shape(ids[0] // 8)
+        shape = shape or self.codec.sample_shape(ids[0])
         how = (self.settings, batch_size or len(ids), on_step)
         x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
         self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
@@ -158,10 +159,10 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 
 @torch.no_grad()
 def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
-    """Features of the images 0 ... N - 1 in `batches`, computed by all ranks; on the first rank, None on the others.
+    """Features of images 0 ... N-1, computed by all ranks; on the first rank, None on the others.
 
-    `images_of` maps a batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes only the order of
-    float64 sums.
+    `images_of` maps each of `batches`, ids (n,), to images (n, C, H, W) uint8. The number of ranks changes only the
+    order of float64 sums.
     """
     num_images = sum(map(len, batches))
     generator = make_generator(0)
@@ -232,6 +233,6 @@ class SampleQuality:
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """See `compare`, of samples of seed 0; {} on all ranks but the first."""
         samples = ModelSamples(model, process, codec, settings)
-        batches = samples.batches(self.num_images, batch_size)
+        batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
         return {} if found is None else compare(self.metric, found, self.reference)

@@ -9,22 +9,6 @@ from nanodiff.models.unet import UNet, UNetConfig
 
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
     """The shape that the settings `config` ask for, on data with these `facts` (a codec's)."""
-    model_config = choose_shape(config, facts, out_channels)
-    check_sizes(model_config, facts)
-    return model_config
-
-
-def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
-    """UserError unless the model takes all sizes of the data."""
-    for height, width, _ in facts.get("sizes", []):
-        if height % model_config.side_unit or width % model_config.side_unit:
-            unit = model_config.side_unit
-            raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
-        if model_config.low_res:
-            raise UserError(f"low_res_size={model_config.low_res}: the data hold {height}x{width}; accepted: squares")
-
-
-def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
@@ -44,10 +28,23 @@ def choose_shape(config: dict, facts: dict, out_channels: int) -> DiTConfig | UN
             raise UserError(f"attention_resolutions={given!r}; accepted: integers, comma-separated") from None
         shape |= {name: config[name] for name in ("num_res_blocks", "use_scale_shift_norm", "dropout")}
         shape |= dict(attention_resolutions=resolutions, num_heads=config["heads"] or 4)
-        return UNetConfig.from_depth(config["depth"], **shape)
-    shape |= {name: config[name] for name in ("patch_size", "width", "heads")}
-    block = "classic" if config["arch"] == "dit_classic" else "modern"
-    return DiTConfig.from_depth(config["depth"], block=block, **shape)
+        model_config = UNetConfig.from_depth(config["depth"], **shape)
+    else:
+        shape |= {name: config[name] for name in ("patch_size", "width", "heads")}
+        block = "classic" if config["arch"] == "dit_classic" else "modern"
+        model_config = DiTConfig.from_depth(config["depth"], block=block, **shape)
+    check_sizes(model_config, facts)
+    return model_config
+
+
+def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
+    """UserError unless the model takes all sizes of the data."""
+    unit = model_config.side_unit
+    for height, width, _ in facts.get("sizes", []):
+        if height % unit or width % unit:
+            raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
+        if model_config.low_res:
+            raise UserError(f"low_res_size={model_config.low_res}: the data hold {height}x{width}; accepted: squares")
 
 
 def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:
@@ -64,21 +61,19 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     return model
 
 
-def compile_parts(model: torch.nn.Module, backend: str = "inductor") -> torch.nn.Module:
-    """Compile the model's blocks in place, each by itself; those of one shape share a graph, whatever the depth."""
-    from torch._inductor import config  # here, as it takes seconds
+def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "inductor") -> torch.nn.Module:
+    """Compile the model as a whole, or its blocks in place, each by itself; those of one shape share a graph, whatever
+    the depth."""
+    from torch import _dynamo  # here, as it takes seconds
+    from torch._inductor import config
 
+    # By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks, and images in
+    # aspect buckets have up to seven shapes, in training and in evaluation
+    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
+    if whole:
+        return torch.compile(model, backend=backend, dynamic=False)
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # else 10 s of test programs: is the C++ compiler too old for this CPU?
-    allow_graphs()
     for part in model.parts():
         part.compile(backend=backend, dynamic=False)
     return model
-
-
-def allow_graphs() -> None:
-    """By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks, and images in
-    aspect buckets have up to seven shapes, in training and in evaluation."""
-    from torch import _dynamo
-
-    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000

@@ -75,49 +75,42 @@ class DiTConfig:
         return max(64, 64 * round(self.width * self.mlp_ratio * 2 / 3 / 64))
 
 
-def axis_angles(config: DiTConfig, dim: int, base: float) -> np.ndarray:
-    """Angles x * base^(-i / dim) of coordinates x along one axis, in tokens: (8 G, dim) float64.
+def axis_waves(config: DiTConfig, dim: int, base: float) -> torch.Tensor:
+    """(2, 8 G, dim) fp32: sin and cos of x * base^(-i / dim) at coordinates x along one axis, in tokens.
 
     A square of G tokens on a side has x = 0 ... G-1. Longer and shorter sides, up to 4 G, have the same centre: x goes
-    in steps of a half, since the centre of an even number of tokens lies between two of them. See on_grid.
+    in steps of a half, since the centre of an even number of tokens lies between two of them.
     """
     grid = config.image_size // config.patch_size
-    omega = base ** -(np.arange(dim) / dim)
-    return np.outer(np.arange(-3 * grid, 5 * grid) / 2, omega)
+    angles = np.outer(np.arange(-3 * grid, 5 * grid) / 2, base ** -(np.arange(dim) / dim))
+    return torch.from_numpy(np.stack([np.sin(angles), np.cos(angles)]).astype(np.float32))
 
 
 def sincos_axis(config: DiTConfig) -> torch.Tensor:
-    """(8 G, C/2) fp32, by coordinate: half of the fixed position embedding of the published DiT."""
-    angles = axis_angles(config, config.width // 4, base=10000.0)
-    return torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32))
+    return axis_waves(config, config.width // 4, base=10000.0)
 
 
 def rope_axis(config: DiTConfig) -> torch.Tensor:
-    """(2, 8 G, head_dim/4) fp32, by coordinate: cos and sin of the angles of axial RoPE.
-
-    Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
-    """
-    angles = axis_angles(config, config.width // config.heads // 4, base=100.0)
-    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32))
+    """Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298)."""
+    return axis_waves(config, config.width // config.heads // 4, base=100.0)
 
 
 def on_grid(axis: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of an axis (..., 8 G, D) for each token's row and for its column: (..., T, D) each, T = rows * cols."""
-    centre = axis.size(-2) // 2
-    down = axis[..., centre - rows : centre + rows : 2, None, :]  # (..., rows, 1, D)
-    across = axis[..., None, centre - cols : centre + cols : 2, :]  # (..., 1, cols, D)
-    down, across = torch.broadcast_tensors(down, across)
-    return down.flatten(-3, -2), across.flatten(-3, -2)
+    """Waves of an axis (2, 8 G, dim) at each token's row and at its column: (2, T, dim) each, T = rows * cols."""
+    centre = axis.size(1) // 2
+    down = axis[:, centre - rows : centre + rows : 2, None].expand(-1, -1, cols, -1)
+    across = axis[:, None, centre - cols : centre + cols : 2].expand(-1, rows, -1, -1)
+    return down.flatten(1, 2), across.flatten(1, 2)
 
 
 def position_table(axis: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """(T, C) from sincos_axis: the column in the first half of C, the row in the second, as published."""
+    """(T, C), the published DiT's position embedding: the column in the first half of C, the row in the second."""
     down, across = on_grid(axis, rows, cols)
-    return torch.cat([across, down], dim=-1)
+    return torch.cat([*across, *down], dim=-1)
 
 
 def sincos_table(config: DiTConfig) -> torch.Tensor:
-    """(T, C) fp32, the published DiT's table for a square."""
+    """position_table of a square, from sincos_axis."""
     grid = config.image_size // config.patch_size
     return position_table(sincos_axis(config), grid, grid)
 
@@ -194,7 +187,7 @@ class Block(nn.Module):
 
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets; the sin-cos table stays, for absolute position."""
-        cos, sin = rotation  # (T, 1, 1, head_dim/2)
+        sin, cos = rotation  # (T, 1, 1, head_dim/2)
         a, b = rms_norm(qkv[:, :, :2].float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         qk = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qkv.dtype)
         return *qk.unbind(2), qkv[:, :, 2]

@@ -16,7 +16,7 @@ from nanodiff.device import can_compile, environment, peak_memory_gb
 from nanodiff.diffusion.sampling import conditioning, quartile_sums
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import names_file, write_atomic
-from nanodiff.models.build import allow_graphs, compile_parts
+from nanodiff.models.build import compile_model
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metrics
 
@@ -83,10 +83,7 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
         return model
     whole = num_steps >= COMPILE_WHOLE
     print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({COMPILE_WHOLE:,} steps or more: as a whole)")
-    if not whole:
-        return compile_parts(model)
-    allow_graphs()
-    return torch.compile(model, dynamic=False)
+    return compile_model(model, whole)
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
