@@ -64,9 +64,6 @@ class SampleFile:
     def labels(self, ids) -> torch.Tensor:
         return torch.from_numpy(self._labels[ids])
 
-    def batches(self, num_images: int, batch_size: int) -> list[np.ndarray]:
-        return in_batches(num_images, batch_size)
-
     def images(self, ids) -> np.ndarray:
         """Consecutive ids (n,) -> (n, C, H, W) uint8."""
         c, h, w = self.shape
