@@ -3,10 +3,10 @@
 model_tag = "shapes_cpu"
 data = "shapes"
 depth = 3
-num_iterations = 1200
+num_iterations = 800
 total_batch_size = 64
-eval_every = 600
-sample_every = 300
+eval_every = 400
+sample_every = 400
 cfg_scale = 2.0
 sample_steps = 10
-save_every = 300
+save_every = 400

@@ -260,7 +260,7 @@ def test_endless_shapes_are_a_function_of_their_number():
 
 def test_an_embedded_set_of_an_older_version_is_drawn_anew(base):
     """But nothing else that bears its name is replaced."""
-    for source, is_kept in (("shapes", False), ("folder", True)):
+    for source, is_kept in (("shapes", False), ("shapes tilted by up to 15 degrees", False), ("folder", True)):
         with DatasetWriter("shapes", CLASS_NAMES, source=source, overwrite=True) as writer:
             writer.append("train", *draw_shapes(16, seed=0))
         assert (len(open_dataset("shapes")) == 16) == is_kept

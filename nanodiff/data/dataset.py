@@ -184,7 +184,7 @@ def is_drawn(path: Path) -> bool:
     if not is_set(path):
         return False
     with reading(path / "meta.json"):
-        return read_meta(path).get("source") != "shapes"
+        return not read_meta(path).get("source", "").startswith("shapes")
 
 
 def make_shapes(name: str) -> None:

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-# Which points (x, y) lie in the upright shape, in units of its circumscribed radius; r2 = x*x + y*y. No two look alike
-# when turned, nor at 16 pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels.
+# Which points (x, y) lie in the shape, in units of its circumscribed radius; r2 = x*x + y*y. No two look alike at 16
+# pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels. All stand upright, since
+# a small model learns shapes at every angle in an hour, not in minutes.
 INSIDE = {
     "circle": lambda x, y, r2: r2 < 0.8,
     "ring": lambda x, y, r2: (r2 < 1) & (r2 > 0.36),
@@ -21,16 +22,15 @@ COLOURS = np.array(
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
 MIN_RADIUS, MAX_RADIUS = 0.34, 0.46  # of the circumscribed circle; the image's side is 1
-MAX_TILT = np.pi / 12  # a small model learns shapes at every angle in an hour, not in minutes
-SOURCE = "shapes tilted by up to 15 degrees"  # in meta.json; it was "shapes" when they stood at every angle
+SOURCE = "upright shapes"  # in meta.json; it began with "shapes" when they were turned
 SUPERSAMPLES = 4  # per pixel and axis
 
 
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
-    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size, angle and
-    place within the image, they are uniform.
+    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place within
+    the image, they are uniform.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
@@ -43,7 +43,7 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
 
 def draw_numbered(numbers: np.ndarray, resolution: int) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels of these numbers (n,) in an endless stream: each a function of its number."""
-    u = hashed_uniforms(numbers, 6)
+    u = hashed_uniforms(numbers, 5)
     labels = (u[:, 0] * len(CLASS_NAMES)).astype(np.int64)
     colours = COLOURS[(u[:, 1] * len(COLOURS)).astype(np.int64)]
     return paint(labels, colours, poses_of(*u[:, 2:].T), resolution), labels
@@ -59,7 +59,7 @@ def hashed_uniforms(numbers: np.ndarray, count: int) -> np.ndarray:
 
 
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
-    """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 4)."""
+    """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for label in range(len(CLASS_NAMES)):
         i = np.flatnonzero(labels == label)
@@ -70,31 +70,28 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
 
 
 def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
-    """Random radius, x and y of the centre and angle of shapes within the image: (num, 4) float64."""
-    return poses_of(*rng.uniform(size=(4, num)))
+    """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
+    return poses_of(*rng.uniform(size=(3, num)))
 
 
-def poses_of(radius, x, y, angle) -> np.ndarray:
+def poses_of(radius, x, y) -> np.ndarray:
     """draw_poses from given numbers in [0, 1), (n,) each."""
     radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * radius
     room = 1 - 2 * radius
-    return np.stack([radius, radius + room * x, radius + room * y, MAX_TILT * (2 * angle - 1)], 1)
+    return np.stack([radius, radius + room * x, radius + room * y], 1)
 
 
 def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
-    """The share of each pixel's 4 x 4 points that a shape in poses (n, 4) covers: (n, resolution, resolution)."""
+    """The share of each pixel's 4 x 4 points that a shape in poses (n, 3) covers: (n, resolution, resolution)."""
     side = resolution * SUPERSAMPLES
     grid = ((np.arange(side) + 0.5) / side).astype(np.float32)
     masks = np.empty((len(poses), resolution, resolution), np.float32)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for start in range(0, len(poses), per_block):
-        radius, left, top, angle = poses[start : start + per_block].T[:, :, None, None]  # (n, 1, 1) each
-        c = np.float32(np.cos(angle) / radius)
-        s = np.float32(np.sin(angle) / radius)
-        x = grid[None, None, :] - np.float32(left)  # (n, 1, side)
-        y = grid[None, :, None] - np.float32(top)  # (n, side, 1)
-        x, y = c * x + s * y, c * y - s * x  # (n, side, side)
-        points = INSIDE[CLASS_NAMES[label]](x, y, x * x + y * y)
+        radius, left, top = poses[start : start + per_block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
+        x = (grid[None, None, :] - left) / radius  # (n, 1, side)
+        y = (grid[None, :, None] - top) / radius  # (n, side, 1)
+        points = INSIDE[CLASS_NAMES[label]](x, y, x * x + y * y)  # (n, side, side)
         points = points.reshape(-1, resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
         masks[start : start + per_block] = points.mean((2, 4), dtype=np.float32)
     return masks

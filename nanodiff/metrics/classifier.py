@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
+from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype
 from nanodiff.metrics.cache import cached, from_first_rank
 
@@ -92,7 +93,8 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def train_classifier(train, val, device, total_images: int = 0, batch_size: int = 250, seed: int = 0) -> Classifier:
-    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000; measure on `val`."""
+    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000, of the simple shapes one; measure on
+    `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
@@ -107,7 +109,7 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
 
     images, labels = (x.to(device) for x in load_images(train, classifier.resolution, seed))
     batch_size = min(batch_size, len(images))
-    total_images = total_images or max(3 * len(images), 60_000)
+    total_images = total_images or (len(images) if train.name in SHAPES else max(3 * len(images), 60_000))
     num_steps = -(-total_images // batch_size)
     steps_per_epoch = len(images) // batch_size
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.01, weight_decay=0.05)

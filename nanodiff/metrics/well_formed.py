@@ -1,7 +1,7 @@
 """Are samples of the embedded shapes well formed? Measured by rendering, without a network.
 
-A sample is compared with renders of the shape it was asked for: the colour is fitted in closed form, size, place and
-angle by search. The distance is that of a perfect shape drawn too far to one side, in 64ths of the image's side.
+A sample is compared with renders of the shape it was asked for: the colour is fitted in closed form, size and place by
+search. The distance is that of a perfect shape drawn too far to one side, in 64ths of the image's side.
 """
 
 import numpy as np
@@ -12,15 +12,15 @@ NUM_REAL = 240  # held-out shapes to compare with
 LIMIT = 1.0  # well formed is what lies within: a quarter of a pixel at 16 px, and 99% of held-out shapes
 BANK = 2000  # renders of a class to start from
 TRIES = 11  # per round of the search: the best pose so far and ten around it
-STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045, 0.3]  # of its rounds; the first is the bank's spacing
+STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # of its rounds; the first is the bank's spacing
 
 
 def distances(images: np.ndarray, label: int) -> np.ndarray:
     """Distance (n,) of images (n, 3, H, H) uint8 to the best render of one class."""
     rows = np.arange(len(images))
 
-    def draw(poses):  # (..., 4) -> (..., P)
-        return draw_masks(label, poses.reshape(-1, 4), images.shape[-1]).reshape(*poses.shape[:-1], -1)
+    def draw(poses):  # (..., 3) -> (..., P)
+        return draw_masks(label, poses.reshape(-1, 3), images.shape[-1]).reshape(*poses.shape[:-1], -1)
 
     # Project the pixels on each colour, and take the colour that leaves least
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
@@ -34,16 +34,16 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
     poses = draw_poses(BANK, rng)
     bank = draw(poses)  # (BANK, P)
-    poses = poses[((bank**2).sum(1) - 2 * coverage @ bank.T).argmin(1)]  # (n, 4)
+    poses = poses[((bank**2).sum(1) - 2 * coverage @ bank.T).argmin(1)]  # (n, 3)
     for step in STEPS:
-        offsets = step * rng.normal(size=(TRIES, 4))
+        offsets = step * rng.normal(size=(TRIES, 3))
         offsets[0] = 0
-        tries = poses[:, None] + offsets  # (n, TRIES, 4)
+        tries = poses[:, None] + offsets  # (n, TRIES, 3)
         error = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
         poses = tries[rows, error.argmin(1)]
 
-    # The unit: what moving the render changes, the mean of both axes. For small moves it does not depend on the angle.
-    unit = ((draw(poses[:, None] + np.eye(4)[1:3] / 64) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
+    # The unit: what moving the render changes, the mean of both axes
+    unit = ((draw(poses[:, None] + np.eye(3)[1:] / 64) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
     return np.sqrt((error.min(1) + off_colour.min(1).clip(0)) / unit)
 
 
