@@ -214,7 +214,8 @@ if trainable:
     train_only(raw_model, trainable)
 timestep_sampler = make_timesteps(timesteps, process)
 # Muon or AdamW, one buffer per group, cut into one share per rank (ZeRO-1). Weights and state are fp32
-optim = make_optimizer(raw_model, optimizer, lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
+betas = (0.9, beta2)
+optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile)
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:

@@ -1,6 +1,7 @@
 """Laws of the optimizer: torch's AdamW, the polar factor by SVD, and that ranks and resuming change nothing."""
 
 import copy
+import functools
 import json
 import math
 from datetime import timedelta
@@ -16,7 +17,7 @@ from nanodiff.common import UserError
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training import optim as optim_module
-from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, make_optimizer, normalised, polar_express
+from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, Optimizer, make_optimizer, normalised, polar_express
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +200,28 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor():
             update = ((1 - lr * wd) * before[name] - p.detach()).double().numpy().reshape(g.shape) / scale
             error = np.linalg.norm(update - polar, ord=2)  # spectral: how far singular values are from 1
             assert error < 0.16, (name, error)
+
+
+def test_compiling_changes_nothing_and_happens_once(monkeypatch):
+    """Rates and scales that change with every step lead to no second graph."""
+    graphs, eager, compiled = [], Matrices(), Matrices()
+    compiled.load_state_dict(eager.state_dict())
+    backend = lambda graph, _: graphs.append(graph) or graph.forward
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
+    for model in (eager, compiled):
+        groups = make_optimizer(model, weight_decay=0.1).param_groups
+        opt = Optimizer(groups, torch.float32, (0.9, 0.99), compiled=model is compiled)
+        for step in range(3):
+            randomize_grads(model, seed=step)
+            opt.param_groups[-1]["lr"] = 0.1 / (step + 1)
+            opt.sync_grads()
+            opt.step(grad_scale=0.5 + step)
+        if model is eager:
+            assert not graphs
+    assert len(graphs) == 2 * len(opt.buckets[-1].runs)
+    for name, p in eager.state_dict().items():
+        assert torch.equal(p, compiled.state_dict()[name]), name
 
 
 def test_momentum_warms_up_linearly_from_085(monkeypatch):

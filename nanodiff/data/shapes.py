@@ -3,8 +3,8 @@
 import numpy as np
 
 # Which points (x, y) lie in the shape, in units of its circumscribed radius; r2 = x*x + y*y. No two look alike at 16
-# pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels. All stand upright, since
-# a small model learns shapes at every angle in an hour, not in minutes.
+# pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels. All stand upright:
+# shapes at every angle take a small model an hour, not minutes.
 INSIDE = {
     "circle": lambda x, y, r2: r2 < 0.8,
     "ring": lambda x, y, r2: (r2 < 1) & (r2 > 0.36),
@@ -29,8 +29,8 @@ SUPERSAMPLES = 4  # per pixel and axis
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
-    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place within
-    the image, they are uniform.
+    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place
+    within the image, they are uniform.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError, collective
-from nanodiff.device import choose_dtype
+from nanodiff.device import can_compile, choose_dtype
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
 # a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1]. After five, the waves
@@ -158,7 +158,7 @@ class Optimizer:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
         self.look_ahead, self.descend = look_ahead, descend
-        if compiled:
+        if compiled:  # each one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
         self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
@@ -289,12 +289,13 @@ FIRST = "input_blocks.0."  # the UNet's first convolution
 
 def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999), compiled: bool = False,
+    betas: tuple[float, float] = (0.9, 0.999), compile: bool = False,
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
     "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is native;
     AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
+    `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
     """
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
@@ -308,7 +309,9 @@ def make_optimizer(
             index = 2
         groups[index]["names"].append(name)
         groups[index]["params"].append(p)
-    native = choose_dtype("auto", next(model.parameters()).device) == torch.bfloat16
+    device = next(model.parameters()).device
+    compiled = compile and device.type == "cuda" and not can_compile(device)
+    native = choose_dtype("auto", device) == torch.bfloat16
     muon_dtype = torch.bfloat16 if native else torch.float32
     return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled)
 
