@@ -70,10 +70,10 @@ def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "i
     # By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks, and images in
     # aspect buckets have up to seven shapes, in training and in evaluation
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
-    if whole:
-        return torch.compile(model, backend=backend, dynamic=False)
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # else 10 s of test programs: is the C++ compiler too old for this CPU?
+    if whole:
+        return torch.compile(model, backend=backend, dynamic=False)
     for part in model.parts():
         part.compile(backend=backend, dynamic=False)
     return model
