@@ -152,8 +152,8 @@ train_set = open_dataset(data, "train")
 val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
 num_classes = codec.facts["num_classes"] if class_cond else 0  # labels are 0 .. num_classes-1, the null class follows
-sizes = f"{len(train_set):,} + {len(val_set or ()):,} images of {codec.shapes}"
-print0(f"data: {data}: {sizes}, {num_classes or 'no'} classes")
+shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
+print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
 if val_set is None:
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1

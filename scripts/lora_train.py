@@ -119,7 +119,8 @@ if num_classes and label_drop and len(class_table(raw_model)[1].weight) == num_c
 facts = codec.facts | dict(name=train_set.name, sha256=train_set.sha256)
 facts |= dict(class_names=class_names, num_classes=num_classes)
 learned = [class_names[i] if i < num_classes else None for i in class_rows]  # None: the null class
-print0(f"data: {data}: {len(train_set):,} images of {codec.shapes}; rows of the class table that learn: {learned}")
+shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
+print0(f"data: {data}: {len(train_set):,} images of {shapes}; rows of the class table that learn: {learned}")
 
 alpha = alpha or float(rank)
 add_lora(raw_model, rank, alpha, targets, class_rows, seed)
