@@ -3,10 +3,10 @@
 model_tag = "shapes_cpu"
 data = "shapes"
 depth = 3
-num_iterations = 800
+num_iterations = 700
 total_batch_size = 64
-eval_every = 400
-sample_every = 400
+eval_every = 350
+sample_every = 350
 cfg_scale = 2.0
 sample_steps = 10
-save_every = 400
+save_every = 350
