@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole story on a laptop: set up, train on the embedded shapes, look, measure. On two cores with AMX 8 minutes, the
+# The whole story on a laptop: set up, train on the embedded shapes, look, measure. On two cores with AMX 4 minutes, the
 # installation excluded.
 #   bash runs/cpu.sh                              further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
