@@ -131,7 +131,7 @@ class Dataset:
 
 class EndlessShapes(Dataset):
     """The training split of an embedded set without end: image p of the stream is drawn when it is read, anew for each
-    position p, so no image comes twice."""
+    position p."""
 
     endless = True
 

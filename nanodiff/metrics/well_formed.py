@@ -11,7 +11,7 @@ from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_
 NUM_REAL = 240  # held-out shapes to compare with
 LIMIT = 1.0  # well formed is what lies within: a quarter of a pixel at 16 px, and 99% of held-out shapes
 BANK = 2000  # renders of a class to start from
-TRIES = 11  # per round of the search: the best pose so far and ten around it
+TRIES = 21  # per round of the search: the best pose so far and twenty around it
 STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # of its rounds; the first is the bank's spacing
 
 
@@ -61,5 +61,6 @@ def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
         "well_formed": float((found <= LIMIT).mean()),
         "well_formed_of": {name: round(float((x <= LIMIT).mean()), 4) for name, x in by_class.items() if len(x)},
         "well_formed_of_real_images": float((real <= LIMIT).mean()),
+        "median_distance": float(np.median(found)),
         "median_distance_ratio": float(np.median(found) / np.median(real)),
     }
