@@ -21,7 +21,7 @@ python -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$s
 seconds=$((SECONDS - start))
 
 python -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
-    --npz --out="$folder/samples.npz"
-python -m scripts.base_eval --metric=fd_classifier --samples="$folder/samples.npz" --data=cifar10
+    --npz --out="$folder/measured.npz"
+python -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10
 echo "$tag: $seconds s of at most $limit, process start and compilation included"
 [ "$seconds" -le $limit ]

@@ -157,7 +157,7 @@ class Optimizer:
     def __init__(self, groups: list[dict], muon_dtype: torch.dtype, betas: tuple[float, float], compiled=False):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
-        self.look_ahead, self.descend = look_ahead, descend
+        self.compiled, self.look_ahead, self.descend = compiled, look_ahead, descend
         if compiled:  # each one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
@@ -216,8 +216,9 @@ class Optimizer:
             part = slice(start, start + count * rows * cols)
             P, G, M = (x[part].view(count, rows, cols) for x in (bucket.own, bucket.grad, bucket.state["momentum"]))
             rate, decay = lr * max(1.0, rows / cols) ** 0.5, lr * bucket.group["weight_decay"]
-            # Tensors, as a number that changes would be compiled anew; filled, as copying one to a GPU waits for it
-            factors = [torch.full((), x, device=P.device) for x in (mu, scale, rate, decay)]
+            factors = [mu, scale, rate, decay]
+            if self.compiled:  # a number that changes would be compiled anew; copying one to a GPU would wait for it
+                factors = [torch.full((), x, device=P.device) for x in factors]
             X = self.look_ahead(G, M, *factors[:2], self.muon_dtype)
             self.descend(P, polar_express(X), *factors[2:])
 
