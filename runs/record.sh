@@ -2,7 +2,8 @@
 # An attempt at the record of runs/RECORDS.md, which has the rules: train on CIFAR-10 within a time, then measure samples.
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record takes seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
-# Further arguments go to base_train. The set is made before: python -m scripts.prepare_data --source=cifar10 --name=cifar10
+# Both tracks' numbers of steps are guesses so far. Further arguments go to base_train.
+# The set is made before: python -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }
@@ -14,6 +15,7 @@ tag=record_${track}_$seed
 folder=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/$tag
 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # compiling counts
 export TORCHINDUCTOR_CACHE_DIR
+trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
 
 start=$SECONDS
 python -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \

@@ -204,7 +204,7 @@ epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
 if epochs > 4 and train_set.name in SHAPES:
     train_set = EndlessShapes(train_set.path, "train")
-    print0("shapes are drawn without end: each image is a new one")
+    print0("shapes are drawn without end, each anew")
 elif epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; more of them, or a shorter horizon?")
 if save_every < 0:

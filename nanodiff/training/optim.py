@@ -66,7 +66,7 @@ def look_ahead(G, M, mu, scale, dtype):
 
 
 def descend(P, U, rate, decay):
-    P.mul_(1 - decay).sub_(U.float() * rate)
+    P.mul_(1 - decay).sub_(U.float() * rate)  # in bf16 the rate would be rounded
 
 
 STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # tensors kept for each parameter
