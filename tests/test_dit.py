@@ -161,6 +161,21 @@ def test_modern_forward_by_hand():
     torch.testing.assert_close(model(x_t, t, y)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@both_blocks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_residual_stream_is_bf16_where_products_are(block, dtype):
+    """In fp16, whose range is small, it stays fp32. The output is fp32's to the products' precision."""
+    model, streams = build(block=block), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, args, out: streams.append(out.dtype))
+    exact = model(*inputs())
+    with torch.autocast("cpu", dtype=dtype):
+        rounded = model(*inputs())
+    assert streams[:2] == [torch.float32] * 2
+    assert streams[2:] == [torch.bfloat16 if dtype == torch.bfloat16 else torch.float32] * 2
+    assert 0 < (rounded - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
+
+
 def test_timestep_embedding_tells_fractions_apart():
     """cos then sin of t * 10000^(-i/128); near t = 1000 a step of 1/64 must still move it (in bf16 it could not)."""
     e = timestep_embedding(torch.tensor([999.0, 999.015625]), 256)

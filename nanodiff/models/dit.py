@@ -173,10 +173,11 @@ class Block(nn.Module):
         self.ada = nn.Linear(C, 6 * C)
 
     def forward(self, x, c, rotation):
-        # x (N, T, C) is fp32 under autocast too; .float() because 1 + scale in bf16 would round scale to 1/128
+        # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C)
-        x = x + gate1 * self.attention(modulate(self.norm(x), shift1, scale1), rotation)
-        return x + gate2 * self.mlp(modulate(self.norm(x), shift2, scale2))
+        # Sums are computed in fp32, as gates are, and rounded
+        x = (x + gate1 * self.attention(modulate(self.norm(x.float()), shift1, scale1), rotation)).to(x.dtype)
+        return (x + gate2 * self.mlp(modulate(self.norm(x.float()), shift2, scale2))).to(x.dtype)
 
     def attention(self, x, rotation):
         N, T, C = x.shape
@@ -203,7 +204,7 @@ class LastNorm(nn.Module):
     """The norm before the last linear layer; a module, so that it can be compiled by itself."""
 
     def forward(self, norm, x, shift, scale):
-        return modulate(norm(x), shift, scale)
+        return modulate(norm(x.float()), shift, scale)
 
 
 class DiT(nn.Module):
@@ -253,8 +254,10 @@ class DiT(nn.Module):
         if cfg.low_res:
             x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
         x = x_t.view(N, -1, rows, p, cols, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
-        x = self.patch_embed(x.reshape(N, rows * cols, -1)).float()
-        x = x + position_table(self.position, rows, cols)  # (N, T, C): the residual stream
+        x = self.patch_embed(x.reshape(N, rows * cols, -1))
+        # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
+        stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        x = (x.float() + position_table(self.position, rows, cols)).to(stream)
         rotation = torch.cat(on_grid(self.rotation, rows, cols), dim=-1)[:, :, None, None]  # (2, T, 1, 1, head_dim/2)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
