@@ -88,6 +88,7 @@ device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many
 optimizer = "muon"  # muon|adamw: Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all
 lr = 3e-3  # > 0: AdamW's learning rate, for 64 images per step if total_batch_size is 0
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
+grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
@@ -215,7 +216,9 @@ if trainable:
 timestep_sampler = make_timesteps(timesteps, process)
 # Muon or AdamW, one buffer per group, cut into one share per rank (ZeRO-1). Weights and state are fp32
 betas = (0.9, beta2)
-optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile)
+if world == 1 and grad_dtype != "float32":
+    raise UserError(f"grad_dtype={grad_dtype!r} would do nothing: one rank sends no gradients")
+optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile, getattr(torch, grad_dtype))
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
@@ -401,6 +404,8 @@ while True:
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
+        # After the last, gradients are complete: ranks send each part while backward still computes those before it
+        optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
         # Take the next micro-batch, which the loader's thread has read meanwhile, while the GPU is busy with this one
@@ -409,10 +414,10 @@ while True:
     # loss-second-moment learns here at which t the losses are large; for the other distributions this does nothing
     timestep_sampler.update(*loss_terms.end_step())
 
-    # The only exchange of gradients, once per step whatever the micro-steps: a reduce-scatter leaves each rank the
-    # average of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here the host
-    # waits for the GPU, once per step. A signal to one rank stops all of them after the same step: its number travels
-    # with the norm, and the top of the loop then saves and leaves.
+    # The end of the only exchange of gradients, once per step whatever the micro-steps: reduce-scatters leave each rank
+    # the average of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here the
+    # host waits for the GPU, once per step. A signal to one rank stops all of them after the same step: its number
+    # travels with the norm, and the top of the loop then saves and leaves.
     grad_norm, stopping = optim.sync_grads(stop.received)  # global L2 norm; the same on all ranks, both
     grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)

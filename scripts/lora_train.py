@@ -254,6 +254,7 @@ while True:
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
+        optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
         images, labels = next(loader)

@@ -211,7 +211,7 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
     for model in (eager, compiled):
         groups = make_optimizer(model, weight_decay=0.1).param_groups
-        opt = Optimizer(groups, torch.float32, (0.9, 0.99), compiled=model is compiled)
+        opt = Optimizer(groups, torch.float32, (0.9, 0.99), compiled=model is compiled, grad_dtype=torch.float32)
         for step in range(3):
             randomize_grads(model, seed=step)
             opt.param_groups[-1]["lr"] = 0.1 / (step + 1)
@@ -350,9 +350,14 @@ CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not
 OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 
+EXCHANGES = [  # name, exchange during backward?, dtype
+    ("after", False, torch.float32), ("during", True, torch.float32), ("bf16", True, torch.bfloat16)
+]  # fmt: skip
+
+
 def two_ranks(folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
-    optim_module.choose_dtype = lambda *_: torch.float32
+    optim_module.choose_dtype, optim_module.LEAST_PART = lambda *_: torch.float32, 1000
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     rows, found = slice(32 * rank, 32 * rank + 32), {}
@@ -386,6 +391,19 @@ def two_ranks(folder):
         if kind == "none":
             opt.step()
             found["after none"] = params(model)
+
+    for name, overlap, grad_dtype in EXCHANGES:
+        model = Toy()
+        opt = make_optimizer(model, **OPTIONS, grad_dtype=grad_dtype)
+        x, y = batch(0)
+        for micro_step in range(2):
+            opt.last_micro_step = overlap and micro_step == 1
+            model.loss(x[rows], y[rows]).backward()
+        sent = len(opt.buckets) - len(opt.unsent)
+        norm, _ = opt.sync_grads()
+        opt.step()
+        found[name] = {"sent": sent, "buckets": len(opt.buckets), "bytes": opt.bytes_per_step, "norm": norm}
+        found[name]["params"] = params(model)
     torch.save(found, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -417,6 +435,22 @@ def test_two_ranks_equal_one(ranks, case):
         assert largest_difference(found[case]["later"], params(resumed)) < 1e-5
         assert largest_difference(found[case]["resumed"], ranks[0][case]["later"]) == 0
     assert largest_difference(ranks[0][case]["params"], ranks[1][case]["params"]) == 0
+
+
+def test_the_exchange_during_backward_changes_no_bit(ranks):
+    for found in ranks:
+        after, during = found["after"], found["during"]
+        assert after["sent"] == 0 and during["sent"] == during["buckets"] > 3  # 3 groups: Muon's is cut
+        assert after["norm"] == during["norm"]
+        assert largest_difference(after["params"], during["params"]) == 0
+
+
+def test_gradients_sent_in_bf16(ranks):
+    """Three quarters of the bytes, as weights stay fp32; both ranks alike; gradients to 8 bits."""
+    exact, rounded = ranks[0]["during"], ranks[0]["bf16"]
+    assert rounded["bytes"] == exact["bytes"] * 3 / 4
+    assert 0 < abs(rounded["norm"] - exact["norm"]) < 2**-8 * exact["norm"]
+    assert largest_difference(rounded["params"], ranks[1]["bf16"]["params"]) == 0
 
 
 def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):

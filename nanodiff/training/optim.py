@@ -1,11 +1,15 @@
 """Muon for the matrices of a model's blocks, AdamW for the rest; gradients averaged and state sharded over ranks.
 
-The parameters of a group lie in one flat fp32 buffer, cut into `world` equal shares. Each step, for each buffer:
-reduce-scatter the gradients in the same layout, update this rank's share, all-gather the parameters. This is ZeRO stage
-1 (Rajbhandari et al. 2020, arXiv:1910.02054). With one rank nothing is sent.
+The parameters of a group lie in a few flat fp32 buffers, each cut into `world` equal shares. Each step, for each
+buffer: reduce-scatter the gradients in the same layout, while backward computes those of the buffers before it; update
+this rank's share; all-gather the parameters, while the next buffer is updated. This is ZeRO stage 1 (Rajbhandari et al.
+2020, arXiv:1910.02054). With one rank nothing is sent.
 """
 
+import functools
+import itertools
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -76,12 +80,17 @@ def align(n: int) -> int:
     return -(-n // 16) * 16  # 64 bytes: cuBLAS and Inductor want aligned operands
 
 
-def plan_buffer(params, world: int):
-    """(offset of each parameter, length of a share, runs of each share). Largest first, each to the emptiest share.
+def plan_buffer(params, kind: str, world: int):
+    """(offset of each parameter, length of a share, runs of each share).
 
-    Within a share, a run [start, count, rows, cols] of matrices of one shape is one batch for Muon.
+    AdamW's arithmetic is by element: its shares may end within a parameter. Muon's matrices stay whole: largest first,
+    each goes to the emptiest share. Within a share, a run [start, count, rows, cols] of matrices of one shape is one
+    batch.
     """
-    shapes = [(p.shape[0], p.numel() // p.shape[0]) if p.ndim else (1, 1) for p in params]
+    if kind == "adamw":
+        ends = list(itertools.accumulate(align(p.numel()) for p in params))
+        return [0, *ends[:-1]], align(-(-ends[-1] // world)), [[]] * world
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]
     load, owner = [0] * world, {}
     for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
         owner[i] = load.index(min(load))
@@ -99,12 +108,36 @@ def plan_buffer(params, world: int):
     return [owner[i] * length + offset for i, offset in enumerate(offsets)], length, runs
 
 
-class Bucket:
-    """A group's parameters, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
+LEAST_PART = 2**20
 
-    def __init__(self, group: dict, rank: int, world: int):
-        self.group, self.names, self.params, self.world = group, group["names"], group["params"], world
-        self.offsets, share, runs = plan_buffer(self.params, world)
+
+def cut_group(params, kind: str, world: int) -> list[list[int]]:
+    """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
+
+    The more parts, the more of the exchange happens during backward. But small messages take their time too, and few
+    matrices divide badly among ranks: a part has at least LEAST_PART numbers, and shares are padded by at most a tenth.
+    """
+    total = sum(p.numel() for p in params)
+    ends = list(itertools.accumulate(p.numel() for p in params))
+    most = max(1, min(8, total // LEAST_PART)) if world > 1 else 1
+    for count in range(most, 0, -1):
+        by_part = itertools.groupby(range(len(params)), key=lambda i: (ends[i] - 1) * count // total)
+        parts = [list(part) for _, part in by_part]
+        padded = world * sum(plan_buffer([params[i] for i in part], kind, world)[1] for part in parts)
+        if padded <= 1.1 * total:
+            break
+    return parts  # at worst one
+
+
+class Bucket:
+    """Parameters of a group, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
+
+    def __init__(self, group: dict, part: list[int], rank: int, world: int, grad_dtype: torch.dtype):
+        self.group, self.world, self.grad_dtype = group, world, grad_dtype
+        self.names, self.params = [group["names"][i] for i in part], [group["params"][i] for i in part]
+        self.place = min(group["places"][i] for i in part)  # of the gradient that backward computes last
+        self.missing, self.work = len(part), None  # gradients that backward owes; the collective in flight
+        self.offsets, share, runs = plan_buffer(self.params, group["kind"], world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
         self.flat = torch.zeros(world * share, device=self.params[0].device)
         self.own, self.grad = self.flat[self.mine], None
@@ -121,8 +154,10 @@ class Bucket:
         """The parameters' parts of a buffer with the layout of `flat`."""
         return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
-    def reduce_grads(self):
-        """Put this rank's share of the summed gradients into `grad`; the collective in flight, or None."""
+    @collective("the reduce-scatter of the gradients")
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Begin to put this rank's share of the summed gradients into `grad`."""
         start = self.flat.data_ptr()
         for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
@@ -131,10 +166,14 @@ class Bucket:
         full = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).reshape(-1) for x in self.pieces])
         if self.world == 1:
             self.grad = full
-            return None
-        self.grad = torch.empty_like(self.own)
+            return
+        self.grad = torch.empty_like(self.own, dtype=self.grad_dtype)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
-        return reduce_scatter(self.grad, full, async_op=True)
+        self.work = reduce_scatter(self.grad, full.to(self.grad_dtype), async_op=True)
+
+    def wait_grads(self) -> None:
+        wait_all([self.work])
+        self.grad, self.work, self.missing = self.grad.float(), None, len(self.params)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
         """Gather every rank's share into `flat`; the collective in flight, or None."""
@@ -150,26 +189,47 @@ def wait_all(works) -> None:
 
 
 class Optimizer:
-    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step."""
+    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step.
+
+    Where last_micro_step is set before the last backward of a step, each bucket is exchanged as soon as backward has
+    its gradients; the rest in sync_grads.
+    """
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
-    def __init__(self, groups: list[dict], muon_dtype: torch.dtype, betas: tuple[float, float], compiled=False):
+    def __init__(self, groups, muon_dtype: torch.dtype, betas: tuple[float, float], compiled, grad_dtype):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
         self.compiled, self.look_ahead, self.descend = compiled, look_ahead, descend
         if compiled:  # each one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
-        self.buckets = [Bucket(group, self.rank, self.world) for group in groups]
-        self.param_groups = [bucket.group for bucket in self.buckets]
+        self.param_groups, self.buckets = groups, []
+        for group in groups:
+            for part in cut_group(group["params"], group["kind"], self.world):
+                self.buckets.append(Bucket(group, part, self.rank, self.world, grad_dtype))
+        self.last_micro_step, self.unsent = False, self.in_backward_order()
         for bucket in self.buckets if self.world > 1 else ():
             dist.broadcast(bucket.flat, 0)  # the same start on every rank
+            for p in bucket.params:
+                p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, bucket))
 
     @property
     def bytes_per_step(self) -> int:
         """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
-        return sum(2 * (self.world - 1) * 4 * bucket.own.numel() for bucket in self.buckets)
+        each = 4 + self.buckets[0].grad_dtype.itemsize
+        return sum((self.world - 1) * each * bucket.own.numel() for bucket in self.buckets)
+
+    def in_backward_order(self) -> list[Bucket]:
+        """The same on every rank, as the order of collectives must be."""
+        return sorted(self.buckets, key=lambda bucket: -bucket.place)
+
+    def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
+        """Called by backward when the gradient of `p` is there: exchange what is complete."""
+        if self.last_micro_step:
+            bucket.missing -= 1
+            while self.unsent and self.unsent[0].missing == 0:
+                self.unsent.pop(0).reduce_grads()
 
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
@@ -179,7 +239,11 @@ class Optimizer:
         The same on every rank: their global L2 norm, not finite if any gradient on any rank is not, and the largest
         `signal`, the number of a signal that a rank received (0 to 31).
         """
-        wait_all([bucket.reduce_grads() for bucket in self.buckets])
+        for bucket in self.unsent:
+            bucket.reduce_grads()
+        for bucket in self.buckets:
+            bucket.wait_grads()
+        self.last_micro_step, self.unsent = False, self.in_backward_order()
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
         shared = torch.zeros(33, device=norm_sq.device)  # ranks that received each signal; the norm squared
         shared[signal] = 1
@@ -285,36 +349,37 @@ class Optimizer:
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
-FIRST = "input_blocks.0."  # the UNet's first convolution
+NOT_MUON = r"input_blocks\.0\."  # the UNet's first convolution
 
 
 def make_optimizer(
     model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999), compile: bool = False,
+    betas: tuple[float, float] = (0.9, 0.999), compile: bool = False, grad_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is native;
-    AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
-    `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
+    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is
+    native; AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more
+    dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
+    `grad_dtype`: of the gradients that ranks send each other, and of their sum.
     """
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
-        groups.append(dict(kind=kind, lr=rate, initial_lr=rate, weight_decay=decay, names=[], params=[]))
-    for name, p in model.named_parameters():
+        groups.append(dict(kind=kind, lr=rate, initial_lr=rate, weight_decay=decay, names=[], params=[], places=[]))
+    for place, (name, p) in enumerate(model.named_parameters()):
         if not p.requires_grad:
             continue
         assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
         index = 0 if p.ndim >= 2 else 1
-        if optimizer == "muon" and p.ndim >= 2 and name.startswith(BLOCKS) and not name.startswith(FIRST):
+        if optimizer == "muon" and p.ndim >= 2 and name.startswith(BLOCKS) and not re.match(NOT_MUON, name):
             index = 2
-        groups[index]["names"].append(name)
-        groups[index]["params"].append(p)
+        for key, value in (("names", name), ("params", p), ("places", place)):
+            groups[index][key].append(value)
     device = next(model.parameters()).device
     compiled = compile and device.type == "cuda" and not can_compile(device)
     native = choose_dtype("auto", device) == torch.bfloat16
     muon_dtype = torch.bfloat16 if native else torch.float32
-    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled)
+    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
 
 
 class LossScaler:
