@@ -85,7 +85,7 @@ target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per param
 # Optimisation
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = by the horizon, and lr and muon_lr follow
 device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many as fit into its memory
-optimizer = "muon"  # muon|adamw: Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all
+optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices but adaLN's and AdamW for the rest, or AdamW for all
 lr = 3e-3  # > 0: AdamW's learning rate, for 64 images per step if total_batch_size is 0
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up

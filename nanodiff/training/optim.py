@@ -349,7 +349,7 @@ class Optimizer:
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
-NOT_MUON = r"input_blocks\.0\."  # the UNet's first convolution
+NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, does as well without
 
 
 def make_optimizer(
@@ -358,7 +358,7 @@ def make_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the blocks' matrices and convolutions, these as (out, rest), at `muon_lr`, in bf16 where that is
+    "muon": the blocks' matrices but adaLN's, and convolutions, as (out, rest), at `muon_lr`, in bf16 where that is
     native; AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more
     dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
     `grad_dtype`: of the gradients that ranks send each other, and of their sum.
