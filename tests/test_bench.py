@@ -72,13 +72,14 @@ def test_a_backbone_has_its_own_reference_or_the_first_candidate_is_the_measure(
 
 
 def test_the_first_step_is_a_cold_one(run_bench, monkeypatch, tmp_path):
-    """Parts are compiled in an empty cache; only from the second step on is the usual one seen."""
+    """Parts are compiled in a cache of their own, empty at first; only from the third step on is the usual one seen."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     usual = []
     look = lambda *_: usual.append(os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: self.register_forward_pre_hook(look))
-    run_bench("--archs=dit", "--compiles=True", "--reference=False", "--rounds=1", "--steps=1")
-    assert usual[:2] == [False, False] and all(usual[2:])  # a block and the last norm
+    rows = run_bench("--archs=dit", "--compiles=True", "--reference=False", "--rounds=1", "--steps=1")["rows"]
+    assert usual[:4] == [False] * 4 and all(usual[4:])  # a block and the last norm
+    assert rows[0]["first_step_s"] > rows[0]["warm_step_s"] > 0
 
 
 def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
@@ -87,7 +88,8 @@ def test_one_command_for_training_sampling_and_loading(run_bench, tmp_path):
     args = "--archs=dit --sampling --loading --data=tiny --sample_steps=2 --json=False".split()
     text = run_bench(*args, f"--profile={trace}")
     heads = [line.split() for line in text.splitlines() if line.endswith("  what")]
-    for column in "images_per_sec ratio step_ms forward_ms optim_ms ema_ms data_ms memory_gb sent_mb mfu".split():
+    columns = "images_per_sec ratio first_step_s warm_step_s step_ms forward_ms optim_ms ema_ms data_ms memory_gb"
+    for column in (columns + " sent_mb mfu").split():
         assert column in heads[0]
     assert len(heads) == 3 and text.count(", reference") == 2
     assert text.index("aten::") < text.index("\ntraining\n") < text.index("\nsampling\n") < text.index("\nloading\n")
