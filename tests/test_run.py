@@ -13,8 +13,10 @@ import torch.nn as nn
 from configurator import Config
 from nanodiff.common import StopSignal, UserError
 from nanodiff.diffusion.sampling import in_batches, rank_batches
+from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training.checkpoint import save_checkpoint
 from nanodiff.training.run import (  # fmt: skip
+    COMPILE_UNET,
     LossTerms,
     RunLog,
     check_wandb,
@@ -135,6 +137,9 @@ def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch
     for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
         assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
         assert how in capsys.readouterr().out
+    unet = UNet(UNetConfig.from_depth(1, 16))
+    assert compiled(unet, torch.device("cpu"), COMPILE_UNET) == compiled(unet, torch.device("cuda"), 1) == "by blocks"
+    assert compiled(unet, torch.device("cpu"), COMPILE_UNET - 1) is unet and "UNet" in capsys.readouterr().out
     monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "no compiler")
     model = nn.Identity()
     assert compiled(model, torch.device("cpu"), 3000) is model and "no compiler" in capsys.readouterr().out

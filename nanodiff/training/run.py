@@ -17,6 +17,7 @@ from nanodiff.diffusion.sampling import conditioning, quartile_sums
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import names_file, write_atomic
 from nanodiff.models.build import compile_model
+from nanodiff.models.unet import UNet
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metrics
 
@@ -24,6 +25,7 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 # Start and resume
 
 COMPILE_WHOLE = 3000  # steps of a run
+COMPILE_UNET = 1000  # on a CPU, where the many shapes of its parts take minutes
 
 # Settings that do not shape the weights: they may change in a resume
 FREE = {
@@ -80,6 +82,9 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
     obstacle = can_compile(device)
     if obstacle:
         print0(f"not compiled: {obstacle}")
+        return model
+    if isinstance(model, UNet) and device.type == "cpu" and num_steps < COMPILE_UNET:
+        print0(f"not compiled: on a CPU, a UNet wins back the minutes that takes in {COMPILE_UNET:,} steps or more")
         return model
     whole = num_steps >= COMPILE_WHOLE
     print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({COMPILE_WHOLE:,} steps or more: as a whole)")
