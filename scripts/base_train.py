@@ -86,7 +86,7 @@ target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per param
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = by the horizon, and lr and muon_lr follow
 device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many as fit into its memory
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices but adaLN's and AdamW for the rest, or AdamW for all
-lr = 3e-3  # > 0: AdamW's learning rate, for 64 images per step if total_batch_size is 0
+lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, for 64 images per step and a DiT 256 wide
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
@@ -188,14 +188,17 @@ else:
 
 # The batch grows with the square root of the horizon in tokens (the longer a run, the finer the gradients that its end
 # needs), and the learning rates with the square root of the batch: never with the number of ranks. 64 images for 20
-# million tokens; this gives 64 at depth 3 on 64 tokens, and on 256 tokens 512 for DiT-B, 1,024 for DiT-XL.
+# million tokens; this gives 64 at depth 3 on 64 tokens, and on 256 tokens 512 for DiT-B, 1,024 for DiT-XL. AdamW's rate
+# falls with the width: it moves each weight by so much, and a wider layer adds up more of them. Muon's scales itself.
 if total_batch_size == 0:
     root = math.sqrt(total_images * tokens / 20e6) if total_images else num_iterations * 64 * tokens / 20e6
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * root, 1))))
     scale = math.sqrt(total_batch_size / 64)
-    lr *= scale
+    lr_scale = scale if arch == "unet" else scale * 256 / model_config.width
+    lr *= lr_scale
     muon_lr *= scale
-    print0(f"batch: 64 x {root:.2f}, the root of {horizon}: {total_batch_size:,} images; rates x {scale:.2f}")
+    scaled = f"lr x {lr_scale:.2f}, muon_lr x {scale:.2f}"
+    print0(f"batch: 64 x {root:.2f}, the root of {horizon}: {total_batch_size:,} images; {scaled}")
     config |= {"total_batch_size": total_batch_size, "lr": lr, "muon_lr": muon_lr}  # recorded as they are
 if num_iterations < 0:
     num_iterations = round(total_images / total_batch_size)

@@ -112,7 +112,7 @@ def test_horizons(tiny, run_script):
 
 def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, capsys):
     """64 images for 20 million tokens, the square root of that ratio times as many for others, as a power of two; rates
-    by the square root of the batch; the horizon in images stays."""
+    by the square root of the batch, AdamW's also by the width; the horizon in images stays."""
     args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
     args += ["--eval_every=-1", "--save_every=-1"]
     for tokens, batch in ((5e6, 32), (1.25e6, 16), (20e6, 64)):
@@ -121,9 +121,10 @@ def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, cap
             patch.setattr("nanodiff.training.run.cut_batch", interrupt)
             run_script("base_train", *args, *more)
         out = capsys.readouterr().out
-        assert f": {batch} images; rates x {math.sqrt(batch / 64):.2f}" in out
+        scale = math.sqrt(batch / 64)
+        assert f": {batch} images; lr x {scale * 256 / 64:.2f}, muon_lr x {scale:.2f}" in out
     done = run_script("base_train", *args, "--num_iterations=2", "--save_every=0")
-    assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 / 2
+    assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 * 4 / 2
     # On resume the batch must be the same, whatever the new horizon would choose
     with pytest.raises(UserError, match="total_batch_size=32"):
         run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32", "--save_every=0")

@@ -25,7 +25,6 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta, trim_metric
 # Start and resume
 
 COMPILE_WHOLE = 3000  # steps of a run
-COMPILE_UNET = 1000  # on a CPU, where the many shapes of its parts take minutes
 
 # Settings that do not shape the weights: they may change in a resume
 FREE = {
@@ -80,11 +79,10 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
     As a whole, at depth 3 on two CPU cores, the first step takes 28 s more, the others 9 to 18 ms less.
     """
     obstacle = can_compile(device)
+    if device.type == "cpu" and isinstance(model, UNet):
+        obstacle = "on a CPU that takes a UNet minutes and makes it no faster"
     if obstacle:
         print0(f"not compiled: {obstacle}")
-        return model
-    if isinstance(model, UNet) and device.type == "cpu" and num_steps < COMPILE_UNET:
-        print0(f"not compiled: on a CPU, a UNet wins back the minutes that takes in {COMPILE_UNET:,} steps or more")
         return model
     whole = num_steps >= COMPILE_WHOLE
     print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({COMPILE_WHOLE:,} steps or more: as a whole)")
