@@ -2,7 +2,7 @@
 # An attempt at the record of runs/RECORDS.md, which has the rules: train on CIFAR-10 within a time, then measure samples.
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record takes seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
-# Both tracks' numbers of steps are guesses so far. Further arguments go to base_train.
+# The GPU track's settings are guesses so far. Further arguments go to base_train.
 # The set is made before: python -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
