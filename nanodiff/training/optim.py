@@ -108,7 +108,7 @@ def plan_buffer(params, kind: str, world: int):
     return [owner[i] * length + offset for i, offset in enumerate(offsets)], length, runs
 
 
-LEAST_PART = 2**20
+LEAST_PART = 2**20  # numbers of a part: 4 MB
 
 
 def cut_group(params, kind: str, world: int) -> list[list[int]]:
