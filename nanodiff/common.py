@@ -94,7 +94,8 @@ def collective(name: str):
         yield
     except RuntimeError as e:
         # "Application timeout caused pair closure": of two collectives in flight, the other one timed out
-        if not isinstance(e, dist.DistError) and not re.search("gloo|pair closure", str(e)):
+        is_lost = isinstance(e, dist.DistError) or re.search("gloo|pair closure", str(e))
+        if isinstance(e, LostRank) or not is_lost:  # a collective within another has named itself
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
         rank, _, world = get_dist()

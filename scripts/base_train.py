@@ -88,7 +88,6 @@ device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices but adaLN's and AdamW for the rest, or AdamW for all
 lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, for 64 images per step and a DiT 256 wide
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
-grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
@@ -129,6 +128,8 @@ rescale_timesteps = True  # the network sees t in [0, 1000) whatever num_timeste
 bpd_every = -1  # >= -1: bits/dim over eval_images validation images, T evaluations each
 # Only optimizer=muon
 muon_lr = 0.02  # > 0: Muon's learning rate
+# Several ranks
+grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale

@@ -184,6 +184,9 @@ def test_errors_within_a_collective():
     ):
         with pytest.raises(kind, match=said), collective("the vote"):
             raise RuntimeError(words)
+    with pytest.raises(LostRank, match="the vote failed") as error, collective("the step"), collective("the vote"):
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer, gloo")
+    assert "the step" not in str(error.value)
 
 
 def leaving_reader(work):

@@ -166,8 +166,8 @@ def test_modern_forward_by_hand():
 def test_the_residual_stream_is_bf16_where_products_are(block, dtype):
     """In fp16, whose range is small, it stays fp32. The output is fp32's to the products' precision."""
     model, streams = build(block=block), []
-    for block in model.blocks:
-        block.register_forward_hook(lambda block, args, out: streams.append(out.dtype))
+    for layer in model.blocks:
+        layer.register_forward_hook(lambda layer, args, out: streams.append(out.dtype))
     exact = model(*inputs())
     with torch.autocast("cpu", dtype=dtype):
         rounded = model(*inputs())

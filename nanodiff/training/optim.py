@@ -208,7 +208,9 @@ class Optimizer:
         for group in groups:
             for part in cut_group(group["params"], group["kind"], self.world):
                 self.buckets.append(Bucket(group, part, self.rank, self.world, grad_dtype))
-        self.last_micro_step, self.unsent = False, self.in_backward_order()
+        # In backward's order, the same on every rank, as that of collectives must be
+        self.exchange_order = sorted(self.buckets, key=lambda bucket: -bucket.place)
+        self.last_micro_step, self.unsent = False, self.exchange_order.copy()
         for bucket in self.buckets if self.world > 1 else ():
             dist.broadcast(bucket.flat, 0)  # the same start on every rank
             for p in bucket.params:
@@ -219,10 +221,6 @@ class Optimizer:
         """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
         each = 4 + self.buckets[0].grad_dtype.itemsize
         return sum((self.world - 1) * each * bucket.own.numel() for bucket in self.buckets)
-
-    def in_backward_order(self) -> list[Bucket]:
-        """The same on every rank, as the order of collectives must be."""
-        return sorted(self.buckets, key=lambda bucket: -bucket.place)
 
     def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
         """Called by backward when the gradient of `p` is there: exchange what is complete."""
@@ -243,7 +241,7 @@ class Optimizer:
             bucket.reduce_grads()
         for bucket in self.buckets:
             bucket.wait_grads()
-        self.last_micro_step, self.unsent = False, self.in_backward_order()
+        self.last_micro_step, self.unsent = False, self.exchange_order.copy()
         norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
         shared = torch.zeros(33, device=norm_sq.device)  # ranks that received each signal; the norm squared
         shared[signal] = 1
