@@ -67,7 +67,7 @@ class_cond = True  # condition on labels, if the data set has them
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
-heads = 0  # >= 0: attention heads; 0 = one per 64 of width in a DiT, 4 in a UNet
+heads = 0  # >= 0: attention heads; 0 = one per 64 of width in a DiT, at least 4; 4 in a UNet
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
 init_from = ""  # run, exported or published file whose weights to start from; "" = drawn from the seed
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
@@ -260,6 +260,8 @@ checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
 if checkpoint:
     check_same_data(meta["data"], codec.facts, model_tag)
+    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # which no tensor's shape tells
+        raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
     # An average that the checkpoint does not have starts from its weights

@@ -17,6 +17,7 @@ from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
+from nanodiff.models.dit import DiTConfig
 from nanodiff.png import decode_png
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
@@ -333,7 +334,7 @@ def test_device_batch_size_0_takes_what_fits(tiny, run_script, monkeypatch):
     assert_identical(weights(tiny, "a", 3), weights(tiny, "b", 3))
 
 
-def test_changed_settings_and_data(tiny, run_script):
+def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     """Settings change on request, but for those that make the model; what is refused does not touch the run."""
     args = (*TINY, "--model_tag=a")
     first = run_script("base_train", *args)["run_dir"]
@@ -343,6 +344,10 @@ def test_changed_settings_and_data(tiny, run_script):
         run_script("base_train", *args, "--lr=0.01")
     with pytest.raises(UserError, match=r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)"):
         run_script("base_train", *args, "--depth=2", "--objective=eps", "--lr=0.1", "--resume=changed")
+    with monkeypatch.context() as other_rule, pytest.raises(UserError, match="another number of attention heads"):
+        rule = DiTConfig.from_depth
+        other_rule.setattr(DiTConfig, "from_depth", lambda depth, **sizes: rule(depth, **sizes | {"heads": 2}))
+        run_script("base_train", *args)
     assert before == {name: (first / name).read_bytes() for name in names}
     changed = ("--lr=0.01", "--num_iterations=7", "--eval_every=-1")
     assert run_script("base_train", *args, *changed, "--resume=changed")["step"] == len(losses(tiny, "a")) == 7

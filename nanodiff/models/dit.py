@@ -45,7 +45,7 @@ class DiTConfig:
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, patch_size: int = 0, width: int = 0, heads: int = 0, **others):
-        """The one dial: width = 64 * depth, one head per 64 of width, about 256 tokens; depth 12 is DiT-B's shape.
+        """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
         A size of 0 is chosen by these rules: patch_size 2 at 32 px, 4 at 64, 16 at 256. If image_size // 16 (at least
         2) does not divide the image, it is the divisor that comes nearest to 16 tokens on a side.
@@ -56,7 +56,7 @@ class DiTConfig:
                 divisors = [p for p in range(1, image_size + 1) if image_size % p == 0]
                 patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
         width = width or 64 * depth
-        heads = heads or max(1, width // 64)
+        heads = heads or max(4, width // 64)
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
 
     @property
