@@ -29,7 +29,7 @@ from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run, load_weights
 from nanodiff.formats.start import start_from, train_only
 from nanodiff.metrics.features import SampleQuality
-from nanodiff.models.build import build_model, make_model_config
+from nanodiff.models.build import build_model, make_model_config, uncompiled
 from nanodiff.training.checkpoint import lock_run, save_checkpoint
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -330,17 +330,17 @@ while True:
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
         saved_step = step
 
-    with stop.interrupts():  # a signal ends an evaluation between two of its batches
+    with stop.interrupts(), uncompiled():  # a signal ends an evaluation between two of its batches
         # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
         # ema.applied also sets eval mode.
         if due(eval_every) and not stopping:
             given = (process, val_set, codec, eval_images, device_batch_size, seed, timesteps)
             raw_model.eval()
             with autocast:
-                val_loss, _ = validation_loss(model, *given)
+                val_loss, _ = validation_loss(raw_model, *given)
             raw_model.train()
             with autocast, ema.applied(raw_model):
-                val_loss_ema, by_t = validation_loss(model, *given)
+                val_loss_ema, by_t = validation_loss(raw_model, *given)
             loop["best_val_loss"] = min(val_loss_ema, loop["best_val_loss"] or val_loss_ema)
             quarters = " ".join(f"{q:.4f}" for q in by_t)
             averaged = f"average {val_loss_ema:.4f} (best {loop['best_val_loss']:.4f})"

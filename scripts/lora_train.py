@@ -28,6 +28,7 @@ from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import identity, match_classes, save_adapters, start_from_adapters
 from nanodiff.formats.load import load_run, load_weights, shift_timesteps
+from nanodiff.models.build import uncompiled
 from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.checkpoint import keep_checkpoint, lock_run, save_checkpoint
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -223,7 +224,7 @@ while True:
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
         saved_step = step
 
-    with stop.interrupts():
+    with stop.interrupts(), uncompiled():
         if due(sample_every) and not stopping:
             with autocast:
                 grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)

@@ -9,7 +9,7 @@ from figures import filled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanodiff.models.build import build_model, compile_model
+from nanodiff.models.build import build_model, compile_model, uncompiled
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.lora import add_lora
 from nanodiff.models.unet import UNetConfig
@@ -132,6 +132,21 @@ def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain):
         add_lora(model, 2, 2.0, "qkv")
         found.append(count_graphs(compile_model(model, backend="eager")))
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_evaluation_compiles_nothing_and_sees_the_same(plain, whole):
+    eager = build(plain)
+    model = compile_model(copy.deepcopy(eager), whole, backend="eager")
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    stats.clear()
+    model(*inputs()).square().mean().backward()
+    compiled = stats["unique_graphs"]
+    with torch.no_grad(), uncompiled():
+        found = model.eval()(*inputs(2))
+        assert torch.equal(found, eager.eval()(*inputs(2)))
+    assert stats["unique_graphs"] == compiled > 0
 
 
 def test_super_resolution_reads_the_low_resolution_image_at_any_size(config):

@@ -1,5 +1,8 @@
 """Build a backbone from settings (formats/load.py: from a checkpoint)."""
 
+import contextlib
+import sys
+
 import torch
 
 from nanodiff.common import UserError
@@ -77,3 +80,10 @@ def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "i
     for part in model.parts():
         part.compile(backend=backend, dynamic=False)
     return model
+
+
+def uncompiled():
+    """A context in which compiled models run eagerly: compiling for the few batches of an evaluation takes longer."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; its import takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
