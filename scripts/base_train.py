@@ -330,7 +330,8 @@ while True:
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
         saved_step = step
 
-    with stop.interrupts(), uncompiled():  # a signal ends an evaluation between two of its batches
+    # A signal ends an evaluation between two of its batches. They run eagerly: compiling for so few would take longer
+    with stop.interrupts(), uncompiled():
         # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
         # ema.applied also sets eval mode.
         if due(eval_every) and not stopping:
