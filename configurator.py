@@ -1,17 +1,17 @@
-"""Settings of a script: the assignments that it starts with, overridden by presets and by the command line.
+"""A script's settings: the assignments at its top, overridden by presets and the command line.
 
     depth = 12                        # >= 1: layers; the one dial of model size
     dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
     sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
     max_images: int | None = None     # > 0: None has no type of its own, so the annotation gives it
-    #                                   a comment goes on in lines that begin with "#" and three spaces
-    # Only arch=unet                    a heading; with "Only" the settings below it are refused where they do nothing
+    #                                   a comment continues on lines starting with "#" and three spaces
+    # Only arch=unet                    a heading; "Only" refuses the settings below it where they do nothing
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help lists everything.
-The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or with the comment:
-alternatives with "|" or " or " between them, each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
+The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or the line's end:
+alternatives separated by "|" or " or ", each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
 (`auto`, `-1`, `""`).
 
 A preset is a file of literal assignments (`depth = 12`), parsed and never executed. In it a tuple or a list stands for
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     rule: str  # "" if the comment starts with none
     comment: list[str]  # its lines
     heading: list[str]  # lines of comment above the setting
-    only: tuple[str, str] | None  # ("arch", "unet|dit"): counts only with these values of another one
+    only: tuple[str, str] | None  # ("arch", "unet|dit"): used only with these values of that setting
 
     @property
     def accepted(self) -> str:
@@ -75,7 +75,7 @@ def satisfies(value, rule: str) -> bool:
 
 
 def literal(text: str):
-    """Text of the command line, for a setting that is not a string -> bool, None, int, float, or as it is."""
+    """Command-line text of a setting that is not a string -> bool, None, int, float, or unchanged."""
     if text in WORDS:
         return WORDS[text]
     for kind in (int, float):
@@ -85,7 +85,7 @@ def literal(text: str):
 
 
 def cast(kind: str, value):
-    """The value in the setting's type; None where that would lose something or be a guess."""
+    """Convert to the setting's type; None if that would lose information or be a guess."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "bool" and (isinstance(value, bool) or (number and value in (0, 1))):
         return bool(value)
@@ -93,7 +93,7 @@ def cast(kind: str, value):
         return int(value)
     if kind == "float" and number and abs(value) <= sys.float_info.max:  # false for inf, nan and 10**400
         return float(value)
-    if kind == "str" and isinstance(value, list | tuple):  # flat: what is nested has no place in a comma string
+    if kind == "str" and isinstance(value, list | tuple):  # flat: a comma string cannot nest
         items = [None if isinstance(item, list | tuple) else cast("str", item) for item in value]
         return None if None in items else ",".join(items)
     return str(value) if kind == "str" and (number or isinstance(value, str)) else None
@@ -131,7 +131,7 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-        default = globals_.get(name, ...)  # tuples, attributes and items are no keys of it
+        default = globals_.get(name, ...)  # tuples, attributes and items are not in it
         if name.startswith("_") or not isinstance(default, bool | int | float | str | None):
             continue
         annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
@@ -160,9 +160,9 @@ def lookup(settings: dict[str, Setting], name: str, where: str = "") -> Setting:
 
 def read_preset(settings: dict[str, Setting], path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
-    found = [p for p in (Path(path), Path(__file__).parent / path) if os.path.isfile(p)]  # no name is too long for it
+    found = [p for p in (Path(path), Path(__file__).parent / path) if os.path.isfile(p)]  # False for overlong names
     if not found:
-        raise ValueError(f"preset {path!r} not found, neither here nor in the repository")
+        raise ValueError(f"preset {path!r} not found, here or in the repository")
     values = {}
     try:
         nodes = ast.parse(found[0].read_bytes()).body
@@ -197,7 +197,7 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
 
 
 def check_used(settings: dict[str, Setting], config: dict) -> None:
-    """Raises ValueError for a setting that was changed and does nothing beside the others."""
+    """Raises ValueError for a changed setting that does nothing, given the others."""
     for name, setting in settings.items():
         key, values = setting.only or (None, "")
         if key and config[name] != setting.default and str(config[key]) not in values.split("|"):
@@ -216,7 +216,7 @@ def help_text(settings: dict[str, Setting], globals_: dict) -> str:
 
 
 def configure(globals_: dict, argv: list[str] | None = None) -> Config:
-    """Override the settings of the calling script, whose globals() are given, in place; return them all.
+    """Override the calling script's settings in place, in its globals(); return them all.
 
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-PICTURE = r"^(?:\x1b\[38;2[\d;]+m▀)+\x1b\[0m$"  # a line of png.terminal_preview, which may pass
+PICTURE = r"^(?:\x1b\[38;2[\d;]+m▀)+\x1b\[0m$"  # a line of png.terminal_preview: allowed
 CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # steers a terminal, or has no encoding
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: names in it may come from files, and could steer a terminal."""
+    """`text` without control characters: names may come from files, and could control a terminal."""
     return re.sub(f"(?m){PICTURE}|{CONTROL}", lambda found: found[0] if len(found[0]) > 1 else "?", text)
 
 
 class UserError(ValueError):
-    """Bad input: what was given, what is accepted. Ends a program with this one line and exit code 2. Any function may
+    """Bad input: the value given and those accepted. Ends the program with this line and exit code 2. Any function may
     raise it."""
 
     def __str__(self):
@@ -39,7 +39,7 @@ class LostRank(RuntimeError):
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
-        error = UserError(f"{error.strerror}: {where}; what was complete before is intact")
+        error = UserError(f"{error.strerror}: {where}; completed files are intact")
     advice = ""
     if isinstance(error, FloatingPointError):
         advice = "; the newest checkpoint is intact: resume with a lower lr (and muon_lr), or in bf16 instead of fp16"
@@ -60,7 +60,7 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0, flushed, printable. When the reader is gone (`| head`, a closed terminal), a program goes on."""
+    """print on rank 0, flushed and printable; if the reader is gone (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
     try:
@@ -76,7 +76,7 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # torchrun --max-restarts keeps its store, with addresses of dead ranks. On several nodes restart counts differ:
+        # torchrun --max-restarts reuses its store, with addresses of dead ranks. Restart counts differ between nodes:
         # there runs/multinode.sh makes it use a new one
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
@@ -95,7 +95,7 @@ def collective(name: str):
     except RuntimeError as e:
         # "Application timeout caused pair closure": of two collectives in flight, the other one timed out
         is_lost = isinstance(e, dist.DistError) or re.search("gloo|pair closure", str(e))
-        if isinstance(e, LostRank) or not is_lost:  # a collective within another has named itself
+        if isinstance(e, LostRank) or not is_lost:  # the inner collective has named itself
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
         rank, _, world = get_dist()
@@ -125,7 +125,7 @@ def gather_objects(value) -> list:
 
 
 def leave_together() -> None:
-    """Leave the process group after the last rank: otherwise gloo may abort one that still works."""
+    """Leave the process group once all ranks are done: gloo may otherwise abort one still working."""
     if dist.is_initialized():
         with collective("the wait for all ranks to finish"):
             dist.barrier()
@@ -137,9 +137,9 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests an orderly end, the second ends the process."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests a clean stop, the second kills the process."""
 
-    heeded = None  # the StopSignal within whose interrupts() the program is
+    heeded = None  # the StopSignal whose interrupts() is active
 
     def __init__(self):
         self.received = 0
@@ -154,7 +154,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interrupts(self):
-        """Within this context a signal ends it after an evaluation's batch, on all ranks."""
+        """A signal ends this context after the current evaluation batch, on all ranks."""
         StopSignal.heeded = self
         try:
             yield
@@ -164,7 +164,7 @@ class StopSignal:
             StopSignal.heeded = None
 
     def agreed(self) -> int:
-        """The number of a signal to any rank, or 0; a collective."""
+        """The largest signal number of any rank, or 0; a collective."""
         if not dist.is_initialized():
             return self.received
         number = torch.tensor(self.received, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -174,7 +174,7 @@ class StopSignal:
 
 
 def heed_signals() -> None:
-    """Called between two batches of an evaluation, as often on every rank: a collective in training."""
+    """Call between evaluation batches, equally often on every rank: a collective in training."""
     if StopSignal.heeded:
         number = StopSignal.heeded.agreed()
         if number:
@@ -182,19 +182,19 @@ def heed_signals() -> None:
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator that is a function of the integers >= 0 in `key`, as (seed, step); zeros at the end do not count."""
+    """A generator seeded by the integers >= 0 in `key`, such as (seed, step); trailing zeros do not count."""
     words = np.random.SeedSequence([int(k) for k in key]).generate_state(2, np.uint32)
     return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-# Rows of one generator. With fewer, making generators costs (35 us each); with more, small micro-batches draw mostly
-# what they throw away
+# Rows per generator. With fewer, making generators costs (35 us each); with more, small micro-batches throw away
+# most of what they draw
 BLOCK = 32
 
 
 def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> torch.Tensor:
-    """Rows `first` onwards, as many as `like` (N, ...) has, of an endless table of normal numbers, a function of `key`,
-    drawn on `device`. Each BLOCK rows have their own generator: a rank draws hardly more than it takes."""
+    """N rows from `first` on, shaped like `like` (N, ...), of an endless table of normal numbers set by `key`, drawn on
+    `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
     drawn = []
     for block in range(first // BLOCK, -(-(first + len(like)) // BLOCK)):
         g = make_generator(*key, block, device=device)
@@ -204,7 +204,7 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> t
 
 
 class StackedGenerator:
-    """One generator per image, which so depends on its seed alone. Draws on the CPU, alike everywhere."""
+    """One generator per image: noise depends on its seed alone. Drawn on the CPU, the same everywhere."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(int(seed)) for seed in seeds]
@@ -227,14 +227,14 @@ def base_dir() -> Path:
 
 
 def brief(value, most: int = 50):
-    """A JSON value for display: more than `most` entries become their number."""
+    """A JSON value for display; above `most` entries, only their number."""
     if isinstance(value, (list, dict)) and len(value) > most:
         return f"{len(value):,} entries"
     return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line, in a file one every 30 s."""
+    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; in a file, every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total, self.unit, self.label, self.done = total, unit, label, 0

@@ -41,7 +41,7 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
         device, backend = torch.device("cuda", local_rank), "nccl"
-        # Read when CUDA first allocates: segments that grow waste less memory to fragments
+        # Read at CUDA's first allocation: growing segments fragment less memory
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if deterministic:
@@ -54,18 +54,18 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what tensors free for the next ones. By default the kernel takes it back, and hands it out again
+    """Have glibc keep freed tensor memory for reuse. By default it goes back to the kernel, which hands it out again
     page by page, zeroed: a tenth of a training step's CPU time. Does nothing without glibc."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option:
-        set_option(-4, 0)  # M_MMAP_MAX: no large block is mapped by itself, and unmapped when freed
+        set_option(-4, 0)  # M_MMAP_MAX: no large block gets its own mapping, unmapped when freed
         set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
         set_option(-2, 2**27)  # M_TOP_PAD: grow in large steps
 
 
 def repeat_bits() -> None:
-    """Before CUDA is used: take no kernel that adds up in the order of arrival (the class table's gradient, cuDNN's
-    attention), and choose none by its time."""
+    """Call before CUDA is used: bans kernels that sum in order of arrival (the class table's gradient, cuDNN's
+    attention), and choosing kernels by timing."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)  # Inductor and the flash and efficient attention's backward heed it too
@@ -75,7 +75,7 @@ def repeat_bits() -> None:
 
 
 def attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of attention in training: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
+    """The attention kernel in training: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
     q = torch.zeros(1, 1, 256, 64, device=device, dtype=dtype, requires_grad=True)  # tokens, width of a head
     name = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -95,7 +95,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast_to(device: torch.device, dtype: torch.dtype):
-    """A context, to be entered any number of times, with matrix products in `dtype`."""
+    """A reusable context that runs matrix products in `dtype`."""
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
@@ -124,7 +124,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """In GiB, of the GPU or of this process."""
+    """Peak GiB of the GPU or this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -152,8 +152,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of one device, where the figure is from): bf16 by the datasheet or, for others (CPU, MPS, laptops'
-    GPUs), measured in `dtype` by a large matrix product."""
+    """(peak FLOP/s of one device, source of the figure): bf16 from the datasheet or, for others (CPU, MPS, laptop
+    GPUs), measured in `dtype` with a large matrix product."""
     name = device_name(device)
     if device.type == "cuda" and "Laptop" not in name:  # laptops' have fewer units under the same name
         for key, flops in PEAK_FLOPS.items():
@@ -163,7 +163,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of five matrix products, kept so that a resumed run has the same."""
+    """Best FLOP/s of five matrix products, cached so that a resumed run has the same."""
     path, key = base_dir() / "peaks.json", f"{device_name(device)} {dtype} torch {torch.__version__}"
     known = {}
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Files that survive a kill: written aside, synced, renamed; locked; downloaded; read without trust."""
+"""Files: atomic writes that survive a kill, locks, downloads, reads of untrusted data."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ import torch
 
 from nanodiff.common import Progress, UserError, print0
 
-# What wrong values in a file raise
+# Raised by bad values in a file
 FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
@@ -68,7 +68,7 @@ def write_atomic(path: Path, data) -> None:
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` and the settings that were changed, but for those in `apart`."""
+    """`stem` plus the changed settings, except those in `apart`."""
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:
             stem += f"_{key}={value}"
@@ -77,7 +77,7 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder, replacing what is there, which comes back if that fails."""
+    """Rename a finished folder, replacing an old one, which is restored on failure."""
     temporary.chmod(0o755)
     fsync_dir(temporary)
     old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
@@ -97,8 +97,8 @@ def publish_folder(temporary: Path, final: Path) -> None:
 def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False, leftovers: str = ""):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
-    The UserError is `busy` if another process holds it (unless `wait`), and names the setting `hint` if its folder
-    cannot be written to. Folders beside it that match `leftovers`, of killed holders, are removed.
+    Raises UserError(busy) if another process holds it (unless `wait`), or one naming the setting `hint` if the folder
+    is not writable. Removes folders beside it that match `leftovers`, left by killed holders.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
 
 @contextlib.contextmanager
 def reading(path: Path):
-    """A damaged file, on which libraries raise nearly every kind of exception, is a UserError."""
+    """Turns any exception into a UserError: libraries raise nearly every kind on a damaged file."""
     try:
         yield
     except UserError:
@@ -129,7 +129,7 @@ def reading(path: Path):
 
 
 def read_small(path: Path, most: int = 2**22) -> bytes:
-    """The bytes of a regular file of at most `most`: a FIFO would hang, a larger one fill the memory once parsed."""
+    """The bytes of a regular file of at most `most`: a FIFO would hang, a larger file fill memory once parsed."""
     if not path.is_file() or path.stat().st_size > most:
         raise UserError(f"{path} is not a regular file of at most {most:,} bytes")
     return path.read_bytes()
@@ -180,7 +180,7 @@ def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
 
 def load_tensors(path: Path):
     """The one torch.load of the package: tensors and plain containers, never code."""
-    torch._weights_only_unpickler._get_allowed_globals().pop("builtins.bytearray", None)  # of any length: no tensor
+    torch._weights_only_unpickler._get_allowed_globals().pop("builtins.bytearray", None)  # unbounded, not a tensor
     try:
         check_zip(path, path.stat().st_size)  # torch.save does not compress
         check_zip(path, 2**23, "data.pkl")
@@ -193,6 +193,6 @@ def load_tensors(path: Path):
     except UserError:
         raise
     except Exception as error:  # pickle, zip and torch each raise their own kinds
-        # The first sentence says what was refused, the next how to load it all the same
+        # The first sentence says what was refused, the next how to load it anyway
         first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
         raise UserError(f"{path} cannot be loaded safely as tensors: {type(error).__name__}: {first}") from error

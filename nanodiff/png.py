@@ -49,7 +49,7 @@ def decode_png(data: bytes) -> np.ndarray:
 def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
     """Images (C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
 
-    The images of a row have one shape. scale=0: small ones are enlarged.
+    Images in a row share a shape. scale=0 enlarges small ones.
     """
     scale = scale or max(1, 48 // max(image.shape[2] for image in images))
     rows = []  # (3, H, W)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fine-tuning on a laptop: a model that has never seen a cross, then adapters of 117 KB, with one new row of its class
-# table, that teach it. Further arguments go to lora_train: --rank=8 --targets=qkv,proj
+# Fine-tuning on a laptop: a model that never saw a cross learns it from 117 KB of adapters, which include one new row
+# of its class table. Further arguments go to lora_train: --rank=8 --targets=qkv,proj
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 known=circle,ring,target,triangle,bar,stripes,dots

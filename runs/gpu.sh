@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU: is it right, how fast is it, does it train? Stages, each with its own time limit; logs
-# and one summary are in OUT, by default in $NANODIFF_BASE_DIR. Not yet run on a GPU.
+# The first half hour on a GPU: is it correct, how fast is it, does it train? Each stage has its own time limit; logs
+# and a summary go to OUT, by default in $NANODIFF_BASE_DIR. Not yet run on a GPU.
 #   bash runs/gpu.sh
 #   STAGES="bench12 train" OUT=/tmp/gpu BATCH24=8 bash runs/gpu.sh        some stages; smaller batches for a smaller GPU
 if [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
@@ -42,14 +42,14 @@ note "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noh
 note "commit $(git rev-parse HEAD 2> /dev/null || echo unknown)"
 note "$(python -c 'import torch; print("torch", torch.__version__)')"
 
-# The same numbers as on a CPU, resuming bit for bit, every collective, no recompiles
+# The same numbers as on a CPU, bitwise resume, every collective, no recompiles
 if wanted tests; then
     stage tests 900 python -m pytest -m cuda -rs tests/test_cuda.py
     note "$(tail -n 1 "$out/tests.log")"
 fi
 
-# The published recipe (eager, fp32 with TF32, AdamW) against the same compiled in bf16, then against ours, with Muon. The
-# two of a pair hold their memory at once
+# The published recipe (eager, fp32 with TF32, AdamW) against the same model compiled in bf16, then against ours with
+# Muon. Both of a pair are in memory at once
 bench() { # bench NAME DEPTH BATCH
     wanted "$1" || return
     local size=(--depth="$2" --batch_size="$3" --dtype=bfloat16)
@@ -63,7 +63,7 @@ bench bench24 24 "${BATCH24:-32}"
 # Ten minutes of training. At the limit SIGTERM makes it save and leave; the same command resumes
 if wanted train; then
     if ! [ -f "$base/data/cifar10/meta.json" ]; then
-        note "train: CIFAR-10 is skipped, since prepare_data has not made it; shapes32 takes its place"
+        note "train: prepare_data has not made CIFAR-10; using shapes32 instead"
         data=shapes32
     fi
     stage train 600 python -m scripts.base_train runs/cifar10.py --data=$data --model_tag="gpu_$data" \

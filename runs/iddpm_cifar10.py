@@ -1,6 +1,6 @@
 """IDDPM's unconditional CIFAR-10, L_hybrid, as published (Nichol & Dhariwal 2021): 500,000 steps, 52.5 M parameters.
 
-Their L_vlb is this with --loss=rescaled_kl --timesteps=loss-second-moment. Sample with --sampler=ddpm --steps=4000.
+For their L_vlb, add --loss=rescaled_kl --timesteps=loss-second-moment. Sample with --sampler=ddpm --steps=4000.
 """
 
 model_tag = "iddpm_cifar10"

@@ -1,6 +1,6 @@
 """IDDPM's unconditional ImageNet-64, L_hybrid, as published (Nichol & Dhariwal 2021): 1.5 M steps, 121 M parameters.
 
-Their L_vlb is this with --loss=rescaled_kl --timesteps=loss-second-moment. Sample with --sampler=ddpm --steps=4000.
+For their L_vlb, add --loss=rescaled_kl --timesteps=loss-second-moment. Sample with --sampler=ddpm --steps=4000.
 """
 
 model_tag = "iddpm_imagenet64"

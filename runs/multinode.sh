@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One training on several machines: start this on each of them, with the same arguments. They meet at the first, HEAD, and
+# Train on several machines: start this on each of them, with the same arguments. They meet at HEAD, the first, and
 # share $NANODIFF_BASE_DIR (a network file system). If a worker dies, all resume from the newest checkpoint.
 #   NNODES=2 HEAD=node0:29500 bash runs/multinode.sh runs/imagenet256.py --depth=24
 # Under Slurm srun starts it on each machine:
@@ -14,6 +14,6 @@ fi
 
 # torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a kept store would tell restarted ranks the addresses of dead ones
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a shared store would give restarted ranks addresses of dead ones
 torchrun --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \
     --rdzv_backend=c10d --rdzv_endpoint="$HEAD" -m scripts.base_train -- "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# An attempt at the record of runs/RECORDS.md, which has the rules: train on CIFAR-10 within a time, then measure samples.
-#   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record takes seeds 1, 2 and 3
+# An attempt at a record, by the rules of runs/RECORDS.md: train on CIFAR-10 within a time limit, then measure samples.
+#   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record needs seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
 # The GPU track's settings are guesses so far. Further arguments go to base_train.
-# The set is made before: python -m scripts.prepare_data --source=cifar10 --name=cifar10
+# First make the set: python -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }

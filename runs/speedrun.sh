@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # ImageNet at 256 px on a node of eight GPUs, from raw images to FID. Not yet run as a whole.
 #   bash runs/speedrun.sh IMAGENET_TRAIN_FOLDER SD_VAE_FOLDER [arguments of base_train]
-# IMAGENET_TRAIN_FOLDER has a folder of JPEGs per class; SD_VAE_FOLDER is stabilityai/sd-vae-ft-ema as diffusers has it.
+# IMAGENET_TRAIN_FOLDER has a folder of JPEGs per class; SD_VAE_FOLDER is stabilityai/sd-vae-ft-ema in diffusers format.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-[ $# -ge 2 ] || { echo "error: give two folders: that of ImageNet's training images and that of the autoencoder" >&2; exit 2; }
+[ $# -ge 2 ] || { echo "error: give two folders: ImageNet's training images and the autoencoder" >&2; exit 2; }
 images=$1 autoencoder=$2
 shift 2
 # torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer

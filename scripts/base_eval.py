@@ -6,7 +6,7 @@ Evaluate a trained model, or images in a file.
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
-    python -m scripts.base_eval --metric=fd_classifier      # the same by a classifier of the data set: no download
+    python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
 """
@@ -52,7 +52,7 @@ cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to measure instead of the run
 # Only metric=fid|fd_classifier
-reference_split = "train"  # train|val: split to compare with, all of its images; usually the one trained on
+reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
 save_reference = ""  # write mu and sigma of the data set to this .npz, and measure nothing
 # Only metric=fid
 reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
@@ -60,7 +60,7 @@ inception = ""  # path of Inception's weights; "" = download them once
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is evaluated, and on which data
+# The model or file, and the data
 
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
@@ -116,7 +116,7 @@ elif metric == "bpd":
     if rank == 0 and loaded.run_dir:
         path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
         np.savez(path, **{key: value for key, value in terms.items() if not key.endswith("bpd")})
-        print0(f"vb, xstart_mse and mse by timestep, first t = T-1: {path}")
+        print0(f"vb, xstart_mse and mse by timestep, T-1 first: {path}")
 
 elif save_reference:
     path = Path(save_reference).expanduser()
@@ -190,7 +190,7 @@ else:
         result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Every figure with its protocol, beside the run or the file
+# Save the figures and their protocol beside the run or file
 
 for key, value in result.items():
     if isinstance(value, float) and not math.isfinite(value):

@@ -48,33 +48,33 @@ from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value.
-# After the "#": the accepted values, where they are limited; a colon; what the setting means.
+# After the "#": the accepted values, if limited; a colon; the meaning. Settings that would do nothing are refused.
 
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
-resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint if there is one, with its settings;
-#                  changed = likewise, with other rates or another horizon; a number = from that step
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with its settings only;
+#                  changed = likewise, but rates and horizon may differ; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = True  # torch.compile
-deterministic = False  # on CUDA, the same bits each time, in exchange for speed; a CPU has them anyway
+deterministic = False  # bitwise reproducible on CUDA, but slower; a CPU always is
 # Data
-data = "shapes"  # a data set that scripts.prepare_data or cache_latents made, by name or folder; shapes makes itself
+data = "shapes"  # name or folder of a set made by scripts.prepare_data or cache_latents; shapes is built in
 flip = False  # mirror half of the images left-right
 class_cond = True  # condition on labels, if the data set has them
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
-heads = 0  # >= 0: attention heads; 0 = one per 64 of width in a DiT, at least 4; 4 in a UNet
+heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
 init_from = ""  # run, exported or published file whose weights to start from; "" = drawn from the seed
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # What is learned
-objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow = velocity, or x0, of flow matching;
-#                     the rest = a Gaussian diffusion
+objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 = velocity, x0 of flow
+#                     matching; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Horizon: the first that is set (not -1) counts
@@ -83,10 +83,10 @@ num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter
 # Optimisation
-total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = by the horizon, and lr and muon_lr follow
+total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
 device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many as fit into its memory
-optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices but adaLN's and AdamW for the rest, or AdamW for all
-lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, for 64 images per step and a DiT 256 wide
+optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices except adaLN's, AdamW for the rest; or AdamW for all
+lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, scaled from 64 images per step and DiT width 256
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
@@ -94,7 +94,7 @@ warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate 
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
 final_lr_frac = 0.0  # [0, 1]: learning rate at the end, relative to the full one
 ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is evaluated and sampled; "" = none
-ema_ramp = True  # shorter averages early on, so that early samples are not those of the initial weights
+ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights
 # Evaluation: every so many steps; 0 = only at the end, -1 = never
 eval_every = 250  # >= -1: validation loss
 eval_images = 1024  # >= 1: validation images per evaluation
@@ -110,7 +110,7 @@ checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
-width = 0  # >= 0: channels off the dial, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
+width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only arch=unet
 num_res_blocks = 3  # >= 1: residual blocks per resolution
 attention_resolutions = "16,8"  # feature map sizes with attention, in pixels, comma-separated
@@ -127,9 +127,9 @@ loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is 
 rescale_timesteps = True  # the network sees t in [0, 1000) whatever num_timesteps is
 bpd_every = -1  # >= -1: bits/dim over eval_images validation images, T evaluations each
 # Only optimizer=muon
-muon_lr = 0.02  # > 0: Muon's learning rate
+muon_lr = 0.02  # > 0: Muon's learning rate; if total_batch_size is 0, scaled from 64 images per step
 # Several ranks
-grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks send each other gradients and add them up
+grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks reduce gradients
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
@@ -187,10 +187,10 @@ elif target_param_data_ratio > 0:
 else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
-# The batch grows with the square root of the horizon in tokens (the longer a run, the finer the gradients that its end
-# needs), and the learning rates with the square root of the batch: never with the number of ranks. 64 images for 20
-# million tokens; this gives 64 at depth 3 on 64 tokens, and on 256 tokens 512 for DiT-B, 1,024 for DiT-XL. AdamW's rate
-# falls with the width: it moves each weight by so much, and a wider layer adds up more of them. Muon's scales itself.
+# The batch grows with the square root of the horizon in tokens (the end of a longer run needs less noisy gradients),
+# and the learning rates with the square root of the batch, never with the number of ranks. 20 million tokens get 64
+# images; this gives 64 at depth 3 on 64 tokens, and on 256 tokens 512 for DiT-B, 1,024 for DiT-XL. AdamW's rate falls
+# with the width: each weight moves by about the rate, and a wider layer sums more of them. Muon's scales itself.
 if total_batch_size == 0:
     root = math.sqrt(total_images * tokens / 20e6) if total_images else num_iterations * 64 * tokens / 20e6
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * root, 1))))
@@ -200,7 +200,7 @@ if total_batch_size == 0:
     muon_lr *= scale
     scaled = f"lr x {lr_scale:.2f}, muon_lr x {scale:.2f}"
     print0(f"batch: 64 x {root:.2f}, the root of {horizon}: {total_batch_size:,} images; {scaled}")
-    config |= {"total_batch_size": total_batch_size, "lr": lr, "muon_lr": muon_lr}  # recorded as they are
+    config |= {"total_batch_size": total_batch_size, "lr": lr, "muon_lr": muon_lr}  # recorded as used
 if num_iterations < 0:
     num_iterations = round(total_images / total_batch_size)
     print0(f"steps: {horizon} / {total_batch_size:,} = {num_iterations:,}")
@@ -209,19 +209,19 @@ epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
 if epochs > 4 and train_set.name in SHAPES:
     train_set = EndlessShapes(train_set.path, "train")
-    print0("shapes are drawn without end, each anew")
+    print0("shapes are drawn without end, as they are read")
 elif epochs > 100:
-    print0("warning: more than 100 epochs: the model will memorise the images; more of them, or a shorter horizon?")
+    print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 if save_every < 0:
-    print0("warning: save_every=-1: this run saves no checkpoint, so nothing to sample from or to resume")
+    print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 
 if trainable:
     train_only(raw_model, trainable)
 timestep_sampler = make_timesteps(timesteps, process)
-# Muon or AdamW, one buffer per group, cut into one share per rank (ZeRO-1). Weights and state are fp32
+# Muon or AdamW, one buffer per group, sharded over ranks (ZeRO-1). Weights and state are fp32
 betas = (0.9, beta2)
 if world == 1 and grad_dtype != "float32":
-    raise UserError(f"grad_dtype={grad_dtype!r} would do nothing: one rank sends no gradients")
+    raise UserError(f"grad_dtype={grad_dtype!r} would do nothing with one rank")
 optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile, getattr(torch, grad_dtype))
 ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
@@ -246,7 +246,7 @@ quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, devic
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
 
-FIXED = (  # settings that make the model what it is: a run cannot resume with others
+FIXED = (  # settings that define the model: a resume cannot change them
     "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "width", "heads",
     "patch_size", "num_res_blocks", "attention_resolutions", "use_scale_shift_norm", "dropout", "objective",
     "noise_schedule", "num_timesteps", "variance", "loss", "rescale_timesteps", "timesteps", "label_drop",
@@ -260,11 +260,11 @@ checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
 if checkpoint:
     check_same_data(meta["data"], codec.facts, model_tag)
-    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # which no tensor's shape tells
+    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
-    # An average that the checkpoint does not have starts from its weights
+    # An average missing from the checkpoint starts from its weights
     kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
     ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt") for rate in kept})
     state = load_tensors(checkpoint / "train.pt")
@@ -305,11 +305,11 @@ def lr_multiplier(step):
 
 model = compiled(raw_model, device, num_iterations) if compile else raw_model
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
-# A thread of the loader reads ahead from disk. Step s, micro-step m: rank r gets the images at positions
-# s*total_batch_size + (m*world + r)*device_batch_size onwards, of a stream shuffled by (seed, epoch) alone.
+# A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
+# s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
-stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), leave; a second kills
+stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = 0  # number of the signal received
 loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
@@ -330,7 +330,7 @@ while True:
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
         saved_step = step
 
-    # A signal ends an evaluation between two of its batches. They run eagerly: compiling for so few would take longer
+    # A signal ends an evaluation between batches. Evaluations run eagerly: compiling for so few batches takes longer
     with stop.interrupts(), uncompiled():
         # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
         # ema.applied also sets eval mode.
@@ -371,7 +371,7 @@ while True:
             log.grid(grid, step)
     if stop.interrupted and not stopping:
         stopping = stop.interrupted
-        continue  # to save, and to leave
+        continue  # to save and exit
 
     leaving = step == num_iterations or bool(stopping)
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
@@ -380,13 +380,13 @@ while True:
         break
 
     # -----------------------------------------------------------------------------------------------------------------
-    # One step. All its randomness, for the whole batch of all ranks, is a function of (seed, step): so the model
-    # depends, up to the order of floating-point sums, neither on the number of ranks nor on device_batch_size (but for
-    # dropout's masks), and the same command resumes identically without saving a random number generator's state.
+    # One step. Its randomness, for the whole batch of all ranks, is a function of (seed, step). So, up to the order of
+    # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size (except for dropout
+    # masks), and the same command resumes identically without saving a random number generator's state.
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    # t by the inverse CDF of its distribution. Where t is importance-sampled (loss-second-moment) the weight keeps the
+    # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     # The batch is cut into micro-batches that fit into memory: gradients add up in p.grad over all micro-steps
@@ -397,9 +397,9 @@ while True:
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = functools.partial(draw_rows, (seed, step, 2), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
-        # What is large, each rank draws for its own rows only, from a table that is a function of (seed, step, 1)
+        # Large tensors: each rank draws only its own rows of a table that is a function of (seed, step, 1)
         noise = draw_rows((seed, step, 1), first, draw_device, x0)
-        # Some images lose their label, so that the model also learns to denoise without: guidance needs both
+        # Drop some labels, so that the model also learns to denoise without them: guidance needs both
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
         if dropout:  # its masks depend on (seed, step) and on how the batch is cut
             torch.manual_seed(make_generator(seed, step, 3, first).initial_seed())
@@ -411,21 +411,21 @@ while True:
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
-        # After the last, gradients are complete: ranks send each part while backward still computes those before it
+        # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         loss_terms.add(t[rows], t_weight[rows], terms)
-        # Take the next micro-batch, which the loader's thread has read meanwhile, while the GPU is busy with this one
+        # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
         images, labels = next(loader)
         data_wait_since += loader.data_wait
-    # loss-second-moment learns here at which t the losses are large; for the other distributions this does nothing
+    # loss-second-moment learns here at which t the losses are large; other distributions ignore it
     timestep_sampler.update(*loss_terms.end_step())
 
-    # The end of the only exchange of gradients, once per step whatever the micro-steps: reduce-scatters leave each rank
-    # the average of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here the
-    # host waits for the GPU, once per step. A signal to one rank stops all of them after the same step: its number
-    # travels with the norm, and the top of the loop then saves and leaves.
-    grad_norm, stopping = optim.sync_grads(stop.received)  # global L2 norm; the same on all ranks, both
+    # Finish the only gradient exchange, one per step for any number of micro-steps: reduce-scatters leave each rank the
+    # average gradient of its share of the parameters. optim.step() updates that share and all-gathers the weights. Here
+    # the host waits for the GPU, once per step. A signal to one rank stops all after the same step: its number is sent
+    # with the norm, and the top of the loop then saves and exits.
+    grad_norm, stopping = optim.sync_grads(stop.received)  # global L2 norm; both equal on all ranks
     grad_norm *= scaler.inv_scale
     overflow = not math.isfinite(grad_norm)
     # In fp16 an overflow skips the step and lowers the loss scale. Else a NaN ends the run here, before the update,
@@ -448,7 +448,7 @@ while True:
     first_of_shape = x0.shape not in shapes_trained
     shapes_trained.add(x0.shape)
     if log_now or first_of_shape:
-        synchronize(device)  # what is printed ends when the GPU is done; else the next step is queued while it works
+        synchronize(device)  # so that logged times include the GPU's work; else the next step is queued meanwhile
     dt = time.perf_counter() - t0
     loop["train_time_s"] += dt
     if first_of_shape and not log_now:  # torch.compile takes most of it: left out of img/s and eta
@@ -468,7 +468,7 @@ while True:
         dt_ms = 1000 * seconds_since / steps_since
         img_per_sec = 1000 * total_batch_size / dt_ms
         # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a
-        # percentage of what all devices could do at their peak
+        # percentage of the peak of all devices
         mfu = 100 * flops_per_image * img_per_sec / (peak * world)
         line = {
             "step": step,

@@ -1,5 +1,5 @@
 """
-Time training against the published recipe, side by side in one run; on request also sampling and reading the data.
+Time training against the published recipe, side by side in one run; optionally also sampling and data loading.
 
     python -m scripts.bench --depths=4,6 --dtypes=float32,bfloat16 --compiles=True,False
     python -m scripts.bench --archs=dit --optimizers=muon --data=cifar10 --sampling --loading
@@ -8,11 +8,11 @@ Time training against the published recipe, side by side in one run; on request 
 
 The reference is the same backbone as published (DiT's classic block, or the UNet): eager, fp32 (TF32 on GPUs), torch's
 AdamW, EMA in a loop over the parameters, DistributedDataParallel; for sampling the same model, eager, in fp32. Each
-candidate is a process. They take turns, so that noise of the machine hits all; the tables show medians. first_step_s is
-a cold start's: nothing compiled before is reused; warm_step_s is the first step's with torch.compile's cache.
+candidate is a process. They take turns, so that machine noise hits all alike; the tables show medians. first_step_s is
+a cold start with an empty compile cache; warm_step_s is a first step with torch.compile's cache filled.
 
-Whole steps are timed, and others in parts: forward, backward (with DDP's exchange), optim (exchange, clipping, update),
-ema, and data, the rest of the wait for the next batch. Under torchrun times and memory are rank 0's.
+Some steps are timed whole, others in parts: forward, backward (with DDP's all-reduce), optim (exchange, clipping,
+update), ema, and data, the remaining wait for the next batch. Under torchrun times and memory are rank 0's.
 """
 
 import collections
@@ -55,13 +55,13 @@ from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
 
 # The candidates: all combinations of these lists, comma-separated; the singular, as in --depth=4, means the same
-archs = "dit_classic,dit"  # of dit_classic, dit, unet
+archs = "dit_classic,dit"  # dit_classic, dit, unet
 depths = "4"  # the dial of model size
-dtypes = "auto"  # of auto, bfloat16, float16, float32
-compiles = "True"  # of True, False: torch.compile
+dtypes = "auto"  # auto, bfloat16, float16, float32
+compiles = "True"  # True, False: torch.compile
 batch_sizes = "32"  # images per step of each rank
-optimizers = "adamw"  # of adamw, muon
-image_sizes = "32"  # of synthetic images, in pixels; rectangles, as in 64,72x56, after the square of the same area
+optimizers = "adamw"  # adamw, muon
+image_sizes = "32"  # synthetic images, in pixels; list rectangles after the square of the same area: 64,72x56
 checkpointing = False  # each candidate also with recomputed activations
 # Data
 data = ""  # name of a data set, or its folder; "" = synthetic
@@ -70,12 +70,12 @@ num_classes = 10  # >= 0: classes of synthetic images; 0 = unconditional
 patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
 # What to time
 training = True  # training steps
-reference = True  # False = without the published recipe; ratios are then to the first candidate
+reference = True  # time the published recipe; if False, ratios are to the first candidate
 sampling = False  # a batch of samples, guided, by the default sampler; latents are not decoded
 sample_steps = 10  # >= 1: steps of the sampler
 loading = False  # reading `data`, by default shapes, from the page cache and from the disk
 rounds = 5  # >= 1: turns of each candidate
-steps = 4  # >= 1: steps per turn, and half as many that are split into parts
+steps = 4  # >= 1: whole steps per turn, plus half as many split into parts
 profile = ""  # path of a chrome trace (.json) of 3 steps of the first candidate; prints its 15 costliest operations
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 json = False  # print one JSON object instead of the tables
@@ -188,7 +188,7 @@ def open_model(spec: dict, facts: dict, device):
 
 
 def train(spec: dict, device):
-    """Yields facts, then each part of a step, base_train's or the published one, by name when it is done."""
+    """Yields facts, then the name of each part of base_train's or the published step, once done."""
     codec, batches = open_data(spec, device)
     model, process, autocast = open_model(spec, codec.facts, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
@@ -239,7 +239,7 @@ def train(spec: dict, device):
 
 
 def sample(spec: dict, device):
-    """Yields facts, then without end "sample" after each batch."""
+    """Yields facts, then "sample" after each batch, forever."""
     codec, batches = open_data(spec, device)
     model, process, autocast = open_model(spec, codec.facts, device)
     model.eval()
@@ -276,14 +276,14 @@ def candidate(spec: dict):
 
     cache = contextlib.nullcontext()
     if spec["compile"]:
-        from torch._inductor.utils import fresh_cache  # here, as it takes seconds
+        from torch._inductor.utils import fresh_cache  # importing takes seconds
 
         cache = fresh_cache()
     with cache:
         run_step()
         facts["first_step_s"] = time.perf_counter() - opened
         if spec["compile"]:
-            torch._dynamo.reset()  # now from the cache, as in the next process
+            torch._dynamo.reset()  # the next compile comes from the cache
         warm_start = time.perf_counter()
         run_step()
         facts["warm_step_s"] = time.perf_counter() - warm_start
@@ -301,7 +301,7 @@ def candidate(spec: dict):
                 run_step(split=True)
         facts["memory_gb"] = devices.peak_memory_gb(device)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the others, which wait in their processes
+            torch.cuda.empty_cache()  # for the waiting processes
         if turn == spec["rounds"] - 1:
             if spec["profile"]:
                 take_profile(spec["profile"], run_step, device)
@@ -326,18 +326,18 @@ mine = threading.local()  # the process's candidate; in tests it is a thread
 
 
 def advance(*spec: dict):
-    """Begin the candidate of `spec`, or let it take its next turn."""
+    """Start the candidate `spec`, or run its next turn."""
     if spec:
         mine.candidate = candidate(*spec)
     return next(mine.candidate)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the program's process
+# The main process
 
 
 def new_process(world: int):
-    """An executor with one process; on several ranks they meet at a port of their own."""
+    """A one-process executor; those of all ranks meet at a port of their own."""
     if world > 1:
         with socket.socket() as free:
             free.bind(("", 0))
@@ -358,11 +358,11 @@ def measure(specs: list[dict], world: int) -> list[tuple[dict, dict]]:
             measured = [process.submit(advance).result() for process in processes]
         return measured
     except BrokenProcessPool:
-        raise UserError("a candidate's process died; its own words are above") from None
+        raise UserError("a candidate's process died; its error is above") from None
 
 
 def make_row(spec: dict, times: dict, facts: dict, world: int, device) -> dict:
-    """The figures of a candidate, all but its ratio to the reference; the floats are the table's columns."""
+    """A candidate's figures, except its ratio to the reference; the floats become table columns."""
     row = {name: spec[name] for name in ("table", *RULES, "reference", "checkpointing")}
     row |= {"what": describe(spec, device), "world": world}
     step = statistics.median(times["step"])
@@ -377,7 +377,7 @@ def make_row(spec: dict, times: dict, facts: dict, world: int, device) -> dict:
 
 
 def time_loading(batch_size: int, world: int, device) -> dict:
-    """Passes of at most 64 MiB: warm from the page cache, and cold after the files were dropped from it."""
+    """Time passes of at most 64 MiB: warm from the page cache, cold after dropping the files from it."""
     name, total = data or "shapes", batch_size * world
     dataset = open_dataset(name, "train")
     num_images = min(len(dataset), 2**26 // dataset.images(np.array([0])).nbytes)

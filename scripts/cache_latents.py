@@ -4,8 +4,8 @@ Stage one of two-stage training: encode the images of a set once with an autoenc
     python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth       # makes photos_taef2
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae/ --flip
 
-Stores in fp16 the mean and standard deviation of each latent, with --flip also of the mirrored image. Shards go one by
-one into a hidden folder, renamed at the end: the same command resumes a killed one, with any number of ranks.
+Stores each latent's mean and standard deviation in fp16, with --flip also the mirrored image's. Shards go one by
+one to a hidden folder, renamed at the end: after a kill the same command resumes, with any number of ranks.
 """
 
 import json
@@ -25,8 +25,8 @@ from nanodiff.files import fsync_dir, sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
-autoencoder = ""  # its weights: a file, one of a pair of encoder and decoder, or a folder
-name = ""  # of the latent set; "" = made from the two
+autoencoder = ""  # its weights: a file, either of an encoder/decoder pair, or a folder
+name = ""  # of the latent set; "" = DATA_AUTOENCODER
 flip = False  # also encode the mirrored images, so that training can use --flip
 batch_size = 16  # >= 1: images at a time on each rank
 overwrite = False  # replace a set of the same name
@@ -47,7 +47,7 @@ check_sides(source, encoder)
 path = set_path(name or f"{source.path.name}_{encoder.name}")
 lock = lock_set(path, overwrite) if rank == 0 else None
 
-# A kill loses at most one shard of each rank: 1/64 of the set, within 64 and 8,192 images.
+# A kill loses at most one shard per rank: 1/64 of the set, but 64 to 8,192 images.
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
 latent_size = source.resolution // encoder.downsample
@@ -99,7 +99,7 @@ with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as
         if not np.isfinite(latents).all():
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
         note = {"entry": write_npy(file, [latents])}
-        fsync_dir(parts_dir)  # the shard must be there if its note is
+        fsync_dir(parts_dir)  # shards must precede their notes
         note |= {"sums": sums.tolist(), "count": latents.size / channels * copies}
         write_atomic(note_file, json.dumps(note).encode())
 

@@ -4,7 +4,7 @@ Steps against quality: a table of a run's samplers, and a chart in its report.
     python -m scripts.compare_samplers --run=shapes_cpu
     python -m scripts.compare_samplers --run=cifar10 --samplers=euler,heun --steps=10,25 --num_images=2000
 
-Error: RMS difference to the images, in [-1, 1], that the same noise becomes in many steps; none for samplers that add
+Error: RMS difference, in [-1, 1], from images sampled from the same noise in many steps; none for samplers that add
 noise. Evaluations: a guided pair counts once. Distance: base_eval's fd_classifier; few samples bias it upwards.
 """
 
@@ -31,7 +31,7 @@ ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 samplers = "auto"  # {SAMPLERS}, comma-separated; auto = all of the run's process
 steps = "5,10,20,50,250"  # numbers of steps, comma-separated
-reference_steps = 1000  # >= 1: of the second-order sampler that the error is measured against
+reference_steps = 1000  # >= 1: steps of the second-order reference for the error
 error_images = 32  # >= 1: images for the error
 num_images = 400  # >= 0: samples for the distance, on labelled sets; 0 = the error alone
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
@@ -77,7 +77,7 @@ if num_images:
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
     samples = features.ModelSamples(model, process, codec, settings, seed)
-    on_step = lambda *_: bar.update(0)  # the line appears in the middle of a long sampling too
+    on_step = lambda *_: bar.update(0)  # show the progress line during a long sampling
     with autocast:
         x0 = samples.draw(ids, codec.shape, batch_size, on_step)
     if bad := samples.not_finite:

@@ -7,7 +7,7 @@ Write a trained model to a file: for nanodiff, or in a published format.
     python -m scripts.export --run=my_unet --form=improved_diffusion     # as openai/improved-diffusion's .pt
     python -m scripts.export --run=DiT-XL-2-256x256.pt --form=diffusers  # from one format to another
 
-A .safetensors holds all that sampling needs, the other forms weights alone: their settings are printed.
+A .safetensors holds all that sampling needs; other forms hold only weights, and settings are printed.
 """
 
 import json
@@ -36,7 +36,7 @@ out = ""  # path of the file, or of the folder for diffusers; "" = exports/ in t
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model, and whether the form can hold it
+# The model; can the form hold it?
 
 suffix = {"safetensors": ".safetensors", "diffusers": ""}.get(form, ".pt")
 if out and not out.endswith(suffix):
@@ -52,7 +52,7 @@ plain = arch == "dit_classic" and model_config.num_classes and not model_config.
 if form in ("meta", "diffusers") and not plain:
     raise UserError(f"form={form} takes a dit_classic with classes and no low_res; {given}")
 has = (loaded.config["objective"], loaded.config.get("variance", ""))
-if form != "safetensors" and (has[0] != "eps" or has[1] == "learned"):  # sampled from as something else
+if form != "safetensors" and (has[0] != "eps" or has[1] == "learned"):  # else sampled wrongly
     raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not as {', '.join(has)}")
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -43,16 +43,16 @@ seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
 compile = True  # torch.compile
-deterministic = False  # on CUDA, the same bits each time, in exchange for speed
+deterministic = False  # bitwise reproducible on CUDA, but slower
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
 base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
 base_ema = ""  # which average of its weights: a rate, or raw; "" = the first rate
 rank = 8  # >= 1: rank of the adapters
 alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
-targets = "all"  # linear layers with adapters, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
-train_classes = "new"  # rows of the class table that learn: new|all|none, or names of classes, comma-separated
-init_from = ""  # a file of adapters, for this base, to go on from; "" = new ones
+targets = "all"  # linear layers to adapt, by name suffix, such as qkv,proj,fc1,fc2,ada; or all
+train_classes = "new"  # rows of the class table to train: new|all|none, or class names, comma-separated
+init_from = ""  # adapter file for this base to continue from; "" = new ones
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # Data
 data = ""  # name of a data set, or the path of its folder: images, or latents of the base's autoencoder
@@ -60,9 +60,9 @@ flip = False  # mirror half of the images left-right
 autoencoder = ""  # path of a latent base's VAE; "" = where it was when the latents were made
 label_drop = -1.0  # [0, 1) or -1: fraction of labels replaced by the null class; -1 = as the base was trained
 t_weighting = "auto"  # auto|none|bell: weigh the loss towards the middle of t; auto = bell for flow, else none
-timestep_shift = 0.0  # >= 0: of a flow model, in training and sampling; 0 = as the base was trained
-t_min = 0.0  # [0, 1): train only on t from here; 0 is the image
-t_max = 1.0  # (0, 1]: to here; 1 is noise
+timestep_shift = 0.0  # >= 0: a flow model's shift, in training and sampling; 0 = the base's
+t_min = 0.0  # [0, 1): lowest t to train on; 0 is the image
+t_max = 1.0  # (0, 1]: highest; 1 is noise
 # Horizon: the first that is set counts
 num_iterations = -1  # >= -1: optimisation steps
 num_epochs = 1.0  # > 0: passes over the data
@@ -152,7 +152,7 @@ sample_settings = SampleSettings(
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
 
-FIXED = (  # a run cannot resume with others
+FIXED = (  # a resume cannot change them
     "seed", "data", "flip", "base", "rank", "alpha", "targets", "train_classes", "label_drop", "t_weighting", "t_min",
     "t_max", "total_batch_size", "init_from", "timestep_shift",
 )  # fmt: skip
@@ -160,7 +160,7 @@ model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
 if loaded.run_dir and ddp_rank == 0:
-    keep_checkpoint(Path(loaded.source))  # training may go on there
+    keep_checkpoint(Path(loaded.source))  # it may still be training
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
@@ -239,7 +239,7 @@ while True:
     if leaving:
         break
 
-    # The step, line for line that of base_train, which explains it
+    # base_train's step, line for line; it is explained there
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)

@@ -5,9 +5,9 @@ python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos     
 python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
-python -m scripts.prepare_data --verify=photos                                     compares all files with their SHA-256
+python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
-Transparency is laid on white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
+Transparency becomes white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 """
 
 import os
@@ -28,7 +28,7 @@ from nanodiff.files import write_atomic
 # Settings
 source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|folder|tar|zip: auto looks at the path
 path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
-name = ""  # of the set; "" = the source's, or that of the file or folder
+name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
 labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or the path of a table
 #                  (file, class): .csv, .jsonl, .json. auto = EDM's dataset.json if there is one, else folder
@@ -37,11 +37,11 @@ aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
 workers = 0  # >= 0: processes that decode image files; 0 = one per core
-sha256 = "auto"  # of the file at path; auto = as published for cifar10, unchecked for others; "" = unchecked
+sha256 = "auto"  # path's checksum; auto = as published for cifar10, unchecked for others; "" = unchecked
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Only aspect_buckets=True
-bucket_images = 64  # >= 1: images that a bucket needs; those of a smaller one go to the nearest other
+bucket_images = 64  # >= 1: minimum images per bucket; those of a smaller one go to the nearest
 side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
 
 
@@ -134,5 +134,5 @@ if __name__ == "__main__":  # worker processes may import this file again
     config = configure(globals())
     try:
         main()
-    except OSError as error:  # a file that may not be read, a disk that fails: it names the file
+    except OSError as error:  # unreadable file, failing disk: the error names the file
         raise UserError(str(error)) from None

@@ -9,7 +9,7 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     python -m scripts.sample --run=upsampler --low_res=base_samples.npz    # super-resolution of another model's samples
 
 Image i depends only on (seed, i) and its class. After a stop or a kill the same command resumes, on any number of
-ranks, and ends with the same bytes.
+ranks, and writes the same bytes.
 """
 
 import json
@@ -43,7 +43,7 @@ autoencoder = ""  # path of a latent model's VAE; "" = where it was when the lat
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
-size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model of data in aspect buckets, its sizes in turn
+size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 seed = 0  # >= 0: of the images
 # Sampler
@@ -60,19 +60,19 @@ guide_step = -1  # >= -1: step of its checkpoint; -1 = the newest
 guide_ema = ""  # which of its weights; "" = the first rate
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
-out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by what was changed
+out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by changed settings
 # Machine
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
-# Published files only: what they do not say; by default as in the published models
+# Published files only: settings they lack; defaults as in the published models
 num_heads = 0  # >= 0: attention heads; 0 = as published
 image_size = 0  # >= 0: side of a UNet's images in pixels; 0 = such that attention starts at 16 pixels
 noise_schedule = "auto"  # auto|linear|cosine: of the process
 num_timesteps = 0  # >= 0: of the process; 0 = as published
 rescale_timesteps = "auto"  # auto|yes|no: does the model see t in [0, 1000)?
 config = configure(globals())
-APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # in the folder, the name or nowhere
+APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setup: the model, its guide, the sampler
@@ -115,7 +115,7 @@ chosen = parse_classes(classes, class_names) if classes else None
 samples = ModelSamples(model, process, codec, settings, seed, small, chosen)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Output: where, and the protocol: everything that an image depends on
+# Output path, and the protocol: everything an image depends on
 
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
@@ -155,7 +155,7 @@ protocol = loaded.described() | {
 print0(f"protocol: {json.dumps(brief(protocol))}")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Draw: each rank its batches, except those that an earlier run has drawn
+# Each rank draws its batches, except those already drawn
 
 store = SampleStore(output, protocol, num_images, 8 if is_mixed else batch_size)
 finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
@@ -179,7 +179,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
 stopped = stop.agreed()  # waits for the other ranks
 not_finite = int(sum_over_ranks(torch.tensor(samples.not_finite), device))
 if not_finite:
-    print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): weights, or {protocol['dtype']}, fail")
+    print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): bad weights or {protocol['dtype']}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write a grid of the first images, and the file of all

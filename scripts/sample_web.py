@@ -4,8 +4,8 @@ A page on this machine to sample from trained models: choose, watch the denoisin
     python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
     python -m scripts.sample_web --run=shapes_dit_d4 --port=0   # any free port
 
-Image i is the one that scripts/sample.py draws with the same settings. Programs can ask as the page does, with any of
-the settings in DEFAULTS; the answer is a stream of server-sent events:
+Image i is the one that scripts/sample.py draws with the same settings. Programs can post as the page does, with any of
+the settings in DEFAULTS; the reply is a stream of server-sent events:
 
     curl -N -H "Content-Type: application/json" -d '{"classes": "0,3", "num_images": 4}' http://127.0.0.1:8000/api/sample
 """
@@ -51,13 +51,13 @@ autoencoder = ""  # path of the VAE of latent models; "" = where it was when the
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
-# A request: names as in scripts/sample.py, defaults. run "", checkpoint_step -1 and ema "" are the first on offer
+# Request defaults, named as in scripts/sample.py. run "", checkpoint_step -1 and ema "" select the first on offer
 DEFAULTS = {"run": "", "checkpoint_step": -1, "ema": "", "classes": "", "cfg_scale": 2.0, "sampler": "auto"}
 DEFAULTS |= {"steps": 10, "seed": 0, "num_images": 16, "size": ""}
 FRAMES = 20  # pictures of an image's denoising at most, the last included
 PREVIEW_SIZE = 64  # their size in pixels
 
-# The page's policy: its own inline script and style, by their hashes, and nothing else
+# Content security policy: only the page's own inline script and style, by hash
 PAGE = (Path(nanodiff.__file__).parent / "web" / "ui.html").read_bytes()
 POLICY = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
 POLICY += "frame-ancestors 'none'"
@@ -66,11 +66,11 @@ for kind in ("script", "style"):
     POLICY += f"; {kind}-src 'sha256-{base64.b64encode(hashlib.sha256(inline).digest()).decode()}'"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is on offer, and what is asked for
+# The runs on offer, and requests
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run; UserError for one that it cannot sample."""
+    """The page's options for a run. Raises UserError if it cannot be sampled."""
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
@@ -78,7 +78,7 @@ def describe_run(path: Path) -> dict:
     check_meta(meta, path)
     try:
         num_classes = meta["model_config"]["num_classes"]
-        # The process of an adapter is that of its base, known once it is loaded
+        # An adapter has its base's process, known once that is loaded
         process = None if "lora" in meta else make_process(meta["config"], meta["data"])
         return {
             "checkpoint_steps": [step for step, _ in reversed(checkpoints)],
@@ -95,7 +95,7 @@ def describe_run(path: Path) -> dict:
 
 
 def list_sizes(facts: dict) -> list[str]:
-    """HEIGHTxWIDTH in pixels of a model of data in aspect buckets, the most common first; [""] for one of squares."""
+    """HEIGHTxWIDTH in pixels for a model trained on aspect buckets, most common first; [""] for square images."""
     pixels = facts.get("latents", {}).get("downsample", 1)
     sizes = sorted(facts.get("sizes", []), key=lambda size: -size[2])
     return [f"{height * pixels}x{width * pixels}" for height, width, _ in sizes] or [""]
@@ -109,7 +109,7 @@ def list_runs(first: Path) -> dict[str, Path]:
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
-    """{tag: what the page offers}, without the runs that it cannot sample."""
+    """{tag: options} of the runs that the page can sample."""
     offered = {}
     for tag, path in runs.items():
         with suppress(UserError):
@@ -118,7 +118,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 def read_request(body: bytes, runs: dict[str, Path]) -> dict:
-    """A request's settings, of the right types and sizes, and the run's folder as `path`. `draw` refuses the rest."""
+    """A request's settings, checked for type and range, and the run's folder as `path`. `draw` checks the rest."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -146,7 +146,7 @@ def read_request(body: bytes, runs: dict[str, Path]) -> dict:
 
 @functools.lru_cache(maxsize=1)  # the old model is dropped when the new one is loaded: two in memory at most
 def load(run_dir: Path, step: int, ema: str, checkpoints: tuple, device):
-    """(Loaded, codec, LowRes). `checkpoints`, with their times, change when a run goes on or is made anew."""
+    """(Loaded, codec, LowRes). `checkpoints`, with their times, change when a run continues or restarts."""
     loaded = load_run(str(run_dir), device, step, ema)
     codec = load_codec(loaded.data, device, autoencoder)
     return loaded, codec, open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
@@ -160,7 +160,7 @@ def encode_images(images, texts=None) -> list[str]:
 
 
 def draw(s: dict, send, device, compute_dtype) -> None:
-    """Draw the images of a request `s`; send(**event) passes them on as they form."""
+    """Draw the images of a request `s`; send(**event) streams them as they form."""
     start = time.perf_counter()
     n = s["num_images"]
     send(note=f"Loading {s['run']}")
@@ -187,7 +187,7 @@ def draw(s: dict, send, device, compute_dtype) -> None:
         send(**event)
 
     if small:
-        send(images=encode_images(small.pixels(range(n))))  # the first frames: what is enlarged
+        send(images=encode_images(small.pixels(range(n))))  # the first frames: the inputs
     with autocast_to(device, compute_dtype):
         x0 = samples.draw(range(n), shape, batch_size, on_step)
     settings = {name: s[name] for name in DEFAULTS} | {"checkpoint_step": loaded.step, "ema": loaded.weights}
@@ -251,7 +251,7 @@ def main():
     device = init_device(device_type)
     compute_dtype = choose_dtype(dtype, device)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # a shell ignores SIGINT for what it runs in the background
+        signal.signal(number, signal.default_int_handler)  # shells make background jobs ignore SIGINT
     server = LocalServer(port, Handler, max_queue)
     server.first_run, server.device, server.compute_dtype = first_run, device, compute_dtype
     print0(f"device: {device_name(device)}, {str(compute_dtype).removeprefix('torch.')}, torch {torch.__version__}")
@@ -260,7 +260,7 @@ def main():
         server.serve_forever()
     except KeyboardInterrupt:
         print0("\nstopped")
-        os._exit(0)  # in the midst of a drawing, which has nothing to finish
+        os._exit(0)  # even while drawing: there is nothing to finish
 
 
 if __name__ == "__main__":

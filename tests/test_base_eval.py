@@ -281,5 +281,5 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
         assert result["class_accuracy"] == 5 / 8
         assert result["class_accuracy_of"] == {shape: float(k < 5) for k, shape in enumerate(CLASS_NAMES)}
     assert evaluate(run_script, run_dir, "loss", "--data=turned")["loss"] == loss
-    with pytest.raises(UserError, match="'another' of the 9 classes here is none of the 8 classes there"):
+    with pytest.raises(UserError, match="'another' of the 9 classes here is not among the 8 classes there"):
         run_script("base_eval", *TIMELESS, "--data=more", "--metric=loss")

@@ -86,7 +86,7 @@ def test_training_on_latents_needs_no_autoencoder(vae, base, run_script, capsys)
     # what was moved can be told, and is checked
     facts = first["codec"].facts
     assert load_codec(facts, CPU, str(base / "elsewhere")).undecodable == ""
-    with pytest.raises(UserError, match="these latents are of the autoencoder vae .*, not of other"):
+    with pytest.raises(UserError, match="these latents were made by vae .*, not by other"):
         load_codec(facts, CPU, str(make_autoencoder(base / "other", seed=1)))
 
 
@@ -120,10 +120,10 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
     for script, args, line in (
         ("base_train", [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"], "a was trained on latents of vae"),
         ("base_eval", ["--run=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
-        ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not of other"),
+        ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not by other"),
         ("base_train", [*TINY, "--data=plain", "--flip"], "has no mirrored copies"),
         ("base_train", [*TINY, "--data=plain", "--objective=eps", "--bpd_every=1"], "bits/dim are of pixels"),
-        ("base_eval", ["--run=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not of other"),
+        ("base_eval", ["--run=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not by other"),
     ):
         with pytest.raises(UserError) as error:
             run_script(script, *args)

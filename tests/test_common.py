@@ -95,7 +95,7 @@ def test_only_pictures_colour_the_terminal(capsys):
 def test_a_disk_that_takes_nothing_is_one_line(number, capsys):
     with pytest.raises(SystemExit, match="2"):
         common._excepthook(OSError, OSError(number, os.strerror(number), "runs/a\x1b"), None)
-    assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a?; what was complete before is intact\n"
+    assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a?; completed files are intact\n"
 
 
 def test_only_small_regular_files_are_read(tmp_path):

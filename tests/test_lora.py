@@ -237,9 +237,9 @@ def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path)
     faults = {
         "absent": "absent: cannot be read: No such file",
         "short": "short: .*cut at",
-        "flipped": "flipped holds .* corrupt, its tensors do not have the SHA-256 in its metadata",
+        "flipped": "flipped holds .* corrupt: its tensors do not match the SHA-256 in its metadata",
         "plain": "plain holds no usable adapters of lora_train: 'classes'",
-        "other": "other holds .* for other weights, those of base.pt, not for base.pt",
+        "other": "other holds .* for other weights: base.pt, not base.pt",
         "deep": "deep holds .*recursion",
     }
     loaded = make_loaded()

@@ -140,7 +140,7 @@ def test_default_names_tell_what_differs(runs, run_script):
     "args, message",
     [
         (["--num_images=257"], "num_images=257: a grid shows 256; --npz keeps more"),
-        (["--classes=ring,rig"], "classes='ring,rig': 'rig' is none, this model has 8 classes; .*circle, ring"),
+        (["--classes=ring,rig"], "classes='ring,rig': 'rig' is unknown, this model has 8 classes; .*circle, ring"),
         (["--out=."], "is a folder; accepted: the path of a file in it, without suffix"),
         (["--low_res=val"], "low_res='val' would do nothing: .*flow.* is no super-resolution model"),
         (["--guide_step=7"], "no checkpoint of step 7"),

@@ -76,15 +76,15 @@ class DataLoader:
         return bucket.start + np.concatenate(shuffled)
 
     def bucket(self, step: int) -> tuple[int, int]:
-        """Number of the bucket that step `step` takes its images from, and how many steps took theirs from it before.
+        """Number of the bucket that step `step` draws from, and how many earlier steps drew from it.
 
-        Of n images, a bucket has given e*n // total_batch_size batches when epoch e begins: a batch that an epoch
-        cannot fill is carried into the next. The order of an epoch's batches is a function of (seed, epoch).
+        A bucket of n images has given e*n // total_batch_size batches when epoch e begins: a partial batch carries over
+        into the next. The order of an epoch's batches is a function of (seed, epoch).
         """
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
         if len(counts) == 1:
             return 0, step
-        epoch = step * self.total_batch_size // len(self.dataset)  # this one or, by what was carried, a later one
+        epoch = step * self.total_batch_size // len(self.dataset)  # this one or, by carry-over, a later one
         while (done := (epoch + 1) * counts // self.total_batch_size).sum() <= step:
             epoch += 1
         before = epoch * counts // self.total_batch_size
@@ -95,7 +95,7 @@ class DataLoader:
         return int(number), int(before[number] + np.sum(order[:place] == number))
 
     def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
-        """Of `num` elements: the images of a bucket or, beyond the last bucket, the batches of an epoch."""
+        """Permutes `num` elements: a bucket's images or, past the last bucket, an epoch's batches."""
         entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
         return np.random.Generator(np.random.PCG64(entropy)).permutation(num)
 

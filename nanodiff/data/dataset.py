@@ -6,7 +6,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, and the size and SHA-256 of each file; written last
 
-A set in aspect buckets has shards of several sizes (meta.json: the size of each that is no square), bucket by bucket;
+A set in aspect buckets has shards of several sizes (meta.json: the size of each non-square one), bucket by bucket;
 `resolution` is then the side of a square of about the same area.
 """
 
@@ -93,7 +93,7 @@ class Dataset:
         return self.num_images
 
     def first(self, num_images: int) -> np.ndarray:
-        """The indices of the first images or, of a set in buckets, of as many evenly spread over it."""
+        """Indices of the first images or, for a set in buckets, of as many spread evenly over it."""
         indices = np.arange(num_images)
         return indices * len(self) // num_images if len(self.buckets) > 1 else indices
 
@@ -130,8 +130,7 @@ class Dataset:
 
 
 class EndlessShapes(Dataset):
-    """The training split of an embedded set without end: image p of the stream is drawn when it is read, anew for each
-    position p."""
+    """An endless training split of an embedded set: image p is drawn when it is read, a new one for each position p."""
 
     endless = True
 
@@ -152,12 +151,12 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
     if same_order(names, known):
         return list(range(len(names)))
     unknown = next(name for name in names if name not in known)
-    counts = f"the {len(names)} classes here is none of the {len(known)} classes there"
+    counts = f"the {len(names)} classes here is not among the {len(known)} classes there"
     raise UserError(f"{what}: {unknown!r} of {counts}; accepted: classes called {', '.join(known[:5])}, ...")
 
 
 def same_order(names: list[str], known: list[str]) -> bool:
-    """Do equally many classes, of which one side's are called "0", "1", ..., stand for each other by order?"""
+    """Can equally many classes be matched by order, since one side's are called "0", "1", ...?"""
     numbers = [str(i) for i in range(len(known))]
     return len(names) == len(known) and (list(names) == numbers or list(known) == numbers)
 
@@ -180,7 +179,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
 
 
 def is_drawn(path: Path) -> bool:
-    """Is this embedded set there, and not of a version that drew it by other rules?"""
+    """Is this embedded set there, drawn by the current rules?"""
     if not is_set(path):
         return False
     with reading(path / "meta.json"):
@@ -273,7 +272,7 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
     """Lock the set at `path`, there or to be made, until the returned file is closed; remove killed writers' leftovers.
 
-    Refuses what is at `path`, unless it is a set that may be overwritten, or that was waited for.
+    Refuses an existing `path`, unless it is a set that may be overwritten, or that was waited for.
     """
     busy = f"data set {path.name!r} is being prepared by another process"
     lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")
@@ -294,8 +293,8 @@ class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
-    images: class_names ([] = unlabelled), resolution (0 = that of the images). With `wait`, a set that another process
-    is writing is waited for and kept; without it, that is a UserError.
+    images: class_names ([] = unlabelled), resolution (0 = that of the images). With `wait`, waits for and keeps a set
+    that another process is writing; without it, that is a UserError.
     """
 
     def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):

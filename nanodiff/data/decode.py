@@ -20,7 +20,7 @@ import numpy as np
 from nanodiff.common import UserError
 
 MAX_FILE_BYTES = 2**27  # larger files are skipped
-MAX_PIXELS = 2**26  # after scaling, which makes much of a strip of 1 x 60,000
+MAX_PIXELS = 2**26  # after scaling, which blows up a strip of 1 x 60,000
 MAX_SIDE = 4096  # pixels; larger images are scaled or refused
 LARGE_PIXELS = 2**24  # larger images are decoded one at a time: one of 80 megapixels takes 0.7 GB
 CHUNK_BYTES = 2**22  # of files and pixels per task of a worker
@@ -40,7 +40,7 @@ def import_pillow():
 
 
 def aspect_ratio(payload) -> float:
-    """Width / height of an image file (path or bytes), turned by EXIF, by its header alone; NaN if it has none."""
+    """Width / height of an image file (path or bytes), rotated by EXIF, from its header alone; NaN if unreadable."""
     Image = import_pillow()
     if isinstance(payload, str) and not os.path.isfile(payload):
         return math.nan
@@ -76,9 +76,9 @@ def center_crop(image, height: int, width: int):
 
 
 def to_rgb(file):
-    """An open image file -> its first frame as PIL image in RGB, turned by EXIF, laid on white where transparent.
+    """An open image file -> its first frame as RGB PIL image, rotated by EXIF, on white where transparent.
 
-    16-bit values are scaled by their type's range; 32-bit ones by 8 or 16 bits' if that holds them, else by their own.
+    16-bit values are scaled by their type's range; 32-bit ones by the 8- or 16-bit range if it fits, else their own.
     """
     Image = import_pillow()
     try:
@@ -102,13 +102,13 @@ def to_rgb(file):
         ground = Image.new("RGB", image.size, "white")
         ground.paste(image, mask=image.getchannel("A"))
         image = ground
-    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+    return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy
 
 
 def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
     """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
 
-    C = 3 for files. It gets the size (H, W) that is nearest in shape; without sizes it stays as it is, files up to
+    C = 3 for files. It gets the size (H, W) nearest in shape; without sizes it keeps its own, files up to
     MAX_SIDE. Pillow is needed for files and for scaling.
     """
     is_array = isinstance(payload, np.ndarray)
@@ -139,7 +139,7 @@ def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
 def decode_chunk(task: tuple, sizes: list) -> list:
     """(side of the images, [(name, payload, ...)]) -> [(name, image, its shorter side before scaling, ...)].
 
-    In place of an unreadable image a str: why. Without sizes, an image of another size is the last, for `decode_all`
+    An unreadable image becomes a str, the reason. Without sizes, an image of another size is the last: `decode_all`
     refuses it.
     """
     expected, chunk = task
@@ -161,8 +161,8 @@ def decode_chunk(task: tuple, sizes: list) -> list:
 
 
 def decode_all(source, options, workers: int) -> Iterator:
-    """The blocks of a Source, whose counts grow. An unreadable image is skipped; for one that was drawn for validation
-    the next takes its place."""
+    """The blocks of a Source; updates its counts. An unreadable image is skipped; if it was drawn for validation, the
+    next replaces it."""
     side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
     sizes = source.sizes or ([(side, side)] if options.resolution else [])
 
@@ -194,7 +194,7 @@ def decode_all(source, options, workers: int) -> Iterator:
             if not sizes and height != width:
                 raise UserError(f"image {this}, not square; prepare_data's --resolution crops it")
             if not sizes and image.shape != first[1]:
-                raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data's --resolution makes one")
+                raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data --resolution resizes them")
             side = max(height, width)
             source.num_enlarged += shorter < min(height, width)
             blocks.setdefault(image.shape, []).append((image, label, is_val))

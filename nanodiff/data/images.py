@@ -79,7 +79,7 @@ def open_folder(path: Path):
 
     for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
         folders.sort()
-        if os.path.realpath(folder) in seen:  # a link to a folder above would never end
+        if os.path.realpath(folder) in seen:  # a link to a parent would recurse forever
             folders.clear()
             continue
         seen.add(os.path.realpath(folder))
@@ -90,7 +90,7 @@ def open_folder(path: Path):
 def read_tar(path: Path, wanted: Callable) -> Iterator:
     """(name, bytes) of the regular files in a tar (plain, .gz, .bz2 or .xz); nothing is extracted to disk.
 
-    None for the bytes unless wanted(name), and above MAX_FILE_BYTES.
+    Bytes are None unless wanted(name) and at most MAX_FILE_BYTES.
     """
     with reading(path):
         with open(path, "rb") as raw:
@@ -105,7 +105,7 @@ def read_tar(path: Path, wanted: Callable) -> Iterator:
                     small = member.size <= MAX_FILE_BYTES
                     yield name, tar.extractfile(member).read() if small and wanted(name) else None
                 tar.members.clear()  # else the list of a large archive fills the memory
-            # tarfile also stops at a damaged header and where the file is cut; but only zeros mark the end
+            # tarfile also stops at a damaged header or a truncation, but only zeros mark the end
             if tar.fileobj.tell() < tar.offset + 512:
                 raise tarfile.ReadError("the end is missing")
             while rest := tar.fileobj.read(2**20):  # to the checksum of the compressed file
@@ -158,7 +158,7 @@ def classify(names: list[str], labels: str | dict, strip: bool):
 
     A train/ folder, with val/ or test/ beside it, is a split. Below it the class is the first folder (labels
     "folder"), the file name up to its first "_" ("file"), or a table's {name: class}; "auto" is "folder" if there are
-    folders. `strip` ignores single folders around everything, which archives often have.
+    folders. `strip` drops single enclosing folders, which archives often have.
     """
     paths = [name.split("/") for name in names]
     paths = [[folder for folder in p[:-1] if folder.lower() != "images"] + p[-1:] for p in paths]  # no class
@@ -233,8 +233,8 @@ def read_table(name: str, payload) -> dict[str, str]:
 
 
 def choose_sizes(ratios: np.ndarray, options: Options) -> list[tuple[int, int]]:
-    """(H, W) of about resolution^2 pixels, tall to wide, each the nearest in shape of bucket_images images or more, of
-    these ratios (n,): a bucket with fewer goes to its neighbours."""
+    """(H, W) of about resolution^2 pixels, tall to wide, each nearest in shape to bucket_images or more images, given
+    their ratios (n,): a bucket with fewer goes to its neighbours."""
     widths = [options.side_unit * round(options.resolution * ratio**0.5 / options.side_unit) for ratio in ASPECTS]
     sizes = list(dict.fromkeys(zip(reversed(widths), widths)))
     while True:

@@ -1,6 +1,6 @@
-"""The codec between what a data set stores, x0, and pixels: images as they are, or latents of an autoencoder.
+"""Codecs between stored data, x0 and pixels: images as they are, or latents of an autoencoder.
 
-Checkpoints keep its description, `facts`: make_codec makes one to train, load_codec the one of a trained model.
+Checkpoints keep a codec's description, `facts`: make_codec makes one to train, load_codec a trained model's.
 """
 
 from pathlib import Path
@@ -34,14 +34,14 @@ class Pixels:
     def __init__(self, facts: dict):
         self.facts = facts
         channels, side = facts["channels"], facts["resolution"]
-        self.shape = (channels, side, side)  # (C, H, W) of x0, for a set in buckets of a square of the same area
+        self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of the same area
         sizes = facts.get("sizes") or [(side, side, 1)]
         self.shapes = [(channels, h, w) for h, w, _ in sizes]  # all there are
-        self.counts = np.cumsum([n for *_, n in sizes])  # of the data's images up to each of them
+        self.counts = np.cumsum([n for *_, n in sizes])  # cumulative image counts
         self.image_size = side  # of decoded images in pixels
 
     def sample_shape(self, number: int) -> tuple[int, int, int]:
-        """(C, H, W) of a sample's x0: rows of 8 have one shape; each of the data's comes as often as it does there."""
+        """(C, H, W) of a sample's x0: each row of 8 shares a shape; shapes are as frequent as in the data."""
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
@@ -68,8 +68,8 @@ class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
     A latent set stores fp16 channels: mean, then std unless it is zero (facts["latents"]: parts), and again for the
-    mirrored image if the set has it (copies). `autoencoder` encodes images; without it, `path` tells where the decoder
-    is, if not where the facts say.
+    mirrored image if the set has it (copies). `autoencoder` encodes images; without it, `path` overrides the decoder's
+    path in the facts.
     """
 
     def __init__(self, facts: dict, device, autoencoder=None, path: str = ""):
@@ -130,14 +130,14 @@ def open_matching(path: str, info: dict):
     model = open_autoencoder(path)
     if info["sha256"] and model.sha256 != info["sha256"]:
         made_by = f"{info['autoencoder']} (SHA-256 {info['sha256'][:16]}...)"
-        raise UserError(f"these latents are of the autoencoder {made_by}, not of {model.name} ({model.sha256[:16]}...)")
+        raise UserError(f"these latents were made by {made_by}, not by {model.name} ({model.sha256[:16]}...)")
     if model.latent_channels != len(info["offset"]):
         raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {len(info['offset'])}")
     return model
 
 
 def data_facts(dataset, unit: int = 1) -> dict:
-    """What a model must know of the set that it was trained on, to be sampled from without it; sizes in `unit`s."""
+    """Facts about the training set that sampling needs without it; sizes in `unit`s."""
     facts = {"name": dataset.name, "kind": dataset.meta["kind"]}
     facts |= {"channels": dataset.channels, "resolution": dataset.resolution // unit, "sha256": dataset.sha256}
     if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:  # height, width, number of images
@@ -155,13 +155,13 @@ def latent_facts(autoencoder, path: str, source: str, copies: int = 1) -> dict:
 
 
 def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
-    """UserError if a run would resume with data that differ from its checkpoint's in more than their place."""
+    """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
     theirs = old.get("latents", {})
     ours = facts.get("latents", {})
     if theirs.get("sha256") != ours.get("sha256"):
         names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
         raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
-    old = {"sha256": facts["sha256"]} | old  # checkpoints did not always know what their images were
+    old = {"sha256": facts["sha256"]} | old  # older checkpoints lack the hash
     changed = [key for key in facts if key not in ("name", "latents") and facts[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
     if changed:
@@ -169,7 +169,7 @@ def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
 
 
 def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "channels", flip: bool = False):
-    """To train: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
+    """For training: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
 
     `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
     autoencoder's published scale and shift, as latents made on the fly always are.
@@ -193,7 +193,7 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
 
 
 def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
-    """For a trained model, from the facts in its checkpoint; with `dataset`, to feed it from that set.
+    """A trained model's codec, from the facts in its checkpoint; with `dataset`, it reads that set.
 
     `autoencoder`: its path if it was moved, or if the model was published without facts.
     """

@@ -22,7 +22,7 @@ COLOURS = np.array(
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
 MIN_RADIUS, MAX_RADIUS = 0.34, 0.46  # of the circumscribed circle; the image's side is 1
-SOURCE = "upright shapes"  # in meta.json; it began with "shapes" when they were turned
+SOURCE = "upright shapes"  # in meta.json; it began with "shapes" when shapes were rotated
 SUPERSAMPLES = 4  # per pixel and axis
 
 

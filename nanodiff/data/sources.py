@@ -1,4 +1,4 @@
-"""Sources of images: which one a path is, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz)."""
+"""Image sources: detection by path, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz)."""
 
 import gzip
 import itertools
@@ -82,7 +82,7 @@ def read_shapes(path: Path, options: Options) -> Source:
 
 
 def read_cifar10(path: Path, options: Options) -> Source:
-    """The tar of the binary version: records of a byte of label and 3x32x32 bytes of image."""
+    """The binary version's tar: records of 1 label byte and 3x32x32 image bytes."""
 
     def items():
         left = set(CIFAR10_BATCHES)
@@ -115,14 +115,14 @@ def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarr
                 image = np.frombuffer(data, np.uint8).reshape(image_shape)
                 yield f"image {i}", image, 0 if labels is None else labels[i], is_val[i]
             if file.read(1):
-                raise EOFError("it goes on after the last image")
+                raise EOFError("data follow the last image")
 
     class_names = [] if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
     return Source(shape[0], class_names, items())
 
 
 def check_shape(path: Path, shape: tuple) -> None:
-    """UserError, before any memory is taken, for an array that the file cannot hold."""
+    """Refuse, before allocating memory, an array that the file cannot hold."""
     size = path.stat().st_size
     if min(shape) < 1 or math.prod(shape) > MAX_RATIO * size:
         raise UserError(f"{path} is damaged or truncated: its {size:,} bytes cannot hold shape {shape}")
@@ -156,7 +156,7 @@ def open_idx(path: Path, dims: int):
 
 
 def read_idx(path: Path, options: Options) -> Source:
-    """A file of images, or a folder with train-images and t10k-images; perhaps with files of labels beside them."""
+    """A file of images, or a folder with train-images and t10k-images; optionally with label files beside them."""
     files = idx_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images*idx* and t10k-images*idx*")
@@ -175,7 +175,7 @@ def read_idx(path: Path, options: Options) -> Source:
 
 
 def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
-    """(num,) int64 from the file beside a file of images; None if there is none."""
+    """(num,) int64 from the label file beside `images`; None without one."""
     name = images.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
     found = [path for path in (images.with_name(name), images.with_name(name + ".gz")) if path.is_file()]
     if not found or found[0] == images:

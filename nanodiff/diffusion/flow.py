@@ -10,7 +10,7 @@ import torch
 
 from nanodiff.common import UserError
 
-MIN_T = 0.05  # v of an x0-prediction divides by t; below this, errors of x0 would weigh more than 400 times
+MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
 
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0); velocity(x, t) is the network's,
@@ -27,7 +27,7 @@ def heun(velocity, x, t, t_next, generator=torch):
     """Second order, two evaluations per step; the last step is Euler's (EDM, Karras et al. 2022, algorithm 1)."""
     v = velocity(x, t)
     h, x0 = t - t_next, x - t * v
-    if t_next == 0:  # where the network is never asked
+    if t_next == 0:  # no network call at t = 0
         return x0, x0
     v_next = velocity(x - h * v, t_next)
     return x - h / 2 * (v + v_next), x0
@@ -88,9 +88,9 @@ class FlowMatching:
 
     @torch.no_grad()
     def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0):
-        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps that are equal before the shift.
+        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
 
-        progress(i, steps, x0) follows step i = 1 ... steps, with its prediction. eta is for DDIM alone.
+        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone.
         """
         velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
         x, times = noise.float(), self.shift(torch.linspace(1, 0, steps + 1)).tolist()

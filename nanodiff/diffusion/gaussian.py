@@ -42,8 +42,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """The timesteps to keep, ascending, as in IDDPM's code: "" all; "250" so many, evenly; "10,15,20" so many from each
-    third; "ddim50" every k-th, where an integer k gives 50."""
+    """Timesteps to keep, ascending, as in IDDPM's code: "" all; "250" that many, evenly; "10,15,20" that many from each
+    third; "ddim50" every k-th, if an integer k gives 50."""
     if not spec:
         return list(range(num_timesteps))
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
@@ -71,7 +71,7 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
 
 def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
     """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2)))."""
-    # Four terms that cancel to about 1e-7 in fp32: in the published order, so that its figures agree
+    # Four terms that cancel to about 1e-7 in fp32: the published order reproduces published figures
     gap = -1 + log_variance2 - log_variance1 + torch.exp(log_variance1 - log_variance2)
     return 0.5 * (gap + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
@@ -162,7 +162,7 @@ class GaussianDiffusion:
         self.set_tables(betas, np.arange(num_timesteps) * (self.t_end / num_timesteps))
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
-        """All that depends on t, (T,) in float64; model_t is the t that the model sees."""
+        """Compute all tables over t, (T,) in float64; model_t is the t that the model sees."""
         self.num_timesteps, self.betas, self.model_t = len(betas), betas, model_t
         self.log_betas = np.log(betas)
         self.alpha_bar = np.cumprod(1 - betas)
@@ -174,7 +174,7 @@ class GaussianDiffusion:
         self.log_one_minus_alpha_bar = np.log(1 - self.alpha_bar)
         self.sqrt_recip_alpha_bar = self.alpha_bar**-0.5
         self.sqrt_recipm1_alpha_bar = np.sqrt(1 / self.alpha_bar - 1)
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. The variance is 0 at t = 0: its log is that of t = 1
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. The variance is 0 at t = 0: use the log at t = 1
         self.posterior_variance = betas * (1 - self.alpha_bar_prev) / (1 - self.alpha_bar)
         first = self.posterior_variance[1] if len(betas) > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(first, self.posterior_variance[1:]))
@@ -274,8 +274,8 @@ class GaussianDiffusion:
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
-        kl: term t of the bound; rescaled_kl: T times it, on average over t the whole bound. mse: of the prediction,
-        and with a learned variance + vb (IDDPM eq. 16), which teaches it alone; rescaled_mse: vb times T / 1000.
+        kl: term t of the bound; rescaled_kl: T times it, averaging over t to the whole bound. mse: of the prediction,
+        plus vb for a learned variance (IDDPM eq. 16), which vb alone trains; rescaled_mse: vb times T / 1000.
         """
         x_t = self.q_sample(x0, t, noise)
         out = self.predict(model, x_t, t, **cond)
@@ -317,7 +317,7 @@ class GaussianDiffusion:
     def sample(self, denoiser, noise, steps: int | str = "", sampler="ddpm", generator=torch, progress=None, eta=0.0):
         """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t) -> prediction.
 
-        `steps`: see respaced; eta is ddim's. progress(i, steps, x0) follows step i = 1 ... steps, with its prediction.
+        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0).
         """
         process = self.respaced(steps)
         T, x_t, x0 = process.num_timesteps, noise, None

@@ -10,8 +10,8 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
-    (strong - weak). Both where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), and on the
-    first cfg_channels of the prediction; None: as many as x_t has, so a learned variance stays the class's own.
+    (strong - weak). Both apply where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
+    first cfg_channels of the prediction; None: x_t's channels, so that a learned variance is unguided.
     """
     y, cfg_scale, weak_model = cond.get("y"), settings.cfg_scale, settings.weak_model
     if cfg_scale != 1 and weak_model is None and y is None:

@@ -1,4 +1,4 @@
-"""Settings to a diffusion process, and the one table of samplers that scripts, help, page and tests read."""
+"""Build a diffusion process from settings; the one table of samplers for scripts, help, page and tests."""
 
 from nanodiff.common import UserError
 from nanodiff.diffusion import flow, gaussian
@@ -22,7 +22,7 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
 
 
 def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:
-    """The sampler, "auto" resolved; refuses now what process.sample could not do later."""
+    """Resolve "auto"; refuse now what process.sample would fail on later."""
     sampler = process.default_sampler if sampler == "auto" else sampler
     kind = "Gaussian diffusion" if process.num_timesteps else "flow matching"
     if sampler not in process.samplers:

@@ -54,7 +54,7 @@ def quartile_sums(t, values, weight, process) -> torch.Tensor:
 
 
 def stored_images(dataset, ids, codec, device, randn_like=None):
-    """x0 (N, C, H, W) and labels (N,); latents are drawn by `randn_like`, or their mean without it."""
+    """x0 (N, C, H, W) and labels (N,); latents are samples if `randn_like` is given, else means."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
     return codec.to_x0(stored, None, randn_like), torch.from_numpy(dataset.labels(ids)).to(device)
 
@@ -67,13 +67,13 @@ def rank_batches(batches: list[np.ndarray]):
     """This rank's batches, dealt out in turn."""
     rank, _, world = get_dist()
     for first in range(0, len(batches), world):
-        heed_signals()  # to any rank; as often on every rank, whether it has a batch left or not
+        heed_signals()  # sent to any rank; called equally often on every rank, even without a batch
         if first + rank < len(batches):
             yield batches[first + rank]
 
 
 def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
-    """[compute(ids) of each batch], drawn by all ranks, on the first rank; their own on the others."""
+    """[compute(ids) for each batch], split over ranks: the first rank gets all, the others their own."""
     done = {}  # first image of a batch -> its result
     with Progress(-(-sum(map(len, batches)) // get_dist()[2]), "images", label) as bar:
         for ids in rank_batches(batches):
@@ -88,9 +88,9 @@ def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, timesteps: str):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
-    t is distributed as in training, so that the losses can be compared; uniformly for loss-second-moment, whose weights
-    make the training loss a mean over uniform t. An image's noise depends on its index, its t on (seed, index), evenly
-    spread: alike for any model, ranks and batch.
+    t is distributed as in training, so that losses are comparable; uniformly for loss-second-moment, whose weights make
+    the training loss a mean over uniform t. An image's noise depends on its index, its t on (seed, index), evenly
+    spread: the same for any model, ranks and batch.
     """
     device = device_of(model)
     n = min(num_images, len(val_set))
@@ -100,7 +100,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     chosen = val_set.first(n)
     for ids in rank_batches(val_set.batches(chosen, batch_size)):
         count = len(ids)
-        ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model knows one size of batch
+        ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model has one batch size
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
@@ -114,7 +114,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
     """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
-    An image's noise depends on its index alone. progress(n) follows each batch of n."""
+    An image's noise depends on its index alone. Each batch of n calls progress(n)."""
     device = device_of(model)
     n = min(num_images, len(val_set))
     sums = {}
@@ -133,7 +133,7 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
 def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None):
     """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). on_step(i, steps, prediction of x0) follows step i of each batch.
+    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0).
     """
     device = device_of(model)
     images = []
@@ -149,7 +149,7 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
 
 
 def network_evaluations(model, process, settings: SampleSettings) -> int:
-    """Forward passes per image in sample_images, the guide's included; counted on a stand-in."""
+    """Forward passes per image in sample_images, including the guide's; counted on a dummy model."""
     num_images = []
 
     def stand_in(x_t, t, **cond):
@@ -168,8 +168,8 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
     """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
 
-    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With data in buckets each row has one
-    shape. All ranks draw; None but on the first.
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With bucketed data each row has one
+    shape. All ranks draw; None except on the first.
     """
     num_classes, low_res = model.config.num_classes, model.config.low_res
     columns = 8 if codec.image_size <= 128 else 4

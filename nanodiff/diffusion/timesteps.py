@@ -1,7 +1,7 @@
 """Distributions of t in training.
 
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
-timesteps.update(t, losses)  # unweighted losses (N,); every rank calls it, with equally many
+timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N
 """
 
 import math
@@ -20,7 +20,7 @@ def uniform(u, process):
 
 
 def bell(u, process):
-    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its value at the ends, to mean 1, as in DiffSynth-Studio."""
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
         return (torch.exp(-2 * (t.float() / (process.num_timesteps or 1) - 0.5).square()) - math.exp(-0.5)).clamp(min=0)
@@ -31,13 +31,13 @@ def bell(u, process):
 
 
 def logit_normal(u, process):
-    """t = sigmoid(z), z standard normal, shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    """t = sigmoid(z), z standard normal, shifted: favours the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = math.sqrt(2) * torch.erfinv(2 * u - 1)  # the normal's inverse CDF; MPS lacks torch.special.ndtri
     return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
 class Timesteps:
-    """A distribution without memory, on the part [low, high] of its u."""
+    """A stateless distribution, restricted to [low, high] of its u."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
         self.draw, self.process, self.low, self.high = draw, process, low, high
@@ -56,7 +56,7 @@ class Timesteps:
 class LossSecondMoment:
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
-    Uniform until each t has so many, then with a share `uniform_prob` of uniform. All ranks keep the same history.
+    Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):

@@ -1,6 +1,6 @@
-"""Files of LoRA adapters: written by lora_train, merged into the weights of their base when it is loaded.
+"""LoRA adapter files: written by lora_train, merged into their base's weights on loading.
 
-A .safetensors with the names of peft (github.com/huggingface/peft): its set_peft_model_state_dict reads it.
+A .safetensors with peft's names (github.com/huggingface/peft): its set_peft_model_state_dict reads it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Which weights load_run gave: `base` (its arguments), `name` and `sha256`."""
+    """Identify load_run's weights: `base` (its arguments), `name` and `sha256`."""
     sha256 = fingerprint(loaded.model.state_dict())
     path = (loaded.run_dir or Path(loaded.source)).absolute()
     if loaded.run_dir is None:
@@ -116,9 +116,9 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
         classes = [None if name is None else str(name) for name in json.loads(info["classes"])]
         scale = float(info["alpha"]) / int(info["rank"])
         if info["base_sha256"] != origin["sha256"]:
-            raise UserError(f"they are for other weights, those of {info['base']}, not for {origin['name']}")
+            raise UserError(f"they are for other weights: {info['base']}, not {origin['name']}")
         if info["sha256"] != fingerprint(tensors):
-            raise UserError("corrupt, its tensors do not have the SHA-256 in its metadata")
+            raise UserError("corrupt: its tensors do not match the SHA-256 in its metadata")
     except FAULTS as e:
         raise UserError(f"{path} holds no usable adapters of lora_train: {e}") from None
     return tensors, classes, scale

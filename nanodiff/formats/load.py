@@ -24,15 +24,15 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
-# Settings of scripts/sample.py that a published file does not say; 0 and "auto": as in the published models
+# Settings of scripts/sample.py missing from published files; 0 and "auto": as in the published models
 PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
-MAX_SIZE = 2**20  # of any number in a model_config
+MAX_SIZE = 2**20  # largest number in a model_config
 MAX_TABLE = 2**26  # numbers in a DiT's table of positions: 256 x 256 tokens of width 1024
 
 
 @dataclasses.dataclass
 class Loaded:
-    """A trained model and all that its use needs."""
+    """A trained model and everything its use needs."""
 
     model: torch.nn.Module
     process: object
@@ -61,7 +61,7 @@ class Loaded:
 
 
 def find_run(run: str) -> Path:
-    """The folder of a run, or a file, by its path or tag; "" is the run that was written to last."""
+    """The folder of a run, or a file, by its path or tag; "" is the most recently written run."""
     runs = base_dir() / "runs"
     known = sorted((p for p in runs.glob("*") if (p / "checkpoints").is_dir()), key=os.path.getmtime)
     if not run and known:
@@ -173,15 +173,15 @@ def read_published(path: Path, published: dict | None) -> tuple[dict, dict]:
 
 
 def check_meta(meta: dict, source) -> None:
-    """Refuse a description that lacks a part, or says in an older version's words what today's would misread."""
+    """Refuse metadata that lacks a field, or that an older version wrote with another meaning."""
     check_fields(meta, source, step=int, arch=str, config=dict, model_config=dict, data=dict)
     low_res_was_bool = isinstance(meta["model_config"].get("low_res"), bool)
     if low_res_was_bool or meta["config"].get("flow_prediction", "v") != "v":
-        raise UserError(f"{source} is of an older version: low_res is a bool, or flow_prediction is not v")
+        raise UserError(f"{source} is from an older version: low_res is a bool, or flow_prediction is not v")
 
 
 def check_data(data: dict, source, model_config) -> None:
-    """Refuse a codec's facts that are not those of the model's images or latents."""
+    """Refuse a codec's facts that do not fit the model's images or latents."""
     check_fields(data, source, name=str, kind=str, channels=int, resolution=int, num_classes=int, class_names=list)
     shape_differs = (data["channels"], data["resolution"]) != (model_config.in_channels, model_config.image_size)
     num_classes = len(data["class_names"])
@@ -217,7 +217,7 @@ def build(meta: dict, tensors: dict, device, source, weights: str, weights_path:
 
 
 def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
-    """The backbone's config, its sizes bounded before anything is made of them."""
+    """The backbone's config, with sizes bounded before anything is allocated."""
     fields = {}
     for key, value in meta["model_config"].items():
         fields[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -239,7 +239,7 @@ def make_config(meta: dict, num_tensors: int) -> DiTConfig | UNetConfig:
 
 
 def check_tensors(tensors, source) -> None:
-    """Refuse all but tensors with all of their numbers: an expanded one (stride 0) could claim any size."""
+    """Accept only tensors with full storage: an expanded one (stride 0) could claim any size."""
     for x in tensors.values() if isinstance(tensors, dict) else [None]:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type != "meta"
         if not strided or not x.is_floating_point() or x.numel() * x.itemsize > x.untyped_storage().nbytes():
@@ -253,11 +253,11 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
         model.load_state_dict(tensors, assign=assign)
     except RuntimeError as error:
         raise UserError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
-    model.float()  # an assigned tensor brings its own dtype
+    model.float()  # an assigned tensor keeps its own dtype
 
 
 def check_guide(guide: Loaded, loaded: Loaded) -> None:
-    """Refuse a `guide`, for autoguidance, that predicts something else, or from other inputs."""
+    """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
     its, mine = inputs_of(guide), inputs_of(loaded)
     differing = ", ".join(name for name in mine if its[name] != mine[name])
     if differing:
@@ -265,7 +265,7 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
 
 
 def inputs_of(loaded: Loaded) -> dict:
-    """What a model predicts, and from what."""
+    """A model's inputs and prediction target."""
     config, process, latents = loaded.model.config, loaded.process, loaded.data.get("latents", {})
     return {
         "image size": (config.image_size, config.in_channels),
@@ -279,7 +279,7 @@ def inputs_of(loaded: Loaded) -> dict:
 
 
 def parse_size(size: str, loaded: Loaded, codec) -> tuple[int, int, int] | None:
-    """(C, H, W) of the x0 of images of "HEIGHTxWIDTH" pixels; None for ""."""
+    """(C, H, W) of x0 for images of "HEIGHTxWIDTH" pixels; None for ""."""
     if not size:
         return None
     config, pixels = loaded.model.config, codec.image_size // codec.shape[1]  # per latent
@@ -301,6 +301,6 @@ def parse_classes(classes: str, class_names: list[str]) -> list[int]:
         number = class_names.index(text) if text in class_names and not text.isdecimal() else text
         if not str(number).isdecimal() or int(number) >= len(class_names):
             known = f"{len(class_names) or 'no'} classes; accepted: 0,3 or names: {', '.join(class_names)[:200]}"
-            raise UserError(f"classes={classes!r}: {text!r} is none, this model has {known}")
+            raise UserError(f"classes={classes!r}: {text!r} is unknown, this model has {known}")
         chosen.append(int(number))
     return chosen

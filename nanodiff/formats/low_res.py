@@ -1,4 +1,4 @@
-"""The inputs of super-resolution: small images of a file, of a folder, or of the set that the model was trained on."""
+"""Inputs for super-resolution: small images from a file, a folder or the model's training set."""
 
 import hashlib
 from pathlib import Path
@@ -16,10 +16,10 @@ from nanodiff.diffusion.sampling import conditioning
 
 
 class LowRes:
-    """What a super-resolution model (a Loaded) enlarges: sample i takes image i, modulo their number, and its class.
+    """Inputs of a super-resolution model (a Loaded): sample i takes image i, modulo their number, and its class.
 
     `where`: an .npz (arr_0 and, in labels or arr_1, classes), a folder (sub-folders are classes), or val; "" is val,
-    or the training set without one. Images as large as the model's are made smaller as in training.
+    or train if there is none. Images of the model's size are downsampled as in training.
     """
 
     def __init__(self, where: str, loaded, device, autoencoder: str):
@@ -49,12 +49,12 @@ class LowRes:
         return conditioning(self.config, self.codec.to_x0(stored), None)["low_res"]
 
     def pixels(self, ids) -> torch.Tensor:
-        """The same to look at: (n, C, H, W) uint8 on the CPU, as large as the samples."""
+        """The same for display: (n, C, H, W) uint8 on the CPU, as large as the samples."""
         return self.codec.to_pixels(F.interpolate(self.images(ids), size=self.config.image_size, mode="nearest"))
 
 
 def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | None:
-    """None for a model that enlarges nothing; it takes no `where`."""
+    """None for models without low_res, which take no `where`."""
     if loaded.model.config.low_res:
         return LowRes(where, loaded, device, autoencoder)
     if where:

@@ -11,7 +11,7 @@ from nanodiff.common import UserError
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
-# (our part of a name, theirs), replaced in this order; the way back goes from last to first
+# (our part of a name, theirs), applied in this order, and in reverse on the way back
 META = (
     ("final.", "final_layer."), (".ada.", ".adaLN_modulation.1."), (".fc", ".mlp.fc"), (".proj.", ".attn.proj."),
     (".qkv.", ".attn.qkv."), ("y_embed.", "y_embedder.embedding_table."), ("t_embed.", "t_embedder.mlp."),
@@ -121,7 +121,7 @@ def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
 def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
     """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
 
-    image_size=0: attention starts at 16 pixels, as published. num_heads=0: 4, or LSUN's 1. Six input channels are
+    image_size=0: attention starts at 16 pixels, as published. num_heads=0: 4, or LSUN's 1. Six input channels mean
     super-resolution from a quarter of the size.
     """
     shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
@@ -136,7 +136,7 @@ def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: in
         if f"input_blocks.{number}.1.qkv.weight" in shapes:
             attention.add(len(widths) - 1)
     if not (image_size or attention):
-        raise UserError("image_size=0: this state dict has no attention to tell it by; accepted: the size in pixels")
+        raise UserError("image_size=0: this state dict has no attention to infer it from; accepted: the size in pixels")
     image_size = image_size or 16 << min(attention)
     scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0][0]
     config = UNetConfig(
@@ -162,5 +162,5 @@ def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
     for name, p in state_dict.items():
         theirs[name] = p[..., None] if name.endswith(("qkv.weight", "proj_out.weight")) else p
     if config.num_classes:
-        theirs["label_emb.weight"] = theirs["label_emb.weight"][: config.num_classes].clone()  # of a view all is saved
+        theirs["label_emb.weight"] = theirs["label_emb.weight"][: config.num_classes].clone()  # saving a view saves all
     return theirs

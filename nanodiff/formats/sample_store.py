@@ -17,7 +17,7 @@ from nanodiff.common import UserError, print0
 from nanodiff.data.dataset import write_npy
 from nanodiff.files import fsync_dir, lock_file, write_atomic, writing
 
-GRID_IMAGES = 256  # the most that a grid shows; no more images than this are ever dropped without asking
+GRID_IMAGES = 256  # the most that a grid shows; more images than this are never dropped without asking
 
 
 class SampleStore:
@@ -36,8 +36,8 @@ class SampleStore:
     def open(self, image_bytes: int = 0) -> bool:
         """Lock the folder; True if `output` is there already, with the same protocol.
 
-        Removes corrupt parts, and those of another protocol unless they are more than a grid. UserError for these, for
-        an .npz of another protocol, and where the disk has no room for the images, of `image_bytes` each.
+        Removes corrupt parts, and up to a grid of images of another protocol. UserError for more of these, an .npz of
+        another protocol, or no room on the disk for the images, of `image_bytes` each.
         """
         busy = f"another process is sampling in {self.folder}; stop it or choose another out"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
@@ -86,7 +86,7 @@ class SampleStore:
         return [k for k in range(rank, self.num_parts, world) if not self.path(k).exists()]
 
     def num_drawn(self) -> int:
-        """By all ranks, so far."""
+        """Images drawn so far."""
         return self.num_images - sum(len(self.ids(k)) for k in self.missing())
 
     def write(self, k: int, images: np.ndarray) -> None:
@@ -135,7 +135,7 @@ def load_part(path: Path) -> np.ndarray:
 
 
 def stored_protocol(npz: Path) -> str | None:
-    """The protocol in a file that write_npz wrote; "" for another .npz, None for any other file, or none."""
+    """The protocol in an .npz from write_npz; "" for another .npz, None for any other file, or none."""
     try:
         with np.load(npz, allow_pickle=False) as file:
             return str(file["protocol"]) if "protocol" in file else ""

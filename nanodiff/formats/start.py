@@ -26,10 +26,10 @@ def shape_settings(model_config, image_size: int) -> dict:
 
 
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
-    """Copy a loaded model's weights into `model`, which has its shape but for image size and classes.
+    """Copy a loaded model's weights into `model`, of the same shape except image size and classes.
 
-    Rows of the class table are matched by the names of the classes or, if none is known and their numbers are equal, by
-    order; other rows keep their initial values. `config`: the settings of the new run.
+    Rows of the class table are matched by class name or, if no name is known and the counts are equal, by order; other
+    rows keep their initial values. `config`: the settings of the new run.
     """
     source = loaded.source
     theirs = shape_settings(loaded.model.config, model.config.image_size)
@@ -42,7 +42,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     keys = ("objective",) if loaded.config["objective"].startswith("flow") else ("objective", *PROCESS)
     differing = [f"{key}={loaded.config[key]}" for key in keys if loaded.config.get(key, config[key]) != config[key]]
     if differing:
-        print0(f"warning: {source} was trained with {', '.join(differing)}: it has to learn anew what it predicts")
+        print0(f"warning: {source} was trained with {', '.join(differing)}: it must relearn what it predicts")
 
     weights = loaded.model.state_dict()
     known = loaded.data["class_names"] if loaded.num_classes else []

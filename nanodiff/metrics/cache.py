@@ -1,4 +1,4 @@
-"""Results that take minutes to compute from a data set are kept beside it, in an .npz with its own key."""
+"""Results that take minutes to compute are cached beside their data set, in a keyed .npz."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from nanodiff.files import writing
 
 
 def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | None:
-    """The arrays {name: array} that `path` holds under this `key`, else those of compute(), kept for next time.
+    """The arrays {name: array} cached at `path` under `key`, else those of compute(), then cached.
 
     Called by all ranks; only the first gets the arrays, from here and from `compute`.
     """

@@ -13,7 +13,7 @@ from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype
 from nanodiff.metrics.cache import cached, from_first_rank
 
-VERSION = 1  # raise it when the network or its training changes: kept classifiers are then trained again
+VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
 MAX_IMAGES = 50_000  # a random choice of a larger set
 
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a tensor or array anywhere, float32 on the CPU."""
+        """`forward` for any tensor or array; float32 on the CPU."""
         device = self.head.weight.device
         with torch.autocast(device.type, enabled=False):  # the caller may be sampling under autocast
             batches = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
@@ -93,7 +93,7 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def train_classifier(train, val, device, total_images: int = 0, batch_size: int = 250, seed: int = 0) -> Classifier:
-    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000, of the simple shapes one; measure on
+    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000 (one epoch for shapes); test on
     `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
@@ -148,7 +148,7 @@ def get_classifier(train, val, device) -> Classifier:
     def compute():
         if get_dist()[0] > 0:
             return None
-        print0(f"training a classifier of {train.path.name!r}, once ({train.num_images:,} images)")
+        print0(f"training a classifier on {train.path.name!r}, once ({train.num_images:,} images)")
         start = time.perf_counter()
         trained = train_classifier(train, val, device)
         print0(f"accuracy on held-out images {trained.accuracy:.2%} ({time.perf_counter() - start:.0f} s)")

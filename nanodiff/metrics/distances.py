@@ -44,8 +44,8 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     """FID (Heusel et al. 2017, eq. 6) of means (F,) and covariances (F, F) in float64.
 
     |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
-    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si: without a root of rounding noise,
-    so that S1 and S2 may be singular, as they are for fewer images than features.
+    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si: this takes no root of rounding
+    noise, so S1 and S2 may be singular, as with fewer images than features.
     """
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
@@ -119,7 +119,7 @@ def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, floa
 
 def precision_recall(real: torch.Tensor, fake: torch.Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
     """Fraction of fake features (M, F) within the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
-    al. 2019, eq. 2 and 3): the union of balls around points that reach to their k-th neighbour."""
+    al. 2019, eq. 2 and 3): the union of balls around points, each reaching the k-th neighbour."""
     # cdist computes x^2 + y^2 - 2xy: float32 is precise enough only around the centre
     centre = real.double().mean(0)
     real = (real.double() - centre).float()

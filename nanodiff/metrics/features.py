@@ -29,7 +29,7 @@ from nanodiff.metrics.distances import (
 from nanodiff.metrics.inception import load_inception
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
-VERSION = 1  # raise it when the features of an image change: kept ones are then computed again
+VERSION = 1  # bump when an image's features change: cached ones are then recomputed
 
 
 def image_set(name: str, split: str) -> Dataset:
@@ -51,7 +51,7 @@ class SampleFile:
         self._labels = np.zeros(self.num_images, np.int64) if labels is None else labels
         self.shape = (c, h, w)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
-        self.protocol = {"samples": str(path)}  # the file, and how it says that its images were drawn
+        self.protocol = {"samples": str(path)}  # the file, and its record of how images were drawn
         drawn = {}
         check_zip(path, 2**24, "protocol.npy")
         with suppress(KeyError, TypeError, ValueError, OSError):  # a file from elsewhere has none
@@ -76,10 +76,10 @@ class SampleFile:
 
 
 class ModelSamples:
-    """Samples of a model, drawn when asked for: sample i is a function of (seed, i) and its class, the same for
+    """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
     every script. The caller enters autocast.
 
-    `small`: a LowRes, what a super-resolution model enlarges. Samples take `classes` in turn, by default those of the
+    `small`: a LowRes, the input of a super-resolution model. Samples cycle through `classes`, by default those of the
     small images or all.
     """
 
@@ -121,7 +121,7 @@ class ModelSamples:
         return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
 
     def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
-        """x0 of the samples (n,), of one `shape` (C, H, W), by default that of their row of 8; see sample_images."""
+        """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         if self.small:
             cond["low_res"] = self.small.images(ids)
@@ -156,7 +156,7 @@ def load_network(metric: str, data: str, device, inception: str = ""):
 
 @torch.no_grad()
 def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
-    """Features of images 0 ... N-1, computed by all ranks; on the first rank, None on the others.
+    """Features of images 0 ... N-1, computed by all ranks; None except on the first.
 
     `images_of` maps each of `batches`, ids (n,), to images (n, C, H, W) uint8. The number of ranks changes only the
     order of float64 sums.
@@ -183,8 +183,8 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
-    """Features of a split, computed once by all ranks; on the first rank, None on the others. They are kept beside the
-    set as stats_NETWORK_SPLIT.npz: mu and sigma as ADM and EDM have them, and `some`."""
+    """Features of a split, computed once by all ranks; None except on the first. Cached beside the set as
+    stats_NETWORK_SPLIT.npz: mu and sigma as in ADM and EDM, and `some`."""
     key = hashlib.sha256(f"{VERSION} {KEPT}".encode() + (dataset.path / "meta.json").read_bytes())
     for weight in network.state_dict().values():
         key.update(weight.cpu().contiguous().numpy())
@@ -228,7 +228,7 @@ class SampleQuality:
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
-        """See `compare`, of samples of seed 0; {} on all ranks but the first."""
+        """`compare` for samples with seed 0; {} except on the first rank."""
         samples = ModelSamples(model, process, codec, settings)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")

@@ -1,7 +1,7 @@
 """Are samples of the embedded shapes well formed? Measured by rendering, without a network.
 
-A sample is compared with renders of the shape it was asked for: the colour is fitted in closed form, size and place by
-search. The distance is that of a perfect shape drawn too far to one side, in 64ths of the image's side.
+A sample is compared with renders of the requested shape: colour is fitted in closed form, size and position by search.
+A distance of 1 is the error of a perfect shape shifted by 1/64 of the image's side.
 """
 
 import numpy as np
@@ -9,10 +9,10 @@ import numpy as np
 from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_split
 
 NUM_REAL = 240  # held-out shapes to compare with
-LIMIT = 1.0  # well formed is what lies within: a quarter of a pixel at 16 px, and 99% of held-out shapes
+LIMIT = 1.0  # well formed up to here: a quarter of a pixel at 16 px, and 99% of held-out shapes
 BANK = 2000  # renders of a class to start from
 TRIES = 21  # per round of the search: the best pose so far and twenty around it
-STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # of its rounds; the first is the bank's spacing
+STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # step per round; the first is the bank's spacing
 
 
 def distances(images: np.ndarray, label: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     def draw(poses):  # (..., 3) -> (..., P)
         return draw_masks(label, poses.reshape(-1, 3), images.shape[-1]).reshape(*poses.shape[:-1], -1)
 
-    # Project the pixels on each colour, and take the colour that leaves least
+    # Project the pixels onto each colour; keep the colour with least residual
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
     light = COLOURS - GROUND  # (6, 3)
     power = (light**2).sum(1)
@@ -42,7 +42,7 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
         error = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
         poses = tries[rows, error.argmin(1)]
 
-    # The unit: what moving the render changes, the mean of both axes
+    # The unit: the change when the render moves, mean of both axes
     unit = ((draw(poses[:, None] + np.eye(3)[1:] / 64) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
     return np.sqrt((error.min(1) + off_colour.min(1).clip(0)) / unit)
 
@@ -52,7 +52,7 @@ def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     real, real_labels = next(draw_split("val", seed=0, resolution=images.shape[-1]))
     images = np.concatenate([real[:NUM_REAL], images])
     labels = np.concatenate([real_labels[:NUM_REAL], labels])
-    distance = np.full(len(images), np.inf)  # of a class that is none of these
+    distance = np.full(len(images), np.inf)  # for an unknown class
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
         distance[labels == label] = distances(images[labels == label], label)
     real, found = np.split(distance, [NUM_REAL])

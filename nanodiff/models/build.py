@@ -65,16 +65,15 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
 
 
 def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "inductor") -> torch.nn.Module:
-    """Compile the model as a whole, or its blocks in place, each by itself; those of one shape share a graph, whatever
-    the depth."""
+    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
-    # By default the ninth graph of one forward() would stop compiling: a UNet has more shapes of blocks, and images in
+    # By default compiling stops at the ninth graph of one forward(): a UNet has more block shapes, and images in
     # aspect buckets have up to seven shapes, in training and in evaluation
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
-        config.cpp.vec_isa_ok = True  # else 10 s of test programs: is the C++ compiler too old for this CPU?
+        config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
     if whole:
         return torch.compile(model, backend=backend, dynamic=False)
     for part in model.parts():

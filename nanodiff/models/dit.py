@@ -22,7 +22,7 @@ class DiTConfig:
     in adaLN only. block="classic": LayerNorm, biases and GELU, as published.
     """
 
-    image_size: int  # side of the image in pixels or latent pixels; of a square of the same area, if it is none
+    image_size: int  # side of the image in (latent) pixels; if not square, of a square of the same area
     in_channels: int
     out_channels: int  # 2 * in_channels if the variance is learned
     patch_size: int
@@ -48,7 +48,7 @@ class DiTConfig:
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
         A size of 0 is chosen by these rules: patch_size 2 at 32 px, 4 at 64, 16 at 256. If image_size // 16 (at least
-        2) does not divide the image, it is the divisor that comes nearest to 16 tokens on a side.
+        2) does not divide the image, it is the divisor nearest to 16 tokens per side.
         """
         if not patch_size:
             patch_size = max(2, image_size // 16)
@@ -65,7 +65,7 @@ class DiTConfig:
 
     @property
     def side_unit(self) -> int:
-        """Sides of images are multiples of it."""
+        """Image sides must be multiples of it."""
         return self.patch_size
 
     @property
@@ -78,7 +78,7 @@ class DiTConfig:
 def axis_waves(config: DiTConfig, dim: int, base: float) -> torch.Tensor:
     """(2, 8 G, dim) fp32: sin and cos of x * base^(-i / dim) at coordinates x along one axis, in tokens.
 
-    A square of G tokens on a side has x = 0 ... G-1. Longer and shorter sides, up to 4 G, have the same centre: x goes
+    A square of G tokens on a side has x = 0 ... G-1. Longer and shorter sides, up to 4 G, share its centre: x goes
     in steps of a half, since the centre of an even number of tokens lies between two of them.
     """
     grid = config.image_size // config.patch_size
@@ -124,7 +124,7 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def run_block(config, block, *args):
-    """block(*args), in training with config.checkpointing recomputed in backward, with the same dropout."""
+    """block(*args); with config.checkpointing, training recomputes it in backward, with the same dropout."""
     if config.checkpointing and torch.is_grad_enabled():
         return checkpoint(block, *args, use_reentrant=False)
     return block(*args)
@@ -175,7 +175,7 @@ class Block(nn.Module):
     def forward(self, x, c, rotation):
         # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C)
-        # Sums are computed in fp32, as gates are, and rounded
+        # Sums and gates are computed in fp32, then rounded
         x = (x + gate1 * self.attention(modulate(self.norm(x.float()), shift1, scale1), rotation)).to(x.dtype)
         return (x + gate2 * self.mlp(modulate(self.norm(x.float()), shift2, scale2))).to(x.dtype)
 
@@ -274,7 +274,7 @@ class DiT(nn.Module):
         return x.reshape(N, cfg.out_channels, H, W)
 
     def parts(self) -> list[nn.Module]:
-        """What torch.compile compiles, each by itself; the rest takes little time."""
+        """Modules that torch.compile compiles separately; the rest takes little time."""
         return [*self.blocks, self.last_norm]
 
     def estimate_flops(self) -> int:

@@ -48,7 +48,7 @@ class ClassTable(nn.Embedding):
 
 
 def find_layers(model: nn.Module, targets: str) -> list[str]:
-    """Names of the linear layers that end in one of `targets`, as in peft: "qkv,proj", "blocks.0.ada"; or "all"."""
+    """Linear layers whose names end in one of `targets`, as in peft: "qkv,proj", "blocks.0.ada"; or "all"."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if targets == "all":
         return layers
@@ -61,7 +61,7 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
-    """Freeze the model but for new adapters on the layers of `targets` (see find_layers) and `rows` of its class table.
+    """Freeze all but new adapters on the layers of `targets` (see find_layers) and `rows` of the class table.
 
     Its predictions stay the same, bit for bit; dropout is off.
     """
@@ -88,7 +88,7 @@ def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
 
 
 def add_classes(model: nn.Module, count: int) -> None:
-    """Insert `count` classes before the null class; they start as it or, without one, as the mean of all classes."""
+    """Insert `count` classes before the null class, copied from it or, without one, from the mean of all classes."""
     if not count:
         return
     name, table = class_table(model)

@@ -47,7 +47,7 @@ class UNetConfig:
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
         """The one dial: model_channels = 32 * depth; depth 4 at 32 pixels is the published CIFAR-10 model.
 
-        Levels are CHANNEL_MULT's for this size or the next larger, down to where one would be odd or under 4 pixels.
+        Levels are CHANNEL_MULT's for this size or the next larger, stopping before one is fractional or under 4 pixels.
         """
         mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
         levels = 1
@@ -62,7 +62,7 @@ class UNetConfig:
 
     @property
     def side_unit(self) -> int:
-        """Sides of images are multiples of it."""
+        """Image sides must be multiples of it."""
         return 2 ** (len(self.channel_mult) - 1)
 
     @property
@@ -92,7 +92,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
-        with no_autocast(x):  # which on the CPU would copy pixels in fp32
+        with no_autocast(x):  # autocast on the CPU would copy pixels in fp32
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(x)
 
@@ -233,11 +233,11 @@ class UNet(nn.Module):
             return self.out(h.float())
 
     def parts(self) -> list[nn.Module]:
-        """What torch.compile compiles, each by itself."""
+        """Modules that torch.compile compiles separately."""
         return [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)] + [self.out]
 
     def estimate_flops(self) -> int:
-        """Per image, 2 per multiply-add, of matrix products and attention; forward + backward = 3x forward."""
+        """FLOPs per image (2 per multiply-add), matrix products and attention; with backward, 3x forward."""
         flops, size = 0, self.config.image_size
         for name, m in self.named_modules():  # in the order of forward
             if isinstance(m, nn.Conv2d):

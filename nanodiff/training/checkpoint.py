@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment: written aside, hashed, renamed; verified before use.
+"""Checkpoints that survive a kill: written to a temporary folder, hashed, renamed; verified before use.
 
 runs/<tag>/checkpoints/step_000500/
     model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
@@ -17,7 +17,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic, writing
 
-IN_USE = "in_use"  # a file in a checkpoint that adapters need
+IN_USE = "in_use"  # marks a checkpoint that adapters need
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
@@ -27,7 +27,7 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
     Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
     """
     parent = run_dir / "checkpoints"
-    for leftover in parent.glob(".*tmp-*"):  # of a run killed while it saved: the run's lock is ours
+    for leftover in parent.glob(".*tmp-*"):  # left by a run killed while saving: we hold its lock
         shutil.rmtree(leftover, ignore_errors=True)
     temporary, final = parent / f".tmp-step_{step:06d}", parent / f"step_{step:06d}"
     try:
@@ -44,7 +44,7 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
     if keep > 0:
-        # Later steps, of a run that was resumed from an earlier one, do not count
+        # Ignore later steps: the run was resumed from an earlier one
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
         for s, path in found:
@@ -55,7 +55,7 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
 
 def keep_checkpoint(checkpoint: Path) -> None:
     """Mark a checkpoint that adapters need, so that its run does not delete it."""
-    with contextlib.suppress(OSError):  # a folder that cannot be written to: nobody deletes there
+    with contextlib.suppress(OSError):  # in a read-only folder nothing gets deleted
         (checkpoint / IN_USE).touch()
 
 
@@ -77,7 +77,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
             if path.stat().st_size != entry["size"]:
                 return f"{name} has {path.stat().st_size:,} bytes, the manifest says {entry['size']}"
             if hashes and sha256_of(path) != entry["sha256"]:
-                return f"{name} does not have its SHA-256"
+                return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
@@ -119,7 +119,7 @@ def lock_run(run_dir: Path):
 
 
 def trim_metrics(path: Path, step: int) -> None:
-    """Drop from metrics.jsonl what a run that resumes from `step` logs again, and a half-written last line.
+    """Drop metrics.jsonl lines that a run resuming from `step` logs again, and a half-written last line.
 
     A step's training line precedes its checkpoint, its evaluation line follows.
     """

@@ -42,7 +42,7 @@ class EMA:
 
     @contextmanager
     def applied(self, model: torch.nn.Module):
-        """Within, the model is in eval mode and has the average of the first rate, if one is kept; then its own again.
+        """Inside, the model is in eval mode with the average of the first rate, if any; then its own weights return.
 
         Values are copied in place, so a compiled model and the optimizer's views stay valid. Do not update inside.
         """
@@ -64,7 +64,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take a state_dict's averages; one of a rate that it lacks starts from the weights."""
+        """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         weights = dict(zip(self.names, self.params))
         for rate, averages in self.state_dict().items():
             for name, average in averages.items():

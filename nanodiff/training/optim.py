@@ -19,8 +19,8 @@ from nanodiff.common import UserError, collective
 from nanodiff.device import can_compile, choose_dtype
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
-# a x + b x^3 + c x^5 is minimax for what the ones before it made of singular values in [1e-3, 1]. After five, the waves
-# from 0.84 to 1.13 amplify rounding: losses of two ranks and of one differ by 1% (fp32, 80 steps of a d2). With the
+# a x + b x^3 + c x^5 is minimax for the output of those before it on singular values in [1e-3, 1]. After five, ripples
+# from 0.84 to 1.13 amplify rounding: losses on two ranks and on one differ by 1% (fp32, 80 steps of a d2); with the
 # last, by less than 0.01%.
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -31,7 +31,7 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 SAFETY = 1.01  # the listing's own: room for singular values that rounding pushes above 1
-MOMENTUM, MOMENTUM_WARMUP = 0.95, 300  # Muon's, from 0.85 over so many steps (modded-nanogpt)
+MOMENTUM, MOMENTUM_WARMUP = 0.95, 300  # Muon's, from 0.85 within 300 steps (modded-nanogpt)
 
 
 def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -42,8 +42,8 @@ def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 def polar_express(X: torch.Tensor) -> torch.Tensor:
     """(K, m, n) from `normalised` -> (K, m, n): nearly U V^T of each matrix X = U S V^T.
 
-    Singular values above 1e-3 end within [0.98, 1.01]. In bf16 a form with fewer products, two steps at a time on the
-    Gram matrix, blew a singular value up to 221.
+    Singular values above 1e-3 end within [0.98, 1.01]. In bf16 a cheaper form, two steps at a time on the Gram
+    matrix, blew a singular value up to 221.
     """
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X  # (K, m, n), m <= n
@@ -55,7 +55,7 @@ def polar_express(X: torch.Tensor) -> torch.Tensor:
 
 
 def look_ahead(G, M, mu, scale, dtype):
-    """Momentum M of gradients G times `scale`, and Nesterov's look-ahead, normalised."""
+    """Update momentum M with G times `scale`; return Nesterov's look-ahead, normalised."""
     G = G * scale
     M.lerp_(G, 1 - mu)
     return normalised(G.lerp(M, mu), dtype)
@@ -75,7 +75,7 @@ def align(n: int) -> int:
 def plan_buffer(params, kind: str, world: int):
     """(offset of each parameter, length of a share, runs of each share).
 
-    AdamW's arithmetic is by element: its shares may end within a parameter. Muon's matrices stay whole: largest first,
+    AdamW is element-wise: its shares may split a parameter. Muon's matrices stay whole: largest first,
     each goes to the emptiest share. Within a share, a run [start, count, rows, cols] of matrices of one shape is one
     batch.
     """
@@ -100,13 +100,13 @@ def plan_buffer(params, kind: str, world: int):
     return [owner[i] * length + offset for i, offset in enumerate(offsets)], length, runs
 
 
-LEAST_PART = 2**20  # numbers of a part: 4 MB
+LEAST_PART = 2**20  # numbers per part: 4 MB
 
 
 def cut_group(params, kind: str, world: int) -> list[list[int]]:
     """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
 
-    The more parts, the more of the exchange happens during backward. But small messages take their time too, and few
+    More parts overlap more of the exchange with backward. But small messages are slow too, and few
     matrices divide badly among ranks: a part has at least LEAST_PART numbers, and shares are padded by at most a tenth.
     """
     total = sum(p.numel() for p in params)
@@ -127,7 +127,7 @@ class Bucket:
     def __init__(self, group: dict, part: list[int], rank: int, world: int, grad_dtype: torch.dtype):
         self.group, self.world, self.grad_dtype = group, world, grad_dtype
         self.names, self.params = [group["names"][i] for i in part], [group["params"][i] for i in part]
-        self.place = min(group["places"][i] for i in part)  # of the gradient that backward computes last
+        self.place = min(group["places"][i] for i in part)  # backward reaches this parameter last
         self.missing, self.work = len(part), None  # gradients that backward owes; the collective in flight
         self.offsets, share, runs = plan_buffer(self.params, group["kind"], world)
         self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
@@ -149,7 +149,7 @@ class Bucket:
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def reduce_grads(self) -> None:
-        """Begin to put this rank's share of the summed gradients into `grad`."""
+        """Start to reduce-scatter the gradients: this rank's share goes into `grad`."""
         start = self.flat.data_ptr()
         for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
@@ -168,7 +168,7 @@ class Bucket:
         self.grad, self.work, self.missing = self.grad.float(), None, len(self.params)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
-        """Gather every rank's share into `flat`; the collective in flight, or None."""
+        """Gather all shares into `flat`; returns the collective in flight, or None."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
@@ -183,8 +183,8 @@ def wait_all(works) -> None:
 class Optimizer:
     """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step.
 
-    Where last_micro_step is set before the last backward of a step, each bucket is exchanged as soon as backward has
-    its gradients; the rest in sync_grads.
+    If last_micro_step is set before a step's last backward, each bucket is exchanged once its gradients are ready;
+    the rest in sync_grads.
     """
 
     @collective("the broadcast of the first weights")
@@ -200,7 +200,7 @@ class Optimizer:
         for group in groups:
             for part in cut_group(group["params"], group["kind"], self.world):
                 self.buckets.append(Bucket(group, part, self.rank, self.world, grad_dtype))
-        # In backward's order, the same on every rank, as that of collectives must be
+        # In backward's order: collectives must run in the same order on every rank
         self.exchange_order = sorted(self.buckets, key=lambda bucket: -bucket.place)
         self.last_micro_step, self.unsent = False, self.exchange_order.copy()
         for bucket in self.buckets if self.world > 1 else ():
@@ -215,7 +215,7 @@ class Optimizer:
         return sum((self.world - 1) * each * bucket.own.numel() for bucket in self.buckets)
 
     def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
-        """Called by backward when the gradient of `p` is there: exchange what is complete."""
+        """Backward hook: the gradient of `p` is ready; exchange complete buckets."""
         if self.last_micro_step:
             bucket.missing -= 1
             while self.unsent and self.unsent[0].missing == 0:
@@ -226,8 +226,8 @@ class Optimizer:
     def sync_grads(self, signal: int = 0) -> tuple[float, int]:
         """Average the gradients over ranks, into the buckets; a collective, once per step, that waits for the device.
 
-        The same on every rank: their global L2 norm, not finite if any gradient on any rank is not, and the largest
-        `signal`, the number of a signal that a rank received (0 to 31).
+        Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and the
+        largest `signal` (0 to 31) that a rank received.
         """
         for bucket in self.unsent:
             bucket.reduce_grads()
@@ -262,7 +262,7 @@ class Optimizer:
     def update_muon(self, bucket: Bucket, scale: float) -> None:
         """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-        The rate is times sqrt(max(1, rows / columns)).
+        The rate scales with sqrt(max(1, rows / columns)).
         """
         lr = bucket.group["lr"]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (self.steps - 1) / MOMENTUM_WARMUP)
@@ -271,7 +271,7 @@ class Optimizer:
             P, G, M = (x[part].view(count, rows, cols) for x in (bucket.own, bucket.grad, bucket.state["momentum"]))
             rate, decay = lr * max(1.0, rows / cols) ** 0.5, lr * bucket.group["weight_decay"]
             factors = [mu, scale, rate, decay]
-            if self.compiled:  # a number that changes would be compiled anew; copying one to a GPU would wait for it
+            if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
                 factors = [torch.full((), x, device=P.device) for x in factors]
             X = self.look_ahead(G, M, *factors[:2], self.muon_dtype)
             self.descend(P, polar_express(X), *factors[2:])
@@ -291,7 +291,7 @@ class Optimizer:
             for p in bucket.params:
                 p.grad = None
 
-    @collective("the gathering of what is not finite")
+    @collective("the gathering of non-finite gradients")
     @torch.no_grad()
     def not_finite(self) -> str:
         """Each rank's parameter with the largest share of bad gradients, in words; a collective."""
@@ -311,7 +311,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
 
-        For any number of ranks; empty on all but rank 0.
+        Loads on any number of ranks; empty except on rank 0.
         """
         state = {"step": self.steps}
         for bucket in self.buckets:
@@ -325,7 +325,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take this rank's share of a state_dict of any number of ranks."""
+        """Load this rank's share of a state_dict from any number of ranks."""
         mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
@@ -339,7 +339,7 @@ class Optimizer:
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
-NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, does as well without
+NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, needs no Muon
 
 
 def make_optimizer(
@@ -348,10 +348,10 @@ def make_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
-    "muon": the blocks' matrices but adaLN's, and convolutions, as (out, rest), at `muon_lr`, in bf16 where that is
-    native; AdamW at `lr` for all else. "adamw": for everything. Weight decay is decoupled, on tensors of 2 or more
+    "muon": Muon at `muon_lr`, in bf16 where native, for the blocks' matrices except adaLN's, convolutions as (out,
+    rest); AdamW at `lr` for the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more
     dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
-    `grad_dtype`: of the gradients that ranks send each other, and of their sum.
+    `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     """
     groups = []  # AdamW first: its all-gathers run while Muon computes
     for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):

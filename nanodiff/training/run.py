@@ -47,7 +47,7 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
     a step.
 
     Settings in `fixed` must agree with the checkpoint's. Others that shape the weights must agree unless `resume` is
-    "changed" or a step. A setting that the checkpoint does not know had its default.
+    "changed" or a step. A setting missing from the checkpoint had its default.
     """
     checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
     if checkpoint is None:
@@ -67,7 +67,7 @@ def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...
         raise UserError(f"{run_dir.name} was trained with other settings: {refused}; use another model_tag")
     differing = ", ".join(text for key, text in changed.items() if key not in FREE)
     if differing and resume == "auto":
-        hint = "--model_tag=NAME for a run of its own, or --resume=changed to go on with them"
+        hint = "--model_tag=NAME for a new run, or --resume=changed to continue with them"
         raise UserError(f"{run_dir.name} was trained with other settings: {differing}; give {hint}")
     print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
     return checkpoint, meta
@@ -80,7 +80,7 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
     """
     obstacle = can_compile(device)
     if device.type == "cpu" and isinstance(model, UNet):
-        obstacle = "on a CPU that takes a UNet minutes and makes it no faster"
+        obstacle = "a UNet takes minutes to compile on a CPU and gets no faster"
     if obstacle:
         print0(f"not compiled: {obstacle}")
         return model
@@ -104,8 +104,8 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")  # MPS; torc
 def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
     """The largest power of two that divides `limit`, a rank's share of the step, and fits into memory on every rank.
 
-    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, once
-    optimizer and averages have theirs. A CPU mostly kills a process that asks for too much. A collective.
+    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, after
+    optimizer and averages have theirs. On a CPU, asking for too much mostly kills the process. A collective.
     """
     device = next(model.parameters()).device
     timesteps = make_timesteps("uniform", process)
@@ -127,7 +127,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
             refused = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error) for s in NO_MEMORY)
             if not refused:
                 raise
-        # Not above: while the error is at hand, so are the tensors of its frames
+        # Not in the except block: there the error's frames keep their tensors alive
         optim.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -149,11 +149,11 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
 
 
 class LossTerms:
-    """Sums of the loss terms of the steps since the last log line; those of the present step also image by image."""
+    """Sums of the loss terms since the last log line; those of the current step also per image."""
 
     def __init__(self, process):
         self.process = process
-        self.parts = []  # of the present step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
+        self.parts = []  # current step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
         self.sums = {}  # name -> (2, 4): see quartile_sums
         self.num_images = 0
 
@@ -172,7 +172,7 @@ class LossTerms:
 
     def summary(self, loop: dict, device) -> dict[str, float]:
         """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
-        importance weights; the same for the other terms. Starts anew. A collective.
+        importance weights; the same for the other terms. Then resets. A collective.
 
         "train/loss_running" is nanochat's running mean over about the last ten lines, debiased; `loop` keeps it.
         """
@@ -245,7 +245,7 @@ class RunLog:
             self.wandb_id, self.html = self.wandb.id, wandb.Html
 
     def metrics(self, line: dict) -> None:
-        """One JSON object to metrics.jsonl and to wandb; NaN and infinity are left out."""
+        """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity."""
         if self.file is None:
             return
         line = {key: value for key, value in line.items() if math.isfinite(value)}
@@ -256,7 +256,7 @@ class RunLog:
             self.wandb.log(line, step=line["step"])
 
     def grid(self, grid, step: int) -> None:
-        """A picture (H, W, C) uint8 to samples/, to wandb and, if there is one, to the terminal."""
+        """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""
         if self.file is None:
             return
         png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
@@ -268,7 +268,7 @@ class RunLog:
 
 
 def end(log: RunLog, step: int, stopping: int, train_time_s: float, device: torch.device) -> None:
-    """Say what was done, and leave together with the other ranks."""
+    """Print a summary, and leave together with the other ranks."""
     if log.wandb:
         log.wandb.finish()
     if stopping:

@@ -1,7 +1,7 @@
 """The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
 
-It shows config.json, metrics.jsonl, samples/step_*.png and eval_*.json of the run folders. Every number that was logged
-becomes a chart, which report.html draws; a part whose file is damaged becomes one line.
+It shows config.json, metrics.jsonl, samples/step_*.png and eval_*.json of the run folders. Every logged number becomes
+a chart, drawn by report.html; a part with a damaged file becomes one line.
 """
 
 import base64
@@ -24,8 +24,8 @@ from nanodiff.png import decode_png, encode_png
 
 MAX_BYTES = 5_000_000  # of the page
 MAX_METRICS, MAX_LINE, MAX_KEYS = 2**26, 2**20, 100  # of metrics.jsonl: bytes read, bytes of a line, curves
-FEWEST_GRIDS = 12  # grids of samples are shrunk rather than fewer shown
-BINS = 300  # long curves are thinned to the minimum and the maximum of so many parts
+FEWEST_GRIDS = 12  # shrink the grids rather than show fewer
+BINS = 300  # long curves are thinned to the minimum and maximum of this many parts
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "loss": ("Loss", ""),
     "fid": ("FID", ""),
@@ -59,7 +59,7 @@ def read_json(text: bytes) -> dict:
 
 def count_of(facts, key: str, default: int) -> int:
     value = facts.get(key) if isinstance(facts, dict) else default
-    return value if type(value) is int and 0 <= value < 2**53 else default  # what JavaScript counts exactly
+    return value if type(value) is int and 0 <= value < 2**53 else default  # exact in JavaScript
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
@@ -70,7 +70,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
         return run
     with open(metrics, "rb") as file:
         file.seek(max(0, metrics.stat().st_size - MAX_METRICS))
-        while text := file.readline(MAX_LINE):  # what is longer comes in parts, of which none is an object
+        while text := file.readline(MAX_LINE):  # a longer line arrives in parts, none of them an object
             line = read_json(text)
             step = count_of(line, "step", -1)
             if step < 0:
@@ -79,7 +79,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
             run.step = max(run.step, step)
             for key, value in line.items():
                 known = key in run.logged or (len(run.logged) < MAX_KEYS and len(key) <= 100 and key != "step")
-                if known and type(value) in (int, float) and abs(value) < 1e99:  # NaN is not
+                if known and type(value) in (int, float) and abs(value) < 1e99:  # false for NaN
                     run.logged.setdefault(key, {})[step] = float(value)
     run.logged = {key: dict(sorted(points.items())) for key, points in run.logged.items()}
     return run
@@ -158,7 +158,7 @@ def charts(runs: list[Run]) -> str:
 
 
 def part(make, *args) -> str:
-    """The HTML that `make` gives, or one line where a file holds what no run writes: it must not end a run."""
+    """The HTML that `make` gives, or one line if bad file contents break it: they must not end a run."""
     try:
         return make(*args)
     except Exception as error:
@@ -183,7 +183,7 @@ def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
 
 
 def progress(run: Run, has_ended: bool) -> str:
-    """Is a run finished, stopped, or locked by its trainer? How far it came, and when."""
+    """A run's state (running if its trainer holds the lock), last step and time."""
     total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
     state = "finished" if run.step >= total else "stopped"
     lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
@@ -219,7 +219,7 @@ python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
 
 
 def evaluation(path: Path, run: Run) -> str:
-    """What base_eval or compare_samplers wrote: floats but cfg_scale were measured, the rest is the protocol."""
+    """Results of base_eval or compare_samplers: floats except cfg_scale were measured, the rest is protocol."""
     e = read_json(read_small(path))
     rows = e.pop("rows", [])
     step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
@@ -250,7 +250,7 @@ def samplers(rows: list[dict]) -> str:
 
 
 def data_url(png: bytes, max_bytes: int) -> str:
-    """A PNG as a data URL, halved until it fits. Raises ValueError where it cannot be."""
+    """A PNG as a data URL, halved until it fits. Raises ValueError if that fails."""
     while len(url := f"data:image/png;base64,{base64.b64encode(png).decode()}") > max_bytes:
         pixels = decode_png(png)
         h, w = pixels.shape[0] // 2, pixels.shape[1] // 2
@@ -275,19 +275,19 @@ def strip(run: Run, budget: int) -> str:
     last = len(images) - 1
     page = f"""<figure class="strip"><figcaption>{escape(run.folder.name)}<output></output></figcaption>
 {"".join(images)}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
-<small>{len(images)} of {len(paths)} grids, all of the same noise and classes</small></figure>"""
+<small>{len(images)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
     return page if images else ""
 
 
 def settings(runs: list[Run]) -> str:
-    """Those that differ between the runs, or from the defaults; then all of config.json."""
+    """Settings that differ between runs or from the defaults; then all of config.json."""
     names = [run.folder.name for run in runs]
     everything = [flat(run.facts) for run in runs]
     differing = table(names, everything, differing=True)
     if len(runs) == 1:
         config = runs[0].facts.get("config", {})
         head, columns = ["default", "here"], [config | runs[0].facts.get("changed_from", {}), config]
-        for change in runs[0].facts.get("changes", []):  # of a run that went on with other settings
+        for change in runs[0].facts.get("changes", []):  # the run resumed with other settings
             head.append(f"from step {change['step']:,}")
             columns.append(columns[-1] | change["config"])
         differing = table(head, columns, differing=True)
@@ -296,7 +296,7 @@ def settings(runs: list[Run]) -> str:
 
 
 def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
-    """`has_ended`: this process holds the lock and trains no more."""
+    """`has_ended`: this process holds the lock and has finished training."""
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.folder.name for run in runs))
     head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)

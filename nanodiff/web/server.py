@@ -26,10 +26,10 @@ HEADERS = {
 
 
 class LocalServer(ThreadingHTTPServer):
-    """A thread answers each request; those that work stand in `line`, of which the first works."""
+    """A thread answers each request; jobs queue in `line`, and only the first runs."""
 
     def __init__(self, port: int, handler, max_queue: int = 4):
-        self.max_queue = max_queue  # so many may wait
+        self.max_queue = max_queue  # this many may wait
         self.line = []  # of handlers
         try:
             super().__init__(("127.0.0.1", port), handler)
