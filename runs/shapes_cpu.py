@@ -1,10 +1,17 @@
-"""The embedded shapes on two CPU cores, in minutes: what runs/cpu.sh trains."""
+"""The embedded shapes on two CPU cores, in minutes: what runs/cpu.sh trains.
+
+What differs from the defaults pays for clean shapes, not for photographs (runs/LOG.md, 2026-11-23).
+"""
 
 model_tag = "shapes_cpu"
 data = "shapes"
-depth = 3
+depth = 4
+width = 160
+objective = "flow_x0"
+timestep_std = 0.6
 num_iterations = 700
 total_batch_size = 64
+warmdown_ratio = 0.8
 eval_every = 350
 sample_every = 350
 cfg_scale = 2.0

@@ -118,6 +118,7 @@ use_scale_shift_norm = True  # t scales and shifts the norms, rather than being 
 dropout = 0.0  # [0, 1): dropout rate
 # Only objective=flow|flow_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
+timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Only objective=eps|x0|x_prev|v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
@@ -250,7 +251,7 @@ FIXED = (  # settings that define the model: a resume cannot change them
     "seed", "data", "flip", "latent_norm", "class_cond", "low_res_size", "arch", "depth", "width", "heads",
     "patch_size", "num_res_blocks", "attention_resolutions", "use_scale_shift_norm", "dropout", "objective",
     "noise_schedule", "num_timesteps", "variance", "loss", "rescale_timesteps", "timesteps", "label_drop",
-    "total_batch_size", "optimizer", "ema_ramp", "init_from", "trainable", "timestep_shift",
+    "total_batch_size", "optimizer", "ema_ramp", "init_from", "trainable", "timestep_shift", "timestep_std",
 )  # fmt: skip
 model_tag = model_tag or f"{train_set.path.name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)

@@ -161,6 +161,7 @@ def test_learning_rate_warms_up_and_down(tiny, run_script):
         ("--dropout=0.3",), ("--variance=learned",), ("--arch=unet", "--patch_size=2"),
         ("--optimizer=adamw", "--muon_lr=0.1"), ("--latent_norm=scale",), ("--objective=eps", "--timestep_shift=3"),
         ("--objective=flow_x0", "--bpd_every=1"), ("--grad_dtype=bfloat16",),
+        ("--timesteps=uniform", "--timestep_std=0.7"),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_do_nothing_is_refused(tiny, run_script, capsys, more):

@@ -41,13 +41,15 @@ def test_uniform_covers_each_timestep_equally(T):
     assert torch.equal(make_timesteps("uniform", FLOW).sample(u)[0], u)
 
 
-def test_logit_normal_quantiles():
-    t, weight = make_timesteps("logit-normal", FLOW).sample(grid(1000))
+@pytest.mark.parametrize("std", [1.0, 0.7])
+def test_logit_normal_quantiles(std):
+    process = FlowMatching(timestep_std=std)
+    t, weight = make_timesteps("logit-normal", process).sample(grid(1000))
     z = torch.logit(t.double())
-    expected = torch.distributions.Normal(0.0, 1.0).icdf(grid(1000).double())
+    expected = torch.distributions.Normal(0.0, std).icdf(grid(1000).double())
     torch.testing.assert_close(z, expected, rtol=0, atol=1e-4)
     assert (weight == 1).all()
-    ends, _ = make_timesteps("logit-normal", FLOW).sample(torch.tensor([0.0, 1 - 2**-24]))
+    ends, _ = make_timesteps("logit-normal", process).sample(torch.tensor([0.0, 1 - 2**-24]))
     assert (ends >= 0).all() and (ends <= 1).all()
 
 

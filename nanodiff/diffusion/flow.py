@@ -53,18 +53,18 @@ class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
-    `timestep_shift` s moves t towards the noise in both, by `shift`.
+    `timestep_shift` s moves t towards the noise in both, by `shift`. `timestep_std`: of logit(t), if t is logit-normal.
     """
 
     num_timesteps = 0  # t is continuous
     t_end = 1000.0  # the network sees t in [0, t_end)
     samplers, default_sampler = SAMPLERS, "heun"
 
-    def __init__(self, prediction: str = "v", timestep_shift: float = 1.0):
+    def __init__(self, prediction: str = "v", timestep_shift: float = 1.0, timestep_std: float = 1.0):
         if not 0 < timestep_shift < math.inf:
             raise UserError(f"timestep_shift={timestep_shift}; accepted: a number > 0")
         self.prediction = prediction
-        self.timestep_shift = timestep_shift
+        self.timestep_shift, self.timestep_std = timestep_shift, timestep_std
 
     def shift(self, t):
         """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""

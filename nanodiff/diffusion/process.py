@@ -16,7 +16,10 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     objective = config["objective"]
     if objective in ("flow", "flow_x0"):
         prediction = "x0" if objective == "flow_x0" else "v"
-        return FlowMatching(prediction, config.get("timestep_shift", 1.0))
+        std, timesteps = config.get("timestep_std", 1.0), config.get("timesteps", "auto")
+        if std != 1 and timesteps not in ("auto", "logit-normal"):
+            raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
+        return FlowMatching(prediction, config.get("timestep_shift", 1.0), std)
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss", "rescale_timesteps")
     return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] == "images")
 

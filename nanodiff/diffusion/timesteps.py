@@ -31,8 +31,8 @@ def bell(u, process):
 
 
 def logit_normal(u, process):
-    """t = sigmoid(z), z standard normal, shifted: favours the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
-    z = math.sqrt(2) * torch.erfinv(2 * u - 1)  # the normal's inverse CDF; MPS lacks torch.special.ndtri
+    """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
     return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
