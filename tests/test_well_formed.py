@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_shapes
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_shapes, paint
 from nanodiff.metrics import well_formed
 from nanodiff.metrics.well_formed import distances, measure_form
 
@@ -35,21 +35,23 @@ def test_damaged_shapes_are_not():
     padded = np.pad(whole, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
     half = whole.copy()
     half[..., :8] = GROUND[:, None, None]
+    small = paint(labels, COLOURS[labels % 6], np.full((60, 3), [0.22, 0.5, 0.5]), 16)
     damaged = {
         "blur": np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3)).mean((4, 5)),
         "noise": whole + rng.normal(scale=25, size=whole.shape),
         "mixture": (whole + np.roll(whole, 1, axis=0)) / 2,
         "half": half,
         "grey": np.broadcast_to(whole.mean(1, keepdims=True), whole.shape),
+        "too small": small,
         "another class": whole,
     }
     images = np.rint(np.concatenate(list(damaged.values()))).clip(0, 255).astype(np.uint8)
     other = (labels + rng.integers(1, 8, size=60)) % 8
-    all_labels = np.concatenate([*[labels] * 5, other])
+    all_labels = np.concatenate([*[labels] * 6, other])
     distance = np.empty(len(images))
     for label in range(8):  # all damages at once, since the renders to compare with take most of the time
         distance[all_labels == label] = distances(images[all_labels == label], label)
-    shares = (distance.reshape(6, 60) <= well_formed.LIMIT).mean(1)
+    shares = (distance.reshape(7, 60) <= well_formed.LIMIT).mean(1)
     assert dict(zip(damaged, shares.round(2))) == dict.fromkeys(damaged, pytest.approx(0, abs=0.05))
 
 

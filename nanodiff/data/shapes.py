@@ -81,6 +81,12 @@ def poses_of(radius, x, y) -> np.ndarray:
     return np.stack([radius, radius + room * x, radius + room * y], 1)
 
 
+def within(poses: np.ndarray) -> np.ndarray:
+    """Poses (..., 3), moved to sizes and places that draw_poses gives."""
+    radius = poses[..., :1].clip(MIN_RADIUS, MAX_RADIUS)
+    return np.concatenate([radius, poses[..., 1:].clip(radius, 1 - radius)], axis=-1)
+
+
 def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
     """The share of each pixel's 4 x 4 points that a shape in poses (n, 3) covers: (n, resolution, resolution)."""
     side = resolution * SUPERSAMPLES

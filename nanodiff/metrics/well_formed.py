@@ -1,12 +1,13 @@
 """Are samples of the embedded shapes well formed? Measured by rendering, without a network.
 
-A sample is compared with renders of the requested shape: colour is fitted in closed form, size and position by search.
-A distance of 1 is the error of a perfect shape shifted by 1/64 of the image's side.
+A sample is compared with renders of the requested shape: colour is fitted in closed form, size and position by search
+among those of the set, so a disc smaller than any of them is malformed. A distance of 1 is the error of a perfect shape
+shifted by 1/64 of the image's side.
 """
 
 import numpy as np
 
-from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_split
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_split, within
 
 NUM_REAL = 240  # held-out shapes to compare with
 LIMIT = 1.0  # well formed up to here: a quarter of a pixel at 16 px, and 99% of held-out shapes
@@ -38,7 +39,7 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     for step in STEPS:
         offsets = step * rng.normal(size=(TRIES, 3))
         offsets[0] = 0
-        tries = poses[:, None] + offsets  # (n, TRIES, 3)
+        tries = within(poses[:, None] + offsets)  # (n, TRIES, 3)
         error = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
         poses = tries[rows, error.argmin(1)]
 
