@@ -116,7 +116,8 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
         classes = [None if name is None else str(name) for name in json.loads(info["classes"])]
         scale = float(info["alpha"]) / int(info["rank"])
         if info["base_sha256"] != origin["sha256"]:
-            raise UserError(f"they are for other weights: {info['base']}, not {origin['name']}")
+            theirs = f"{info['base']} (SHA-256 {info['base_sha256'][:16]}...)"
+            raise UserError(f"they are for other weights: {theirs}, not {origin['name']} ({origin['sha256'][:16]}...)")
         if info["sha256"] != fingerprint(tensors):
             raise UserError("corrupt: its tensors do not match the SHA-256 in its metadata")
     except FAULTS as e:
