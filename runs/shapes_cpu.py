@@ -16,5 +16,6 @@ warmdown_ratio = 0.8
 eval_every = 350
 sample_every = 350
 cfg_scale = 2.0
+cfg_interval = "0.3,0.85"
 sample_steps = 10
 save_every = 350

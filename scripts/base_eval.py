@@ -24,6 +24,7 @@ from nanodiff.common import Progress, UserError, brief, get_dist, leave_together
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
+from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
@@ -49,6 +50,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 50  # >= 1: sampler steps
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to measure instead of the run
 # Only metric=fid|fd_classifier
@@ -138,7 +140,8 @@ else:
         codec = load_codec(loaded.data, device, autoencoder)
         if codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable}")
-        settings = SampleSettings(steps, sampler, cfg_scale if loaded.has_null_class else 1.0)
+        cfg_scale = cfg_scale if loaded.has_null_class else 1.0
+        settings = SampleSettings(steps, sampler, cfg_scale, parse_interval(cfg_interval, cfg_scale))
         num_images = num_images or 400
         small = open_low_res(low_res, loaded, device, autoencoder)
         measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)

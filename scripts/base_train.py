@@ -22,6 +22,7 @@ from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import SHAPES, EndlessShapes, open_dataset
 from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
@@ -105,6 +106,7 @@ sample_every = 250  # >= -1: grid of samples
 sample_steps = 25  # >= 1: steps of the sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 cfg_scale = 2.0  # >= 0: classifier-free guidance of the samples; 1 = none
+cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 save_every = 1000  # >= -1: checkpoint
 checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
@@ -236,11 +238,10 @@ if latent_norm != "channels" and codec.facts["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
 if bpd_every >= 0 and codec.facts["kind"] != "images":
     raise UserError(f"bpd_every={bpd_every}: bits/dim are of pixels, and {data} holds latents; -1 = never")
+# A model that has never trained without labels has no null class to guide away from
+cfg_scale = cfg_scale if num_classes and label_drop else 1.0
 sample_settings = SampleSettings(
-    steps=sample_steps,
-    sampler=choose_sampler(process, sampler, sample_steps),
-    # A model that has never trained without labels has no null class to guide away from
-    cfg_scale=cfg_scale if num_classes and label_drop else 1.0,
+    sample_steps, choose_sampler(process, sampler, sample_steps), cfg_scale, parse_interval(cfg_interval, cfg_scale)
 )
 quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 

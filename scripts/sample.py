@@ -23,6 +23,7 @@ from configurator import configure
 from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
+from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import name_of_settings, write_atomic
@@ -95,16 +96,11 @@ if guide_run or guide_step >= 0 or guide_ema:
     check_guide(guide, loaded)
 elif not loaded.has_null_class:
     cfg_scale = 1.0  # never trained without labels: there is nothing to guide away from
-try:
-    low, high = (float(x) for x in cfg_interval.split(","))
-except ValueError:
-    low = high = -1.0
-if not 0 <= low < high <= 1:
-    raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.1,0.8")
+interval = parse_interval(cfg_interval, cfg_scale)
 sampler = choose_sampler(process, sampler, steps, eta, respacing)
 weak_model = guide.model if guide else None
 settings = SampleSettings(
-    respacing or steps, sampler, cfg_scale, (low, high), eta, weak_model, cfg_channels=cfg_channels or None
+    respacing or steps, sampler, cfg_scale, interval, eta, weak_model, cfg_channels=cfg_channels or None
 )
 shape = parse_size(size, loaded, codec)
 is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
@@ -137,7 +133,7 @@ protocol = loaded.described() | {
     "eta": eta,
     "network_evaluations": network_evaluations(model, process, settings),
     "cfg_scale": cfg_scale,
-    "cfg_interval": [low, high],
+    "cfg_interval": list(interval),
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,
     "lora": lora,

@@ -137,6 +137,7 @@ MISTAKES = [
     ((*TRAIN, "--label_drop=1"), "label_drop=1"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=10", "--noise_schedule=linear"), "num_timesteps=10"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21"), "21"),
+    ((*TRAIN, "--cfg_interval=0.3,1.5"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
     ((*TRAIN, "--device_type=mps"), "mps"),
@@ -170,6 +171,7 @@ MISTAKES = [
     ((*SAMPLE, "--run=a", "--classes=a,b"), "a,b"),
     ((*SAMPLE, "--run=plain", "--classes=0"), "no classes"),
     ((*SAMPLE, "--run=a", "--cfg_interval=0.8,0.1"), "0.8,0.1"),
+    ((*SAMPLE, "--run=a", "--cfg_interval=0.3,0.8", "--cfg_scale=1"), "without guidance"),
     ((*SAMPLE, "--run=a", "--sampler=ddpm"), "ddpm"),
     ((*SAMPLE, "--run=gauss", "--steps=31"), "31"),
     ((*SAMPLE, "--run=gauss", "--respacing=ddim17"), "ddim17"),
@@ -187,6 +189,7 @@ MISTAKES = [
     ((*EVAL, "--run=plain", "--metric=class_accuracy"), "class_accuracy"),
     ((*EVAL, "--run=a", "--metric=class_accuracy", "--sampler=ddim"), "ddim"),
     ((*EVAL, "--run=a", "--metric=bpd"), "bpd"),
+    ((*EVAL, "--run=a", "--metric=fd_classifier", "--cfg_interval=0.3"), "'0.3'"),
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--path=absent"), "absent"),

@@ -5,6 +5,19 @@ import torch
 from nanodiff.common import UserError
 
 
+def parse_interval(cfg_interval: str, cfg_scale: float) -> tuple[float, float]:
+    """(0.3, 0.8) from "0.3,0.8": where t, from 0 (image) to 1 (noise), guidance applies."""
+    try:
+        low, high = (float(x) for x in cfg_interval.split(","))
+    except ValueError:
+        low = high = -1.0
+    if not 0 <= low < high <= 1:
+        raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
+    if cfg_scale == 1 and (low, high) != (0, 1):
+        raise UserError(f"cfg_interval={cfg_interval!r} would do nothing without guidance: cfg_scale is 1")
+    return low, high
+
+
 def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: y (N,), low_res (N, C, h, w).
 

@@ -30,8 +30,8 @@ COMPILE_WHOLE = 3000  # steps of a run
 FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
-    "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "save_every", "save_epochs",
-    "checkpoints_kept", "log_every",
+    "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
+    "save_epochs", "checkpoints_kept", "log_every",
 }  # fmt: skip
 
 
