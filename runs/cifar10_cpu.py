@@ -14,4 +14,6 @@ total_batch_size = 64
 eval_every = 500
 sample_every = 500
 sample_steps = 10
+cfg_scale = 4.0
+cfg_interval = "0.3,0.7"
 save_every = 500
