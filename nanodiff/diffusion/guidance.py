@@ -14,7 +14,7 @@ def parse_interval(cfg_interval: str, cfg_scale: float) -> tuple[float, float]:
     if not 0 <= low < high <= 1:
         raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
     if cfg_scale == 1 and (low, high) != (0, 1):
-        raise UserError(f"cfg_interval={cfg_interval!r} would do nothing without guidance: cfg_scale is 1")
+        raise UserError(f"cfg_interval={cfg_interval!r} would do nothing without guidance; accepted: 0,1")
     return low, high
 
 
