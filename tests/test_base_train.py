@@ -87,6 +87,18 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
     assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
 
 
+def test_the_grid_is_guided_within_the_interval_only(tiny, run_script):
+    """Heun's two steps evaluate at t = 1 and 0.5: an interval between them leaves the grid unguided."""
+
+    def draw(tag, *more):
+        run_script("base_train", *TINY, "--sample_every=0", "--sample_steps=2", f"--model_tag={tag}", *more)
+        return decode_png((tiny / "runs" / tag / "samples" / "step_000006.png").read_bytes())
+
+    plain = draw("plain", "--cfg_scale=1")
+    assert (draw("never", "--cfg_scale=99", "--cfg_interval=0.6,0.9") == plain).all()
+    assert (draw("first", "--cfg_scale=99", "--cfg_interval=0.6,1") != plain).any()
+
+
 @pytest.mark.parametrize("iterations", [0, 1])
 def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
     off = ("--eval_every=-1", "--sample_every=-1", "--save_every=-1")
