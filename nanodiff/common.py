@@ -124,6 +124,15 @@ def gather_objects(value) -> list:
     return values or []
 
 
+def from_first_rank(value, what: str = "a result"):
+    """The first rank's `value`, on every rank."""
+    shared = [value]
+    if dist.is_initialized():
+        with collective(f"the broadcast of {what}"):
+            dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
 def leave_together() -> None:
     """Leave the process group once all ranks are done: gloo may otherwise abort one still working."""
     if dist.is_initialized():
@@ -260,3 +269,28 @@ class Progress:
         if self.shown:
             sys.stderr.write(self.before)
             sys.stderr.flush()
+
+
+def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    return np.split(ids, range(batch_size, len(ids), batch_size))
+
+
+def rank_batches(batches: list[np.ndarray]):
+    """This rank's batches, dealt out in turn."""
+    rank, _, world = get_dist()
+    for first in range(0, len(batches), world):
+        heed_signals()  # sent to any rank; called equally often on every rank, even without a batch
+        if first + rank < len(batches):
+            yield batches[first + rank]
+
+
+def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
+    """[compute(ids) for each batch], split over ranks: the first rank gets all, the others their own."""
+    done = {}  # first image of a batch -> its result
+    with Progress(-(-sum(map(len, batches)) // get_dist()[2]), "images", label) as bar:
+        for ids in rank_batches(batches):
+            done[int(ids[0])] = compute(ids)
+            bar.update(len(ids))
+    for others in gather_objects(done):
+        done |= others
+    return [done[int(ids[0])] for ids in batches if int(ids[0]) in done]

@@ -20,19 +20,20 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import Progress, UserError, brief, gather_batches, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
-from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, gather_batches, validation_loss
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
-from nanodiff.formats.low_res import open_low_res
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
+from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.well_formed import measure_form
+from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.low_res import open_low_res
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
@@ -144,7 +145,7 @@ else:
         settings = SampleSettings(steps, sampler, cfg_scale, parse_interval(cfg_interval, cfg_scale))
         num_images = num_images or 400
         small = open_low_res(low_res, loaded, device, autoencoder)
-        measured = features.ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
+        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
         names = loaded.data["class_names"]
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}

@@ -18,33 +18,25 @@ import torch
 
 from configurator import configure
 from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
+from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import SHAPES, EndlessShapes, open_dataset
-from nanodiff.data.latents import check_same_data, make_codec
 from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
-from nanodiff.diffusion.guidance import parse_interval
+from nanodiff.diffusion.guidance import conditioning, parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, bits_per_dim, conditioning, sample_grid, validation_loss
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run, load_weights
 from nanodiff.formats.start import start_from, train_only
 from nanodiff.metrics.features import SampleQuality
-from nanodiff.models.build import build_model, make_model_config, uncompiled
+from nanodiff.metrics.losses import bits_per_dim, validation_loss
+from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
+from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.checkpoint import lock_run, save_checkpoint
 from nanodiff.training.ema import EMA
+from nanodiff.training.log import LossTerms, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.run import (
-    LossTerms,
-    RunLog,
-    check_wandb,
-    compiled,
-    cut_batch,
-    end,
-    largest_batch,
-    resume_point,
-    run_folder,
-)
+from nanodiff.training.resume import cut_batch, largest_batch, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------

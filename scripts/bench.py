@@ -40,17 +40,17 @@ import torch.distributed as dist
 from configurator import configure, literal, satisfies
 from nanodiff import device as devices
 from nanodiff.common import UserError, get_dist, leave_together, print0
+from nanodiff.data.codec import Latents, Pixels, latent_facts, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.latents import Latents, Pixels, latent_facts, make_codec
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.sampling import SampleSettings, sample_images
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.build import build_model, check_sizes, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
+from nanodiff.sampling.draw import SampleSettings, sample_images
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
 

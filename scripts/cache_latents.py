@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, collective, get_dist, leave_together, print0
+from nanodiff.data.codec import check_sides, latent_facts, to_model_range
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
-from nanodiff.data.latents import check_sides, latent_facts, to_model_range
 from nanodiff.device import init_device
 from nanodiff.files import fsync_dir, sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, get_dist, print0
+from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
+from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import match_labels
-from nanodiff.data.latents import load_codec
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, in_batches, network_evaluations
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -76,7 +76,7 @@ if num_images:
 
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
-    samples = features.ModelSamples(model, process, codec, settings, seed)
+    samples = ModelSamples(model, process, codec, settings, seed)
     on_step = lambda *_: bar.update(0)  # show the progress line during a long sampling
     with autocast:
         x0 = samples.draw(ids, codec.shape, batch_size, on_step)

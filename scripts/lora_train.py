@@ -18,21 +18,23 @@ import torch
 
 from configurator import configure
 from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
+from nanodiff.data.codec import check_same_data, load_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.latents import check_same_data, load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.process import choose_sampler
-from nanodiff.diffusion.sampling import SampleSettings, conditioning, sample_grid
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import identity, match_classes, save_adapters, start_from_adapters
 from nanodiff.formats.load import load_run, load_weights, shift_timesteps
-from nanodiff.models.build import uncompiled
+from nanodiff.models.build import compiled, uncompiled
 from nanodiff.models.lora import add_lora, class_table, trained
+from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.checkpoint import keep_checkpoint, lock_run, save_checkpoint
+from nanodiff.training.log import LossTerms, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.run import LossTerms, RunLog, check_wandb, compiled, cut_batch, end, resume_point, run_folder
+from nanodiff.training.resume import cut_batch, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # The run

@@ -20,7 +20,7 @@ import numpy as np
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
-from nanodiff.data.images import Options
+from nanodiff.data.archives import Options
 from nanodiff.data.sources import open_source
 from nanodiff.files import write_atomic
 

@@ -21,18 +21,17 @@ import torch
 
 from configurator import configure
 from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
-from nanodiff.data.latents import load_codec
+from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes, parse_size
-from nanodiff.formats.low_res import open_low_res
-from nanodiff.formats.sample_store import GRID_IMAGES, SampleStore
-from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png, make_grid
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations
+from nanodiff.sampling.low_res import open_low_res
+from nanodiff.sampling.store import GRID_IMAGES, SampleStore
 
 # Model
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last

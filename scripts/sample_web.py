@@ -29,14 +29,13 @@ import torch.nn.functional as F
 import nanodiff
 from configurator import KINDS, cast, configure, satisfies
 from nanodiff.common import UserError, base_dir, print0
-from nanodiff.data.latents import load_codec
+from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.diffusion.sampling import SampleSettings
 from nanodiff.formats.load import check_meta, find_run, load_run, parse_classes, parse_size
-from nanodiff.formats.low_res import open_low_res
-from nanodiff.metrics.features import ModelSamples
 from nanodiff.png import encode_png
+from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.low_res import open_low_res
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 

@@ -131,7 +131,7 @@ def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, cap
     for tokens, batch in ((5e6, 32), (1.25e6, 16), (20e6, 64)):
         more = (f"--num_epochs={tokens / 16 / 72}", "--resume=changed", f"--model_tag=t{batch}", "--lr=0.001")
         with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanodiff.training.run.cut_batch", interrupt)
+            patch.setattr("nanodiff.training.resume.cut_batch", interrupt)
             run_script("base_train", *args, *more)
         out = capsys.readouterr().out
         scale = math.sqrt(batch / 64)
@@ -151,7 +151,7 @@ def test_long_runs_on_the_embedded_set_see_no_image_twice(base, run_script, caps
     monkeypatch.setattr("nanodiff.data.shapes.NUM_IMAGES", {"train": 1000, "val": 1000})
     args = [arg for arg in TINY if "num_iterations" not in arg and "data=" not in arg] + ["--save_every=-1"]
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanodiff.training.run.cut_batch", interrupt)
+        patch.setattr("nanodiff.training.resume.cut_batch", interrupt)
         run_script("base_train", *args, "--num_epochs=5")
     assert "drawn without end" in capsys.readouterr().out
 

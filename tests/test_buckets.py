@@ -11,11 +11,11 @@ from processes import run_process
 from tiny_runs import assert_identical, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
+from nanodiff.data.archives import Options, choose_sizes
+from nanodiff.data.codec import Pixels, data_facts
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
-from nanodiff.data.images import Options, choose_sizes
-from nanodiff.data.latents import Pixels, data_facts
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier

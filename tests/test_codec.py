@@ -9,8 +9,8 @@ import torch
 from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
+from nanodiff.data.codec import load_codec, make_codec, to_model_range, to_uint8
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.latents import load_codec, make_codec, to_model_range, to_uint8
 from nanodiff.models.autoencoder import open_autoencoder
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.run import largest_batch
+from nanodiff.training.resume import largest_batch
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -140,7 +140,7 @@ def test_nothing_is_compiled_twice(device, base, run_script, monkeypatch):
     """No graph breaks; and neither a second evaluation nor a second grid compiles anything."""
     make_data()
     if device.type == "cpu":
-        monkeypatch.setattr("nanodiff.training.run.compile_model", functools.partial(compile_model, backend="eager"))
+        monkeypatch.setattr("nanodiff.models.build.compile_model", functools.partial(compile_model, backend="eager"))
     graphs = {}
     for steps in (3, 6):
         torch._dynamo.reset()

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from processes import on_ranks
 from tiny_runs import make_data
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, in_batches
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
-from nanodiff.diffusion.sampling import in_batches
 from nanodiff.metrics import cache
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier

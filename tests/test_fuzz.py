@@ -28,9 +28,9 @@ from test_mistakes import forge
 
 import configurator
 from nanodiff.common import UserError
+from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import decode_chunk
-from nanodiff.data.latents import load_codec
 from nanodiff.formats.adapters import identity, save_adapters
 from nanodiff.formats.load import build, load_run
 from nanodiff.formats.published import to_improved_diffusion, to_meta

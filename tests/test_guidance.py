@@ -8,7 +8,7 @@ from test_dit import build, golden, inputs, published_model
 from nanodiff.common import UserError
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
-from nanodiff.diffusion.sampling import SampleSettings
+from nanodiff.sampling.draw import SampleSettings
 
 
 class Counted:

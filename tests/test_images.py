@@ -14,9 +14,9 @@ from image_helpers import archive, chw, everything, make_folder, noise, prepare,
 
 from nanodiff.common import UserError
 from nanodiff.data import decode as image_decode
+from nanodiff.data.archives import Options, classify, val_mask
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.images import Options, classify, val_mask
 from nanodiff.data.sources import open_source
 from nanodiff.png import encode_png
 

@@ -20,8 +20,8 @@ from image_helpers import archive, everything, idx, make_folder, prepare, write_
 from processes import FORK, Started, run_process
 
 from nanodiff.common import UserError
+from nanodiff.data.archives import Options
 from nanodiff.data.dataset import open_dataset, verify
-from nanodiff.data.images import Options
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
 from nanodiff.models.dit import DiTConfig
 

@@ -7,7 +7,7 @@ import torch
 
 from nanodiff.common import UserError
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.diffusion.sampling import SampleSettings, sample_images
+from nanodiff.sampling.draw import SampleSettings, sample_images
 
 GAUSSIAN = dict(noise_schedule="cosine", num_timesteps=20, variance="fixed_small", loss="mse", rescale_timesteps=False)
 IMAGES = {"kind": "images"}

@@ -11,20 +11,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from configurator import Config
-from nanodiff.common import StopSignal, UserError
-from nanodiff.diffusion.sampling import in_batches, rank_batches
+from nanodiff.common import StopSignal, UserError, in_batches, rank_batches
+from nanodiff.models.build import compiled
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training.checkpoint import save_checkpoint
-from nanodiff.training.run import (  # fmt: skip
-    LossTerms,
-    RunLog,
-    check_wandb,
-    compiled,
-    cut_batch,
-    largest_batch,
-    resume_point,
-    run_folder,
-)
+from nanodiff.training.log import LossTerms, RunLog, check_wandb
+from nanodiff.training.resume import cut_batch, largest_batch, resume_point, run_folder
 
 
 def test_micro_steps_and_ranks_make_up_the_batch():
@@ -130,16 +122,16 @@ def test_a_model_tag_is_a_name(base, tag):
 
 
 def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch, capsys):
-    monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "")
+    monkeypatch.setattr("nanodiff.models.build.can_compile", lambda device: "")
     as_said = lambda model, whole: "as a whole" if whole else "by blocks"
-    monkeypatch.setattr("nanodiff.training.run.compile_model", as_said)
+    monkeypatch.setattr("nanodiff.models.build.compile_model", as_said)
     for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
         assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
         assert how in capsys.readouterr().out
     unet = UNet(UNetConfig.from_depth(1, 16))
     assert compiled(unet, torch.device("cuda"), 1) == "by blocks"
     assert compiled(unet, torch.device("cpu"), 3000) is unet and "UNet" in capsys.readouterr().out
-    monkeypatch.setattr("nanodiff.training.run.can_compile", lambda device: "no compiler")
+    monkeypatch.setattr("nanodiff.models.build.can_compile", lambda device: "no compiler")
     model = nn.Identity()
     assert compiled(model, torch.device("cpu"), 3000) is model and "no compiler" in capsys.readouterr().out
 

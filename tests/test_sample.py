@@ -21,11 +21,11 @@ from nanodiff.data import latents as codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.sampling import SampleSettings, network_evaluations
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
-from nanodiff.formats.sample_store import SampleStore
 from nanodiff.metrics import features
+from nanodiff.sampling.draw import SampleSettings, network_evaluations
+from nanodiff.sampling.store import SampleStore
 
 GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
 RUNS = dict(

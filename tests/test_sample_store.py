@@ -12,7 +12,7 @@ from processes import FORK, Started
 
 from nanodiff.common import UserError
 from nanodiff.formats import sample_store
-from nanodiff.formats.sample_store import SampleStore
+from nanodiff.sampling.store import SampleStore
 
 PROTOCOL = {"steps": 50, "guide": None, "cfg_interval": [0.0, 1.0]}
 IMAGES = np.random.default_rng(0).integers(0, 256, (23, 4, 5, 3), np.uint8)

@@ -12,8 +12,8 @@ import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
+from nanodiff.data.archives import CONTAINERS, MAX_RATIO, Options, Source, read_images, read_tar, val_mask
 from nanodiff.data.decode import MAX_FILE_BYTES, decode_all
-from nanodiff.data.images import CONTAINERS, MAX_RATIO, Options, Source, read_images, read_tar, val_mask
 from nanodiff.files import check_zip, download, reading, sha256_of
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"

@@ -1,6 +1,7 @@
 """Guidance: from a trained model to the denoiser that a sampler calls."""
 
 import torch
+import torch.nn.functional as F
 
 from nanodiff.common import UserError
 
@@ -47,3 +48,11 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
         return torch.cat([guided, strong[:, c:]], dim=1)
 
     return denoiser
+
+
+def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
+    """The model's inputs besides x_t and t: labels (N,) and, for super-resolution, x0 (N, C, H, W) made smaller."""
+    cond = {"y": labels} if model_config.num_classes else {}
+    if model_config.low_res:
+        cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
+    return cond

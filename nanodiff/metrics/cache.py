@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
-from nanodiff.common import collective, get_dist, print0
+from nanodiff.common import from_first_rank, get_dist, print0
 from nanodiff.files import writing
 
 
@@ -32,12 +31,3 @@ def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | N
         except OSError as error:  # a data set on a read-only disk: the next call computes it again
             print0(f"warning: {path} cannot be written: {error.strerror}")
     return arrays and {name: array for name, array in arrays.items() if name != "key"}
-
-
-def from_first_rank(value, what: str = "a result"):
-    """The first rank's `value`, on every rank."""
-    shared = [value]
-    if dist.is_initialized():
-        with collective(f"the broadcast of {what}"):
-            dist.broadcast_object_list(shared, src=0)
-    return shared[0]

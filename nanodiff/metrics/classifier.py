@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
+from nanodiff.common import Progress, UserError, from_first_rank, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype
-from nanodiff.metrics.cache import cached, from_first_rank
+from nanodiff.metrics.cache import cached
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, get_dist, make_generator, print0
+from nanodiff.common import UserError, gather_batches, get_dist, in_batches, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.data.sources import open_npz
-from nanodiff.diffusion.sampling import SampleSettings, gather_batches, in_batches, network_evaluations, sample_images
 from nanodiff.files import check_zip, reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
@@ -27,6 +26,7 @@ from nanodiff.metrics.distances import (
     precision_recall,
 )
 from nanodiff.metrics.inception import load_inception
+from nanodiff.sampling.draw import ModelSamples, SampleSettings
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
@@ -73,68 +73,6 @@ class SampleFile:
         return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
 
     batches = staticmethod(in_batches)
-
-
-class ModelSamples:
-    """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
-    every script. The caller enters autocast.
-
-    `small`: a LowRes, the input of a super-resolution model. Samples cycle through `classes`, by default those of the
-    small images or all.
-    """
-
-    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None):
-        self.model = model
-        self.process = process
-        self.codec = codec
-        self.num_classes = model.config.num_classes
-        self.settings = settings
-        self.seed = seed
-        self.small = small
-        all_classes = small.labels if small else range(max(self.num_classes, 1))
-        self.turns = torch.as_tensor(classes or all_classes)
-        self.not_finite = 0  # images drawn with NaN or infinity
-        self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
-        codec.keep_loaded()
-
-    @property
-    def protocol(self) -> dict:
-        return {
-            "sampler": self.settings.sampler,
-            "steps": self.settings.steps,
-            "network_evaluations": network_evaluations(self.model, self.process, self.settings),
-            "cfg_scale": self.settings.cfg_scale,
-            "classes": "all, balanced",
-            "seed": self.seed,
-            "rounding": "round(127.5 (x + 1)), clamped to 0..255",
-        } | ({"low_res": self.small.described, "classes": "of the small images"} if self.small else {})
-
-    def labels(self, ids) -> torch.Tensor:
-        """Classes (n,) int64; zeros for an unconditional model."""
-        return self.turns[torch.as_tensor(ids) % len(self.turns)]
-
-    def batches(self, ids, batch_size: int) -> list[np.ndarray]:
-        """Each batch has one shape."""
-        by_shape = {}
-        for i in ids:
-            by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
-        return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
-
-    def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
-        """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
-        cond = {"y": self.labels(ids)} if self.num_classes else {}
-        if self.small:
-            cond["low_res"] = self.small.images(ids)
-        seeds = [(self.seed << 32) + int(i) for i in ids]
-        shape = shape or self.codec.sample_shape(ids[0])
-        how = (self.settings, batch_size or len(ids), on_step)
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
-        self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
-        return x0
-
-    def images(self, ids) -> torch.Tensor:
-        """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
-        return self.codec.to_pixels(self.draw(ids))
 
 
 @dataclass

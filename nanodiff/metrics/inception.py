@@ -11,9 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, base_dir, get_dist
+from nanodiff.common import UserError, base_dir, from_first_rank, get_dist
 from nanodiff.files import download, load_tensors, sha256_of
-from nanodiff.metrics.cache import from_first_rank
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE_NAME}"

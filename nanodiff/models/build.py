@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, print0
+from nanodiff.device import can_compile
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -86,3 +87,22 @@ def uncompiled():
     if "torch._dynamo" not in sys.modules:  # nothing was compiled; its import takes seconds
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+COMPILE_WHOLE = 3000  # steps of a run
+
+
+def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> torch.nn.Module:
+    """The model, compiled where torch.compile works here: block by block, or as a whole if the run is long enough.
+
+    As a whole, at depth 3 on two CPU cores, the first step takes 28 s more, the others 9 to 18 ms less.
+    """
+    obstacle = can_compile(device)
+    if device.type == "cpu" and isinstance(model, UNet):
+        obstacle = "a UNet takes minutes to compile on a CPU and gets no faster"
+    if obstacle:
+        print0(f"not compiled: {obstacle}")
+        return model
+    whole = num_steps >= COMPILE_WHOLE
+    print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({COMPILE_WHOLE:,} steps or more: as a whole)")
+    return compile_model(model, whole)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import UserError
+from nanodiff.data.archives import Options
+from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import match_labels, open_dataset
-from nanodiff.data.images import Options
-from nanodiff.data.latents import load_codec
 from nanodiff.data.sources import open_source
-from nanodiff.diffusion.sampling import conditioning
+from nanodiff.diffusion.guidance import conditioning
 
 
 class LowRes:

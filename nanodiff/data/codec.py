@@ -239,3 +239,9 @@ def check_images(dataset, *wanted) -> None:
     given = (dataset.meta["kind"], dataset.channels, dataset.resolution)
     if given != wanted:
         raise UserError(f"data={dataset.name!r} has (kind, channels, pixels) {given}, the model wants {wanted}")
+
+
+def stored_images(dataset, ids, codec, device, randn_like=None):
+    """x0 (N, C, H, W) and labels (N,); latents are samples if `randn_like` is given, else means."""
+    stored = torch.from_numpy(dataset.images(ids)).to(device)
+    return codec.to_x0(stored, None, randn_like), torch.from_numpy(dataset.labels(ids)).to(device)

@@ -1,0 +1,54 @@
+"""Losses on held-out images: the validation loss, bits/dim. The caller enters autocast."""
+
+import numpy as np
+import torch
+
+from nanodiff.common import StackedGenerator, make_generator, rank_batches, sum_over_ranks
+from nanodiff.data.codec import stored_images
+from nanodiff.diffusion.guidance import conditioning
+from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
+
+
+@torch.no_grad()
+def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, timesteps: str):
+    """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
+
+    t is distributed as in training, so that losses are comparable; uniformly for loss-second-moment, whose weights make
+    the training loss a mean over uniform t. An image's noise depends on its index, its t on (seed, index), evenly
+    spread: the same for any model, ranks and batch.
+    """
+    device = next(model.parameters()).device
+    n = min(num_images, len(val_set))
+    distribution = make_timesteps("uniform" if timesteps == "loss-second-moment" else timesteps, process)
+    u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
+    sums = torch.zeros(2, 4, dtype=torch.float64)
+    chosen = val_set.first(n)
+    for ids in rank_batches(val_set.batches(chosen, batch_size)):
+        count = len(ids)
+        ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model has one batch size
+        generator = StackedGenerator(ids)
+        x0, labels = stored_images(val_set, ids, codec, device, generator.randn_like)
+        noise = generator.randn(x0.shape, device)
+        t, weight = distribution.sample(u[np.searchsorted(chosen, ids)].to(device))
+        loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
+        sums += quartile_sums(t[:count], loss[:count], weight[:count], process).cpu()
+    total, weights = sum_over_ranks(sums, device)
+    return float(total.sum() / n), (total / weights).tolist()
+
+
+@torch.no_grad()
+def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
+    """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
+    An image's noise depends on its index alone. Each batch of n calls progress(n)."""
+    device = next(model.parameters()).device
+    n = min(num_images, len(val_set))
+    sums = {}
+    for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
+        x0, labels = stored_images(val_set, ids, codec, device)
+        terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **conditioning(model.config, x0, labels))
+        for name, value in terms.items():
+            sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)
+        if progress:
+            progress(len(ids))
+    means = {name: sum_over_ranks(value, device) / n for name, value in sums.items()}
+    return {name: value.numpy() if value.ndim else float(value) for name, value in means.items()}

@@ -1,0 +1,154 @@
+"""Model -> images: settings of the samples, a batch of them, a grid. The caller enters autocast."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanodiff.common import StackedGenerator, gather_batches, get_dist, in_batches
+from nanodiff.data.codec import stored_images
+from nanodiff.diffusion.guidance import conditioning, make_denoiser
+from nanodiff.png import make_grid
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """How samples are drawn; make_denoiser explains guidance."""
+
+    steps: int | str = 25  # or a respacing, see gaussian.space_timesteps
+    sampler: str = "heun"
+    cfg_scale: float = 1.0
+    cfg_interval: tuple[float, float] = (0.0, 1.0)
+    eta: float = 0.0  # ddim's
+    weak_model: torch.nn.Module | None = None
+    cfg_channels: int | None = None
+
+
+@torch.no_grad()
+def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None):
+    """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
+
+    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0).
+    """
+    device = next(model.parameters()).device
+    images = []
+    for part in torch.arange(len(seeds)).split(batch_size):
+        generator = StackedGenerator([seeds[i] for i in part])
+        noise = generator.randn((len(part), *shape), device)
+        inputs = {name: value[part].to(device) for name, value in cond.items()}
+        denoiser = make_denoiser(model, inputs, settings, process.t_end)
+        images.append(
+            process.sample(denoiser, noise, settings.steps, settings.sampler, generator, on_step, settings.eta)
+        )
+    return torch.cat(images)
+
+
+def network_evaluations(model, process, settings: SampleSettings) -> int:
+    """Forward passes per image in sample_images, including the guide's; counted on a dummy model."""
+    num_images = []
+
+    def stand_in(x_t, t, **cond):
+        num_images.append(len(x_t))
+        return x_t.new_zeros(len(x_t), model.config.out_channels, 1, 1)
+
+    stand_in.config = model.config
+    cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
+    settings = replace(settings, weak_model=settings.weak_model and stand_in)
+    denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
+    noise = torch.zeros(1, model.config.in_channels, 1, 1)
+    process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta)
+    return sum(num_images)
+
+
+class ModelSamples:
+    """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
+    every script. The caller enters autocast.
+
+    `small`: a LowRes, the input of a super-resolution model. Samples cycle through `classes`, by default those of the
+    small images or all.
+    """
+
+    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None):
+        self.model = model
+        self.process = process
+        self.codec = codec
+        self.num_classes = model.config.num_classes
+        self.settings = settings
+        self.seed = seed
+        self.small = small
+        all_classes = small.labels if small else range(max(self.num_classes, 1))
+        self.turns = torch.as_tensor(classes or all_classes)
+        self.not_finite = 0  # images drawn with NaN or infinity
+        self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
+        codec.keep_loaded()
+
+    @property
+    def protocol(self) -> dict:
+        return {
+            "sampler": self.settings.sampler,
+            "steps": self.settings.steps,
+            "network_evaluations": network_evaluations(self.model, self.process, self.settings),
+            "cfg_scale": self.settings.cfg_scale,
+            "classes": "all, balanced",
+            "seed": self.seed,
+            "rounding": "round(127.5 (x + 1)), clamped to 0..255",
+        } | ({"low_res": self.small.described, "classes": "of the small images"} if self.small else {})
+
+    def labels(self, ids) -> torch.Tensor:
+        """Classes (n,) int64; zeros for an unconditional model."""
+        return self.turns[torch.as_tensor(ids) % len(self.turns)]
+
+    def batches(self, ids, batch_size: int) -> list[np.ndarray]:
+        """Each batch has one shape."""
+        by_shape = {}
+        for i in ids:
+            by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
+        return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
+
+    def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
+        """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
+        cond = {"y": self.labels(ids)} if self.num_classes else {}
+        if self.small:
+            cond["low_res"] = self.small.images(ids)
+        seeds = [(self.seed << 32) + int(i) for i in ids]
+        shape = shape or self.codec.sample_shape(ids[0])
+        how = (self.settings, batch_size or len(ids), on_step)
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
+        self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
+        return x0
+
+    def images(self, ids) -> torch.Tensor:
+        """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
+        return self.codec.to_pixels(self.draw(ids))
+
+
+def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
+    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
+
+    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With bucketed data each row has one
+    shape. All ranks draw; None except on the first.
+    """
+    num_classes, low_res = model.config.num_classes, model.config.low_res
+    columns = 8 if codec.image_size <= 128 else 4
+    if low_res:
+        n = 24
+        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, next(model.parameters()).device)
+        cond = conditioning(model.config, truth, labels)
+    else:
+        n = columns * (num_classes if 0 < num_classes <= 10 else columns)
+        cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
+    per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
+    batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
+
+    def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
+        inputs = {name: value[ids] for name, value in cond.items()}
+        shape = codec.sample_shape(ids[0])
+        images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
+        if low_res:
+            low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
+            images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
+        return codec.to_pixels(images).numpy()
+
+    pictures = [picture for batch in gather_batches(draw, batches, "grid") for picture in batch]
+    return None if get_dist()[0] > 0 else make_grid(pictures, 9 if low_res else columns)
