@@ -148,7 +148,7 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 train_set = open_dataset(data, "train")
 val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
-num_classes = codec.facts["num_classes"] if class_cond else 0  # labels are 0 .. num_classes-1, the null class follows
+num_classes = codec.description["num_classes"] if class_cond else 0  # the null class is num_classes
 shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
 if val_set is None:
@@ -157,8 +157,8 @@ if val_set is None:
 if codec.undecodable:
     print0(f"grids will show latents, not pixels: {codec.undecodable}")
 
-process = make_process(config, codec.facts)  # flow matching or Gaussian diffusion: noising, loss, samplers
-model_config = make_model_config(config, codec.facts, process.out_channels(codec.shape[0]))
+process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
+model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
 raw_model = build_model(model_config, device, seed)
 num_params = sum(p.numel() for p in raw_model.parameters())
 flops_per_image = raw_model.estimate_flops()
@@ -226,9 +226,9 @@ if device_batch_size == 0:
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
-if latent_norm != "channels" and codec.facts["kind"] == "images":
+if latent_norm != "channels" and codec.description["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
-if bpd_every >= 0 and codec.facts["kind"] != "images":
+if bpd_every >= 0 and codec.description["kind"] != "images":
     raise UserError(f"bpd_every={bpd_every}: bits/dim are of pixels, and {data} holds latents; -1 = never")
 # A model that has never trained without labels has no null class to guide away from
 cfg_scale = cfg_scale if num_classes and label_drop else 1.0
@@ -253,7 +253,7 @@ checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
 # All state of the loop that is not in tensors
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
 if checkpoint:
-    check_same_data(meta["data"], codec.facts, model_tag)
+    check_same_data(meta["data"], codec.description, model_tag)
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
@@ -266,11 +266,11 @@ if checkpoint:
     scaler.load_state_dict(state["scaler"])
     loop |= meta["loop"]
 elif init_from:
-    start_from(raw_model, load_run(init_from, device), config, codec.facts["class_names"] if num_classes else [])
+    start_from(raw_model, load_run(init_from, device), config, codec.description["class_names"] if num_classes else [])
     ema.load_state_dict({})  # averages start from these weights
 step = start_step = loop["step"]
 
-described = dict(config=config, data=codec.facts, model=asdict(model_config), num_params=num_params)
+described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
 log = RunLog(run, run_dir, device, described, step, loop["wandb_id"])
 loop["wandb_id"] = log.wandb_id
@@ -319,7 +319,7 @@ while True:
             tensors["train"] = dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict())
             for rate, average in ema.state_dict().items():
                 tensors[f"ema_{rate}"] = average
-            meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.facts)
+            meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
             meta |= dict(ema_rates=list(ema.rates), loop=loop | {"step": step})
             print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
         saved_step = step

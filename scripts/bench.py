@@ -40,7 +40,7 @@ import torch.distributed as dist
 from configurator import configure, literal, satisfies
 from nanodiff import device as devices
 from nanodiff.common import UserError, get_dist, leave_together, print0
-from nanodiff.data.codec import Latents, Pixels, latent_facts, make_codec
+from nanodiff.data.codec import Latents, Pixels, describe_latents, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
@@ -163,7 +163,7 @@ def open_data(spec: dict, device):
         encoder = open_autoencoder(spec["autoencoder"]).to(device)
         facts |= dict(kind="latents", channels=encoder.latent_channels, resolution=side // encoder.downsample)
         facts["sizes"] = [[size[0] // encoder.downsample, size[1] // encoder.downsample, n]]
-        codec = Latents(facts | {"latents": latent_facts(encoder, spec["autoencoder"], "")}, device, encoder)
+        codec = Latents(facts | {"latents": describe_latents(encoder, spec["autoencoder"], "")}, device, encoder)
         if not spec["online"]:
             stored = torch.randn(n, encoder.parts * codec.shape[0], *codec.shapes[0][1:], generator=g).half()
     labels = torch.arange(n) % max(spec["num_classes"], 1)
@@ -190,7 +190,7 @@ def open_model(spec: dict, facts: dict, device):
 def train(spec: dict, device):
     """Yields facts, then the name of each part of base_train's or the published step, once done."""
     codec, batches = open_data(spec, device)
-    model, process, autocast = open_model(spec, codec.facts, device)
+    model, process, autocast = open_model(spec, codec.description, device)
     n, world, g = spec["batch_size"], get_dist()[2], torch.Generator().manual_seed(1)
     noise = {shape: torch.randn(n, *shape, generator=g).to(device) for shape in codec.shapes}
     t, _ = make_timesteps("uniform", process).sample(torch.rand(n, generator=g).to(device))
@@ -210,7 +210,7 @@ def train(spec: dict, device):
 
     images, labels = next(batches)
     while True:
-        cond = {"y": labels} if codec.facts["num_classes"] else {}
+        cond = {"y": labels} if codec.description["num_classes"] else {}
         x0 = codec.to_x0(images, randn_like=lambda mean: noise[mean.shape[1:]])
         eps = noise[x0.shape[1:]]
         with autocast:
@@ -241,10 +241,10 @@ def train(spec: dict, device):
 def sample(spec: dict, device):
     """Yields facts, then "sample" after each batch, forever."""
     codec, batches = open_data(spec, device)
-    model, process, autocast = open_model(spec, codec.facts, device)
+    model, process, autocast = open_model(spec, codec.description, device)
     model.eval()
     labels = next(batches)[1].cpu()
-    cond = {"y": labels} if codec.facts["num_classes"] else {}
+    cond = {"y": labels} if codec.description["num_classes"] else {}
     settings = SampleSettings(spec["sample_steps"], process.default_sampler, 2.0 if cond else 1.0)
     yield {}
     while True:

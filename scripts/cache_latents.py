@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, collective, get_dist, leave_together, print0
-from nanodiff.data.codec import check_sides, latent_facts, to_model_range
+from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
 from nanodiff.device import init_device
 from nanodiff.files import fsync_dir, sha256_of, write_atomic
@@ -127,7 +127,7 @@ if rank == 0:
             count += note["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
-    meta["latents"] = latent_facts(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
+    meta["latents"] = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
     meta["latents"] |= {"mean": mean.tolist(), "std": std.tolist()}
     publish_set(parts_dir, path, meta)
     shutil.rmtree(path / "notes")  # only now, so that a kill before loses nothing

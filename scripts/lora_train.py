@@ -119,7 +119,7 @@ if label_drop < 0:
     label_drop = loaded.config["label_drop"]
 if num_classes and label_drop and len(class_table(raw_model)[1].weight) == num_classes:
     raise UserError(f"label_drop={label_drop}, but {origin['name']} has no null class; accepted: 0")
-facts = codec.facts | dict(name=train_set.name, sha256=train_set.sha256)
+facts = codec.description | dict(name=train_set.name, sha256=train_set.sha256)
 facts |= dict(class_names=class_names, num_classes=num_classes)
 learned = [class_names[i] if i < num_classes else None for i in class_rows]  # None: the null class
 shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)

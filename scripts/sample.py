@@ -121,7 +121,7 @@ if out and Path(stem).is_dir():
     raise UserError(f"out={out!r} is a folder; accepted: the path of a file in it, without suffix")
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
-latents = {} if codec.undecodable else codec.facts.get("latents", {})
+latents = {} if codec.undecodable else codec.description.get("latents", {})
 image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else codec.image_size) ** 2
 protocol = loaded.described() | {
     "data": loaded.data["name"],

@@ -12,7 +12,7 @@ from tiny_runs import assert_identical, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.archives import Options, choose_sizes
-from nanodiff.data.codec import Pixels, data_facts
+from nanodiff.data.codec import Pixels, describe_data
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
@@ -206,7 +206,7 @@ def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos, capsys):
     assert photos.images(photos.buckets[16, 16]).any(1)[:, 1].all()  # a stripe each, whatever the shape
     with pytest.raises(ValueError):  # a batch of several shapes
         photos.images([0, 20])
-    facts = data_facts(photos)
+    facts = describe_data(photos)
     assert sum(n for *_, n in facts["sizes"]) == 21 and facts["resolution"] == 16
 
 
@@ -235,7 +235,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     rows = decode_png((folder / "mixed.png").read_bytes())
     run_script("sample", *args, "--num_images=8", "--size=12x20", "--npz", f"--out={folder / 'wide'}")
     assert np.load(folder / "wide.npz")["arr_0"].shape == (8, 12, 20, 3)
-    heights = [Pixels(data_facts(photos)).sample_shape(8 * row)[1] for row in range(3)]
+    heights = [Pixels(describe_data(photos)).sample_shape(8 * row)[1] for row in range(3)]
     assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
         (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH in pixels, multiples of 4 up to 64"),
@@ -251,7 +251,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     run_script("base_eval", "--run=run", "--metric=loss", "--device_type=cpu")
     run_script("export", "--run=run", f"--out={folder / 'model.safetensors'}")
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
-    assert loaded.data["sizes"] == data_facts(photos)["sizes"]
+    assert loaded.data["sizes"] == describe_data(photos)["sizes"]
     run_script("lora_train", "--base=run", *RUN[-3:], "--data=photos", "--num_iterations=2", "--total_batch_size=4")
 
 

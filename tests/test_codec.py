@@ -84,7 +84,7 @@ def test_training_on_latents_needs_no_autoencoder(vae, base, run_script, capsys)
     losses = [[json.loads(line).get("val/loss") for line in text.splitlines()] for text in (a, b)]
     assert losses[0] == losses[1] and any(losses[0])
     # what was moved can be told, and is checked
-    facts = first["codec"].facts
+    facts = first["codec"].description
     assert load_codec(facts, CPU, str(base / "elsewhere")).undecodable == ""
     with pytest.raises(UserError, match="these latents were made by vae .*, not by other"):
         load_codec(facts, CPU, str(make_autoencoder(base / "other", seed=1)))

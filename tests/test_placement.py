@@ -57,7 +57,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
         autoencoder.MAX_PIXELS[device.type] = 2**16
         tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
         vae = moved(tiny() if latents == "encoded" else kl((8, 8), 1, 4, 4))
-        info = codec.latent_facts(vae, "", "") | {"copies": 2}
+        info = codec.describe_latents(vae, "", "") | {"copies": 2}
         facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
         pixels = codec.Latents(facts, device, vae)
         if latents == "cached":

@@ -1,6 +1,6 @@
 """Codecs between stored data, x0 and pixels: images as they are, or latents of an autoencoder.
 
-Checkpoints keep a codec's description, `facts`: make_codec makes one to train, load_codec a trained model's.
+Checkpoints keep a codec's `description`. make_codec makes a codec for training; load_codec makes a trained model's.
 """
 
 from pathlib import Path
@@ -31,11 +31,11 @@ class Pixels:
 
     undecodable = ""
 
-    def __init__(self, facts: dict):
-        self.facts = facts
-        channels, side = facts["channels"], facts["resolution"]
+    def __init__(self, description: dict):
+        self.description = description
+        channels, side = description["channels"], description["resolution"]
         self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of the same area
-        sizes = facts.get("sizes") or [(side, side, 1)]
+        sizes = description.get("sizes") or [(side, side, 1)]
         self.shapes = [(channels, h, w) for h, w, _ in sizes]  # all there are
         self.counts = np.cumsum([n for *_, n in sizes])  # cumulative image counts
         self.image_size = side  # of decoded images in pixels
@@ -67,16 +67,16 @@ class Pixels:
 class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
-    A latent set stores fp16 channels: mean, then std unless it is zero (facts["latents"]: parts), and again for the
-    mirrored image if the set has it (copies). `autoencoder` encodes images; without it, `path` overrides the decoder's
-    path in the facts.
+    A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), and again for the mirrored
+    image if the set has it (`copies`). `autoencoder` encodes images; without it, `path` overrides the decoder's path in
+    the description.
     """
 
-    def __init__(self, facts: dict, device, autoencoder=None, path: str = ""):
-        super().__init__(facts)
+    def __init__(self, description: dict, device, autoencoder=None, path: str = ""):
+        super().__init__(description)
         self.device = device
-        self.info = facts["latents"]
-        self.image_size = facts["resolution"] * self.info["downsample"]
+        self.info = description["latents"]
+        self.image_size = description["resolution"] * self.info["downsample"]
         self.offset = torch.tensor(self.info["offset"], device=device).view(1, -1, 1, 1)
         self.scale = torch.tensor(self.info["scale"], device=device).view(1, -1, 1, 1)
         self.autoencoder = autoencoder
@@ -136,17 +136,17 @@ def open_matching(path: str, info: dict):
     return model
 
 
-def data_facts(dataset, unit: int = 1) -> dict:
+def describe_data(dataset, unit: int = 1) -> dict:
     """Facts about the training set that sampling needs without it; sizes in `unit`s."""
-    facts = {"name": dataset.name, "kind": dataset.meta["kind"]}
-    facts |= {"channels": dataset.channels, "resolution": dataset.resolution // unit, "sha256": dataset.sha256}
+    description = {"name": dataset.name, "kind": dataset.meta["kind"]}
+    description |= {"channels": dataset.channels, "resolution": dataset.resolution // unit, "sha256": dataset.sha256}
     if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:  # height, width, number of images
-        facts["sizes"] = [[h // unit, w // unit, len(bucket)] for (h, w), bucket in dataset.buckets.items()]
-    return facts | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
+        description["sizes"] = [[h // unit, w // unit, len(bucket)] for (h, w), bucket in dataset.buckets.items()]
+    return description | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
 
 
-def latent_facts(autoencoder, path: str, source: str, copies: int = 1) -> dict:
-    """facts["latents"] for latents of this autoencoder, normalised by its published scale and shift."""
+def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> dict:
+    """description["latents"] for latents of this autoencoder, normalised by its published scale and shift."""
     info = {"autoencoder": autoencoder.name, "sha256": autoencoder.sha256, "path": path, "source": source}
     info |= {"downsample": autoencoder.downsample, "parts": autoencoder.parts, "copies": copies}
     info["offset"] = [autoencoder.shift] * autoencoder.latent_channels
@@ -154,15 +154,15 @@ def latent_facts(autoencoder, path: str, source: str, copies: int = 1) -> dict:
     return info
 
 
-def check_same_data(old: dict, facts: dict, model_tag: str) -> None:
+def check_same_data(old: dict, description: dict, model_tag: str) -> None:
     """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
     theirs = old.get("latents", {})
-    ours = facts.get("latents", {})
+    ours = description.get("latents", {})
     if theirs.get("sha256") != ours.get("sha256"):
         names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
         raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
-    old = {"sha256": facts["sha256"]} | old  # older checkpoints lack the hash
-    changed = [key for key in facts if key not in ("name", "latents") and facts[key] != old.get(key)]
+    old = {"sha256": description["sha256"]} | old  # older checkpoints lack the hash
+    changed = [key for key in description if key not in ("name", "latents") and description[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
     if changed:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
@@ -174,38 +174,38 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
     `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
     autoencoder's published scale and shift, as latents made on the fly always are.
     """
-    facts = data_facts(dataset)
-    if facts["kind"] == "latents":
+    description = describe_data(dataset)
+    if description["kind"] == "latents":
         info = dict(dataset.meta["latents"])
         if flip and info["copies"] < 2:
             raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
         mean, std = info.pop("mean"), info.pop("std")
         if latent_norm == "channels":
             info |= {"offset": mean, "scale": std}
-        return Latents(facts | {"channels": len(mean), "latents": info}, device, path=autoencoder)
+        return Latents(description | {"channels": len(mean), "latents": info}, device, path=autoencoder)
     if not autoencoder:
-        return Pixels(facts)
+        return Pixels(description)
     model = open_autoencoder(autoencoder).to(device)
     check_sides(dataset, model)
-    facts = data_facts(dataset, model.downsample) | {"kind": "latents", "channels": model.latent_channels}
-    facts["latents"] = latent_facts(model, str(Path(autoencoder).absolute()), dataset.name)
-    return Latents(facts, device, model)
+    description = describe_data(dataset, model.downsample) | {"kind": "latents", "channels": model.latent_channels}
+    description["latents"] = describe_latents(model, str(Path(autoencoder).absolute()), dataset.name)
+    return Latents(description, device, model)
 
 
-def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
-    """A trained model's codec, from the facts in its checkpoint; with `dataset`, it reads that set.
+def load_codec(description: dict, device, autoencoder: str = "", dataset=None):
+    """A trained model's codec, from the description in its checkpoint; with `dataset`, it reads that set.
 
-    `autoencoder`: its path if it was moved, or if the model was published without facts.
+    `autoencoder`: its path if it was moved, or if the model was published without description.
     """
-    channels, size = facts["channels"], facts["resolution"]
-    if facts["kind"] == "images":
+    channels, size = description["channels"], description["resolution"]
+    if description["kind"] == "images":
         if dataset is not None:
             check_images(dataset, "images", channels, size)
-        return Pixels(facts)
-    if "latents" in facts:
-        info = facts["latents"]
+        return Pixels(description)
+    if "latents" in description:
+        info = description["latents"]
     elif autoencoder:
-        info = latent_facts(open_autoencoder(autoencoder), autoencoder, "")
+        info = describe_latents(open_autoencoder(autoencoder), autoencoder, "")
     else:
         info = dict(autoencoder="", sha256="", path="", source="", downsample=8, parts=1, copies=1)
         info |= {"offset": [0.0] * channels, "scale": [1.0] * channels}
@@ -221,7 +221,7 @@ def load_codec(facts: dict, device, autoencoder: str = "", dataset=None):
         encoder = open_matching(autoencoder or info["path"], info).to(device)
         info = info | {"parts": encoder.parts}
         check_images(dataset, "images", 3, size * encoder.downsample)
-    return Latents(facts | {"latents": info}, device, encoder, autoencoder)
+    return Latents(description | {"latents": info}, device, encoder, autoencoder)
 
 
 def check_sides(dataset, autoencoder) -> None:

@@ -226,7 +226,7 @@ def read_meta(path: Path) -> dict:
 
 
 def check_latents(info, source, *stats: str) -> None:
-    """UserError, naming `source`, unless `info` has the fields of latent_facts, and a float per channel in `stats`."""
+    """UserError, naming `source`, unless `info` has describe_latents' fields, and a float per channel in `stats`."""
     texts = dict(autoencoder=str, sha256=str, path=str, source=str)
     numbers = dict(downsample=int, parts=int, copies=int)
     check_fields(info, f"{source}: latents", **texts, **numbers, **dict.fromkeys(stats, list))

@@ -80,7 +80,7 @@ class ModelSamples:
         all_classes = small.labels if small else range(max(self.num_classes, 1))
         self.turns = torch.as_tensor(classes or all_classes)
         self.not_finite = 0  # images drawn with NaN or infinity
-        self.shape = (3 if "latents" in codec.facts else codec.shape[0], codec.image_size, codec.image_size)
+        self.shape = (3 if "latents" in codec.description else codec.shape[0], codec.image_size, codec.image_size)
         codec.keep_loaded()
 
     @property
