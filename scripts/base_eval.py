@@ -103,7 +103,7 @@ if metric in ("loss", "bpd"):
 
 if metric == "loss":
     with autocast:
-        given = (dataset, codec, num_images, batch_size, seed, loaded.config.get("timesteps", "auto"))
+        given = (dataset, codec, num_images, batch_size, seed)
         result["loss"], quarters = validation_loss(loaded.model, loaded.process, *given)
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 

@@ -329,7 +329,7 @@ while True:
         # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
         # ema.applied also sets eval mode.
         if due(eval_every) and not stopping:
-            given = (process, val_set, codec, eval_images, device_batch_size, seed, timesteps)
+            given = (process, val_set, codec, eval_images, device_batch_size, seed)
             raw_model.eval()
             with autocast:
                 val_loss, _ = validation_loss(raw_model, *given)
@@ -337,7 +337,7 @@ while True:
             with autocast, ema.applied(raw_model):
                 val_loss_ema, by_t = validation_loss(raw_model, *given)
             loop["best_val_loss"] = min(val_loss_ema, loop["best_val_loss"] or val_loss_ema)
-            quarters = " ".join(f"{q:.4f}" for q in by_t)
+            quarters = " ".join("-" if math.isnan(q) else f"{q:.4f}" for q in by_t)
             averaged = f"average {val_loss_ema:.4f} (best {loop['best_val_loss']:.4f})"
             print0(f"step {step:05d} | val loss {val_loss:.4f} | {averaged}, by quarter of t {quarters}")
             val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
@@ -346,7 +346,7 @@ while True:
         # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
         if due(bpd_every) and not stopping:
             with autocast, ema.applied(raw_model):
-                bpd = bits_per_dim(model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
+                bpd = bits_per_dim(raw_model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
             print0(f"step {step:05d} | {bpd:.4f} bits/dim")
             log.metrics({"step": step, "val/bpd": bpd})
 

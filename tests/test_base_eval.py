@@ -67,6 +67,22 @@ def test_validation_loss_of_a_model_that_predicts_nothing(run_dir, run_script):
     assert loss == pytest.approx(1 + float(x0.square().mean()), abs=5 * (2 / values + 4 / values) ** 0.5)
 
 
+def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_script):
+    """The same weights have one validation loss, so that the curves of a sweep can be compared."""
+    make_data()
+    laws = {
+        "flow": ["--timestep_std=0.5", "--timestep_shift=3", "--timesteps=uniform", "--timesteps=bell"],
+        "eps": ["--timesteps=bell", "--timesteps=loss-second-moment"],
+    }
+    for objective, settings in laws.items():
+        figures = []
+        for i, setting in enumerate(["--timesteps=auto", *settings]):
+            run_dir = make_run(run_script, f"{objective}{i}", f"--objective={objective}", setting)
+            found = evaluate(run_script, run_dir, "loss", f"--run={run_dir.name}")
+            figures.append([found["loss"], *(found.get(f"loss_q{q}") for q in range(4))])
+        assert figures[1:] == figures[:1] * len(settings)
+
+
 def test_bits_per_dim(base, run_script):
     make_data()
     more = ("--num_timesteps=25", "--variance=learned_range", "--low_res_size=8")

@@ -1,39 +1,47 @@
 """Losses on held-out images: the validation loss, bits/dim. The caller enters autocast."""
 
+import math
+
 import numpy as np
 import torch
 
 from nanodiff.common import StackedGenerator, make_generator, rank_batches, sum_over_ranks
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.guidance import conditioning
-from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
+from nanodiff.diffusion.timesteps import quartile_sums
+
+
+def validation_t(u: torch.Tensor, process) -> torch.Tensor:
+    """u (N,) uniform in [0, 1) -> t (N,), by one law whatever the training law is, so that runs can be compared:
+    logit-normal for flow matching, as in training by default; uniform for a Gaussian diffusion."""
+    T = process.num_timesteps
+    if T:
+        return (u * T).long().clamp(max=T - 1)
+    return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 
 @torch.no_grad()
-def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, timesteps: str):
+def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
 
-    t is distributed as in training, so that losses are comparable; uniformly for loss-second-moment, whose weights make
-    the training loss a mean over uniform t. An image's noise depends on its index, its t on (seed, index), evenly
-    spread: the same for any model, ranks and batch.
+    An image's noise depends on its index, its t on (seed, index), evenly spread over validation_t: the same for any
+    model, ranks and batch.
     """
     device = next(model.parameters()).device
     n = min(num_images, len(val_set))
-    distribution = make_timesteps("uniform" if timesteps == "loss-second-moment" else timesteps, process)
-    u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
-    sums = torch.zeros(2, 4, dtype=torch.float64)
     chosen = val_set.first(n)
+    u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
+    t_of = validation_t(u, process)  # (n,), in the order of `chosen`
+    sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in rank_batches(val_set.batches(chosen, batch_size)):
-        count = len(ids)
-        ids = np.pad(ids, (0, batch_size - count), mode="edge")  # a compiled model has one batch size
         generator = StackedGenerator(ids)
         x0, labels = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
-        t, weight = distribution.sample(u[np.searchsorted(chosen, ids)].to(device))
+        t = t_of[np.searchsorted(chosen, ids)].to(device)
         loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
-        sums += quartile_sums(t[:count], loss[:count], weight[:count], process).cpu()
-    total, weights = sum_over_ranks(sums, device)
-    return float(total.sum() / n), (total / weights).tolist()
+        sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
+    total, counts = sum_over_ranks(sums, device)
+    return float(total.sum() / n), (total / counts).tolist()
 
 
 @torch.no_grad()
