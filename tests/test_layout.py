@@ -6,7 +6,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [{"ground"}, {"models", "diffusion"}, {"data", "training"}, {"sampling"}, {"metrics"}, {"formats"}, {"web"}, {"scripts"}]
+FLOORS = [
+    {"ground"},
+    {"models", "diffusion"},
+    {"data", "training"},
+    {"sampling"},
+    {"metrics"},
+    {"formats"},
+    {"web"},
+    {"scripts"},
+]
 RUNTIME = set(sys.stdlib_module_names) | {"torch", "numpy", "wandb", "nanodiff", "configurator"}
 SOURCES = sorted([*ROOT.glob("nanodiff/**/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "configurator.py"])
 
