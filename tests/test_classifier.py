@@ -13,13 +13,21 @@ from processes import on_ranks
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
-from nanodiff.metrics.classifier import Classifier, get_classifier, load_images, shift, shrink, train_classifier
-
-TINY = dict(total_images=800, batch_size=25)
+from nanodiff.metrics.classifier import (
+    Classifier,
+    get_classifier,
+    load_images,
+    plan_training,
+    shift,
+    shrink,
+    train_classifier,
+)
 
 
 class Images:
     """A labelled set in memory, with what a Dataset offers and a folder with a meta.json."""
+
+    name = "in memory"
 
     def __init__(self, images, labels, num_classes, path=None):
         self._images, self._labels, self.num_classes, self.path = images, labels, num_classes, path
@@ -45,39 +53,33 @@ def color_set(num_images, seed, path=None):
 
 
 @pytest.fixture
-def easy(tmp_path):
+def easy(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MIN_TRAINED", 600)
     (tmp_path / "meta.json").write_text(json.dumps({"name": "easy"}))
     return color_set(200, 0, tmp_path), color_set(100, 1, tmp_path)
 
 
-@pytest.fixture
-def trainings(monkeypatch):
-    """Makes trainings short; a list that grows by one with each."""
-    calls = []
-
-    def counted(*args):
-        calls.append(1)
-        return train_classifier(*args, **TINY)
-
-    monkeypatch.setattr(module, "train_classifier", counted)
-    return calls
-
-
-def right(classifier, dataset):
-    """(N,) bool: which of a set's images are classified as they should be."""
-    ids = np.arange(dataset.num_images)
-    _, logits = classifier.features(dataset.images(ids))
-    return logits.argmax(1).numpy() == dataset.labels(ids)
-
-
 @pytest.mark.slow
 def test_shapes_are_learned_and_noise_is_not():
-    train, val = (Images(*draw_shapes(n, seed), 8) for n, seed in ((2000, 0), (500, 1)))
-    classifier = train_classifier(train, val, "cpu", total_images=2000, batch_size=25)
-    assert float(classifier.accuracy) == pytest.approx(right(classifier, val).mean())
+    train, val = (Images(*draw_shapes(n, seed), 8) for n, seed in ((700, 0), (500, 1)))
+    classifier = train_classifier(train, val, "cpu")
     assert classifier.accuracy > 0.9
     unrelated = Images(val.images(np.arange(500)), draw_shapes(500, 2)[1], 8)
-    assert right(classifier, unrelated).mean() < 0.25  # by chance 1/8
+    _, logits = classifier.features(unrelated.images(np.arange(500)))
+    guessed = logits.argmax(1).numpy()
+    assert float(classifier.accuracy) == pytest.approx((guessed == val.labels(np.arange(500))).mean())
+    assert (guessed == unrelated.labels(np.arange(500))).mean() < 0.25  # by chance 1/8
+
+
+def test_training_takes_as_long_as_the_set_is_large():
+    def drawn(num_images):
+        num_steps, batch_size = plan_training(num_images, epochs=3)
+        assert batch_size <= num_images
+        return num_steps * batch_size
+
+    assert drawn(50_000) == 150_000
+    assert 2000 <= drawn(171) < 2500
+    assert all(2000 <= drawn(n) <= max(3 * n, 2000) + 250 for n in (2, 15, 100, 1000, 7000))
 
 
 @pytest.mark.parametrize("shape", [(1, 28), (3, 16), (3, 33), (4, 8), (3, 64)])
@@ -93,14 +95,19 @@ def test_features_of_any_image_size(shape):
 
 
 def test_training_is_a_function_of_the_seed(easy):
-    one, same, other = (
-        train_classifier(*easy, "cpu", total_images=100, batch_size=50, seed=seed).state_dict() for seed in (0, 0, 1)
-    )
+    one, same, other = (train_classifier(*easy, "cpu", seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_a_classifier_is_trained_once_and_again_for_other_data_or_if_corrupt(easy, trainings):
+def test_a_classifier_is_trained_once_and_again_for_other_data_or_if_corrupt(easy, monkeypatch):
+    trainings = []
+
+    def counted(*args):
+        trainings.append(1)
+        return train_classifier(*args)
+
+    monkeypatch.setattr(module, "train_classifier", counted)
     folder = easy[0].path
     path = folder / "classifier.npz"
     first, again = (get_classifier(*easy, "cpu") for _ in range(2))
@@ -133,7 +140,7 @@ def test_the_first_rank_trains_for_all(easy, monkeypatch):
 
 def test_large_sets_are_drawn_from(easy, monkeypatch):
     monkeypatch.setattr(module, "MAX_IMAGES", 30)
-    images, labels = load_images(easy[0], 8, seed=0, chunk=7)
+    images, labels = load_images(easy[0], 8, seed=0)
     again, _ = load_images(easy[0], 8, seed=0)
     other, _ = load_images(easy[0], 8, seed=1)
     assert len(images) == len(labels) == 30 and torch.equal(images, again) and not torch.equal(images, other)
@@ -152,9 +159,9 @@ def test_shrinking_keeps_the_mean_and_small_images():
 def test_shifts_move_whole_images_by_an_eighth_at_most():
     spot = torch.zeros(500, 1, 16, 16, dtype=torch.uint8)
     spot[:, :, 8, 8] = 200
-    moved = shift(spot, torch.Generator().manual_seed(0))
-    rows, cols = moved[:, 0].flatten(1).argmax(1) // 16, moved[:, 0].flatten(1).argmax(1) % 16
-    assert torch.equal(moved.flatten(1).long().sum(1), torch.full((500,), 200))
-    assert set(rows.tolist()) == set(cols.tolist()) == {6, 7, 8, 9, 10}
+    moved = shift(spot, torch.Generator().manual_seed(0)).flatten(1)
+    assert torch.equal(moved.long().sum(1), torch.full((500,), 200))
+    where = moved.argmax(1)
+    assert set((where // 16).tolist()) == set((where % 16).tolist()) == {6, 7, 8, 9, 10}
     flat = torch.full((4, 2, 16, 16), 7, dtype=torch.uint8)
     assert torch.equal(shift(flat, torch.Generator().manual_seed(0)), flat)  # no border comes in

@@ -2,6 +2,7 @@
 far are their features from those of real images?"""
 
 import hashlib
+import math
 import time
 
 import torch
@@ -16,6 +17,7 @@ from nanodiff.metrics.cache import cached
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
 MAX_IMAGES = 50_000  # a random choice of a larger set
+MIN_TRAINED = 2000  # images drawn in training on a small set, with repeats
 
 
 class Classifier(nn.Module):
@@ -92,25 +94,24 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return images.permute(0, 2, 3, 1)[index, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
 
 
-def train_classifier(train, val, device, total_images: int = 0, batch_size: int = 250, seed: int = 0) -> Classifier:
-    """Train on `total_images` of `train`, by default 3 epochs but at least 60,000 (one epoch for shapes); test on
-    `val`."""
+def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
+    """-> number of steps, images per step: whole epochs of a large set, seconds' worth of a small one."""
+    total_images = max(epochs * num_images, MIN_TRAINED)
+    batch_size = min(num_images, 250, max(num_images // 80, 16))
+    return math.ceil(total_images / batch_size), batch_size
+
+
+def train_classifier(train, val, device, seed: int = 0) -> Classifier:
+    """Train on `train` for 3 epochs (1 for the shapes), test on `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
-    classifier = Classifier(train.channels, train.resolution, train.num_classes)
-    generator = torch.Generator().manual_seed(seed)
-    for module in classifier.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, generator=generator)
-    nn.init.zeros_(classifier.head.weight)
-    nn.init.zeros_(classifier.head.bias)
+    classifier = initialise(Classifier(train.channels, train.resolution, train.num_classes), seed)
     classifier = classifier.to(device, memory_format=torch.channels_last).train()
 
-    images, labels = (x.to(device) for x in load_images(train, classifier.resolution, seed))
-    batch_size = min(batch_size, len(images))
-    total_images = total_images or (len(images) if train.name in SHAPES else max(3 * len(images), 60_000))
-    num_steps = -(-total_images // batch_size)
+    images, labels = load_images(train, classifier.resolution, seed)
+    images, labels = images.to(device), labels.to(device)
+    num_steps, batch_size = plan_training(len(images), epochs=1 if train.name in SHAPES else 3)
     steps_per_epoch = len(images) // batch_size
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.01, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, num_steps, pct_start=0.2)
@@ -128,10 +129,22 @@ def train_classifier(train, val, device, total_images: int = 0, batch_size: int 
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             bar.update(batch_size)
+
     classifier = classifier.requires_grad_(False).eval()
     images, labels = load_images(val, classifier.resolution, seed)
     _, logits = classifier.features(images)
     classifier.accuracy.fill_((logits.argmax(1) == labels).float().mean())
+    return classifier
+
+
+def initialise(classifier: Classifier, seed: int) -> Classifier:
+    """He's normal weights (arXiv:1502.01852), a function of the seed alone; the head starts from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in classifier.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, generator=generator)
+    nn.init.zeros_(classifier.head.weight)
+    nn.init.zeros_(classifier.head.bias)
     return classifier
 
 
