@@ -1,5 +1,5 @@
 """
-Evaluate a trained model, or images in a file.
+Evaluate a trained model, or images in a file or a folder.
 
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
     python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion, also by timestep
@@ -7,7 +7,7 @@ Evaluate a trained model, or images in a file.
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
-    python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10
+    python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
 """
 
@@ -31,6 +31,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats, save_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
+from nanodiff.metrics.sample_files import open_samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.low_res import open_low_res
@@ -40,9 +41,9 @@ run = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier: what to measure
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
-data = ""  # data set to evaluate on, or to compare with; "" = the one trained on
+data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
 autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
-num_images = 0  # >= 0: validation images, or samples (usually 50,000 for fid); 0 = 400, or all in the file
+num_images = 0  # >= 0: validation images, or samples (usually 50,000 for fid); 0 = 400, or all in `samples`
 seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
@@ -53,7 +54,7 @@ steps = 50  # >= 1: sampler steps
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
-samples = ""  # .npz with arr_0 (N, H, W, C) uint8, as scripts/sample.py writes it, to measure instead of the run
+samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=fid|fd_classifier
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
 save_reference = ""  # write mu and sigma of the data set to this .npz, and measure nothing
@@ -63,7 +64,7 @@ inception = ""  # path of Inception's weights; "" = download them once
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model or file, and the data
+# What to evaluate: a run or samples; and the name of its data set
 
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
@@ -71,23 +72,27 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 if save_reference and (samples or reference):
     raise UserError(f"save_reference={save_reference!r} cannot be combined with samples or reference")
-loaded = None if samples or save_reference else load_run(run, device, checkpoint_step, ema)
-source = loaded.source if loaded else samples
-result = {"metric": metric} | (loaded.described() if loaded else {})
+result = {"metric": metric}
+name, loaded, measured = data, None, None
+source = samples or "save_reference"  # in messages
+if samples:
+    measured = open_samples(samples)
+    name = name or measured.data
+if not samples and not save_reference:
+    loaded = load_run(run, device, checkpoint_step, ema)
+    source = loaded.source
+    name = name or loaded.data["name"]
+    result |= loaded.described()
+elif run and not name:  # compare with the set that this run was trained on
+    name = load_run(run, device, checkpoint_step, ema).data["name"]
+if not name and not reference:
+    raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
-measured = features.SampleFile(Path(samples).expanduser()) if samples else None
-name = data or (loaded.data["name"] if loaded else "")
-if samples and not name:  # the images of a file are compared with the set that its model was trained on
-    name = load_run(run, device, checkpoint_step, ema).data["name"] if run else measured.data
-dataset = None
-if not reference:
-    if not name:
-        raise UserError(f"{source or 'save_reference'} does not say which data set it belongs to: give data=...")
-    dataset = open_dataset(name, "val") if metric in ("loss", "bpd") else features.image_set(name, reference_split)
-    result["data"] = dataset.name
-    if metric == "well_formed" and dataset.name not in SHAPES:
-        raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses on held-out images
+
 if metric in ("loss", "bpd"):
+    dataset = open_dataset(name, "val")
     if loaded.num_classes:
         if not dataset.num_classes:
             raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
@@ -96,15 +101,12 @@ if metric in ("loss", "bpd"):
     num_images = min(num_images or 400, len(dataset))
     if num_images < world:
         raise UserError(f"{world} ranks for {num_images} images")
-    result["num_images"] = num_images
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluate
+    result |= {"data": dataset.name, "num_images": num_images}
 
 if metric == "loss":
     with autocast:
-        given = (dataset, codec, num_images, batch_size, seed)
-        result["loss"], quarters = validation_loss(loaded.model, loaded.process, *given)
+        loss, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
+    result["loss"] = loss
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
@@ -115,54 +117,66 @@ elif metric == "bpd":
     with Progress(num_images, "images", "bits/dim") as bar, autocast:
         terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size, bar.update)
     result["timesteps"] = loaded.process.num_timesteps
-    result |= {key: value for key, value in terms.items() if key.endswith("bpd")}
+    for key in [key for key in terms if key.endswith("bpd")]:
+        result[key] = terms.pop(key)
     if rank == 0 and loaded.run_dir:
         path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
-        np.savez(path, **{key: value for key, value in terms.items() if not key.endswith("bpd")})
+        np.savez(path, **terms)
         print0(f"vb, xstart_mse and mse by timestep, T-1 first: {path}")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics of real images, for later
 
 elif save_reference:
     path = Path(save_reference).expanduser()
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"save_reference={save_reference!r}: cannot write there")
+    dataset = features.image_set(name, reference_split)
     network = features.load_network(metric, name, device, inception)
     known = features.reference_features(dataset, network)
     if rank == 0:
         save_stats(path, known.mu, known.sigma)
-    result |= {"split": reference_split, "num_images": len(dataset), "network": network.title, "saved": str(path)}
+    result |= {"data": dataset.name, "split": reference_split, "num_images": len(dataset)}
+    result |= {"network": network.title, "saved": str(path)}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples: those given, or the model's, drawn one batch at a time
 
 else:
-    # The images to measure: a file's, or samples of the model, drawn one batch at a time
     if samples:
         num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
     else:
+        num_images = num_images or 400
         sampler = choose_sampler(loaded.process, sampler, steps)
         codec = load_codec(loaded.data, device, autoencoder)
         if codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable}")
         cfg_scale = cfg_scale if loaded.has_null_class else 1.0
         settings = SampleSettings(steps, sampler, cfg_scale, parse_interval(cfg_interval, cfg_scale))
-        num_images = num_images or 400
         small = open_low_res(low_res, loaded, device, autoencoder)
         measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
         names = loaded.data["class_names"]
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}
-    shape = (dataset.channels, dataset.resolution, dataset.resolution) if dataset else measured.shape
-    if measured.shape != shape and measured.shape[1:] not in (dataset.buckets if dataset else ()):
-        raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
-    compared = metric in ("fid", "fd_classifier")  # with real images
-    if metric in ("class_accuracy", "well_formed") and not measured.num_classes:
-        raise UserError(f"metric={metric}: {source} has no classes")
-    if compared and num_images < 10:
+    is_distance = metric in ("fid", "fd_classifier")  # to real images
+    if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
-    asked = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
-    if metric != "fid" and measured.num_classes and names:  # in the data set's numbering
-        asked = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[asked]
-
-    # Measure them
+    if not is_distance and not measured.num_classes:
+        raise UserError(f"metric={metric}: {source} has no classes")
+    labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
+    if not reference:
+        dataset = features.image_set(name, reference_split)
+        result["data"] = dataset.name
+        if metric == "well_formed" and dataset.name not in SHAPES:
+            raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
+        shape = (dataset.channels, dataset.resolution, dataset.resolution)
+        if measured.shape != shape and measured.shape[1:] not in dataset.buckets:
+            raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
+        if metric != "fid" and measured.num_classes and names:  # number the classes as the data set does
+            labels = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
     batches = measured.batches(np.arange(num_images), batch_size)
+
     if metric == "well_formed":
         with autocast:
             images = gather_batches(measured.images, batches, "samples")
@@ -172,29 +186,32 @@ else:
         if reference:
             known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))
             result["reference"] = reference
-        elif compared:
+        elif is_distance:
             known = features.reference_features(dataset, network)
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
-        if compared and num_images < network.num_features:
+        if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
         with autocast:
             found = features.collect_features(measured.images, batches, network, "samples")
     not_finite = int(sum_over_ranks(torch.tensor(measured.not_finite), device))
     if not_finite:
         raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")
+
     if rank == 0 and metric == "well_formed":
-        result |= measure_form(np.concatenate(images), asked.numpy())
-    if rank == 0 and compared:
+        result |= measure_form(np.concatenate(images), labels.numpy())
+    if rank == 0 and is_distance:
         result |= features.compare(metric, found, known)
     if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
-        right = (found.logits.argmax(1) == asked).double()  # (N,)
+        right = (found.logits.argmax(1) == labels).double()  # (N,)
         result["class_accuracy"] = float(right.mean())
-        by_class = {name: right[asked == k] for k, name in enumerate(dataset.class_names)}
-        result["class_accuracy_of"] = {name: round(float(x.mean()), 4) for name, x in by_class.items() if len(x)}
+        result["class_accuracy_of"] = {}
+        for k, class_name in enumerate(dataset.class_names):
+            if (labels == k).any():
+                result["class_accuracy_of"][class_name] = round(float(right[labels == k].mean()), 4)
         result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Save the figures and their protocol beside the run or file
+# Save the figures and their protocol beside the run or the samples
 
 for key, value in result.items():
     if isinstance(value, float) and not math.isfinite(value):

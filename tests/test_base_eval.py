@@ -1,6 +1,5 @@
 """A figure does not depend on how the work was cut up, and is kept beside the run."""
 
-import functools
 import json
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features, well_formed
+from nanodiff.sampling import draw
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def run_dir(base, run_script):
 @pytest.fixture
 def quick_classifier(monkeypatch):
     """A classifier that has seen hardly anything."""
-    quick = functools.partial(classifier.train_classifier, total_images=200, batch_size=20)
-    monkeypatch.setattr(classifier, "train_classifier", quick)
+    monkeypatch.setattr(classifier, "MIN_TRAINED", 200)
 
 
 def evaluate(run_script, run_dir, metric, *args):
@@ -136,6 +135,21 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
+def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    make_data()
+    dataset = open_dataset("tiny", "val")
+    write_npz(tmp_path / "s.npz", dataset)
+    for i, image in enumerate(dataset.images(range(24))):
+        folder = tmp_path / "images" / CLASS_NAMES[dataset.labels([i])[0]]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).save(folder / f"{i}.png")
+    one = evaluate_file(run_script, tmp_path / "s.npz", "fd_classifier", "--data=tiny")
+    other = evaluate_file(run_script, tmp_path / "images", "fd_classifier", "--data=tiny")
+    for figure in ("num_images", "fd_classifier", "kd_classifier", "precision", "recall", "class_accuracy_of"):
+        assert other[figure] == pytest.approx(one[figure], rel=1e-6)
+
+
 @pytest.mark.parametrize("metric", ["loss", "fd_classifier"])
 def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_classifier, monkeypatch, metric):
     build = load.build
@@ -240,7 +254,7 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
         ("--metric=fid --samples=s.npz --data=tiny --inception=absent.pth", "no such file: absent.pth"),
         ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
         ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),
-        ("--metric=well_formed --samples=s.npz --data=tiny", "data='tiny'; accepted: shapes, shapes32, shapes64"),
+        ("--metric=well_formed", "data='tiny'; accepted: shapes, shapes32, shapes64"),
     ],
 )
 def test_mistakes(run_dir, run_script, monkeypatch, arguments, message):
@@ -284,7 +298,7 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
         return torch.zeros(len(images), 1), torch.nn.functional.one_hot(numbers[images[:, 0, 0, 0].long()], 16)
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
-    monkeypatch.setattr(features, "sample_images", paint)
+    monkeypatch.setattr(draw, "sample_images", paint)
     monkeypatch.setattr(features, "get_classifier", lambda *args: reader)
     loss = evaluate(run_script, run_dir, "loss")["loss"]
     images, labels = draw_shapes(24, seed=24)  # those of the validation split, called otherwise

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from processes import on_ranks
 from tiny_runs import make_data
 
-from nanodiff.common import UserError, in_batches
+from nanodiff.common import in_batches
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
@@ -18,7 +18,7 @@ from nanodiff.metrics import cache
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier
 from nanodiff.metrics.distances import frechet_distance, load_stats
-from nanodiff.metrics.features import SampleFile, collect_features, compare, image_set, reference_features
+from nanodiff.metrics.features import collect_features, compare, image_set, reference_features
 
 
 def make_network(seed=0):
@@ -100,10 +100,6 @@ def test_two_ranks_compute_what_one_computes(base):
     assert second == [None] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Features kept beside a data set
-
-
 def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base, monkeypatch, capsys):
     computations = []
 
@@ -148,39 +144,3 @@ def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch)
     for name in sets:
         found = image_set(name, "val")
         assert (found.name, found.split) == ("photos", "val")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of samples
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
-    images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, channels), np.uint8)
-    save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps({"steps": 7}))
-    file = SampleFile(tmp_path / "s.npz")
-    assert file.num_images == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
-    assert file.protocol == {"samples": str(tmp_path / "s.npz"), "samples_protocol": {"steps": 7}}
-    for ids in (range(4), range(4, 20), range(17, 20), range(2, 3)):
-        assert (file.images(np.array(ids)) == images[ids].transpose(0, 3, 1, 2)).all()
-        assert file.labels(np.array(ids)).tolist() == [i % 3 for i in ids]
-
-
-@pytest.mark.parametrize(
-    "images, message",
-    [
-        (None, "no such file"),
-        (b"text", "s.npz"),
-        (np.zeros((9, 4, 4, 3)), "uint8"),
-        (np.array([{}]), "s.npz"),  # a pickle
-    ],
-)
-def test_wrong_files_are_refused(tmp_path, images, message):
-    path = tmp_path / "s.npz"
-    if isinstance(images, bytes):
-        path.write_bytes(images)
-    elif images is not None:
-        np.savez(path, arr_0=images)
-    with pytest.raises(UserError, match=message):
-        SampleFile(path)

@@ -76,48 +76,38 @@ def test_resize_follows_tensorflow_1():
     torch.testing.assert_close(resize(x, 3), x[:, :, ::2, ::2])  # half of it: every other pixel, not smoothed
 
 
-@pytest.fixture
-def weights_file(tmp_path, monkeypatch):
-    """A file of a smaller network that passes for the published one, without counters, as old torch wrote it."""
-    monkeypatch.setattr(inception, "Inception", functools.partial(inception.Conv, 3, 8, 3))
-    state = {k: v for k, v in inception.Inception().state_dict().items() if not k.endswith("num_batches_tracked")}
-    torch.save(state, tmp_path / "weights.pth")
-    data = (tmp_path / "weights.pth").read_bytes()
-    monkeypatch.setattr(inception, "NUM_BYTES", len(data))
-    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(data).hexdigest())
+def test_weights_are_downloaded_once_and_checked(tmp_path, monkeypatch):
+    """By a smaller network, and a file without counters, as old torch wrote it."""
+    published = tmp_path / "published.pth"
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "weights.pth"
-
-
-def test_weights_are_downloaded_once_and_checked(weights_file, monkeypatch):
-    calls = []
+    monkeypatch.setattr(inception, "Inception", functools.partial(inception.Conv, 3, 8, 3))
+    weights = {k: v for k, v in inception.Inception().state_dict().items() if not k.endswith("num_batches_tracked")}
+    torch.save(weights, published)
+    monkeypatch.setattr(inception, "NUM_BYTES", published.stat().st_size)
+    monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.read_bytes()).hexdigest())
+    urls = []
 
     def urlopen(url, timeout):
-        calls.append(url)
-        return open(weights_file, "rb")
+        urls.append(url)
+        return open(published, "rb")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    model, again = load_inception(), load_inception()
-    assert calls == [inception.URL] and calls[0].startswith("https://")
-    published = torch.load(weights_file, weights_only=True)
-    for m in (model, again, load_inception(weights_file)):
-        assert not m.training
-        assert all(torch.equal(m.state_dict()[name], value) for name, value in published.items())
+    for model in (load_inception(), load_inception(), load_inception(published)):
+        assert not model.training
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    assert urls == [inception.URL]
 
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
     with pytest.raises(UserError, match="not the published file"):
-        load_inception(weights_file)
+        load_inception(published)
 
 
-def test_unreachable_weights_say_where_to_put_them(tmp_path, monkeypatch):
+def test_unreachable_weights_say_where_to_put_them(base, monkeypatch):
     def urlopen(url, timeout):
         raise urllib.error.URLError("no route")
 
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     with pytest.raises(UserError) as error:
         load_inception()
-    assert inception.URL in str(error.value) and str(tmp_path / inception.FILE_NAME) in str(error.value)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="no such file"):
-        load_inception(tmp_path / "absent.pth")
+    assert inception.URL in str(error.value) and str(base / inception.FILE_NAME) in str(error.value)
+    assert not list(base.iterdir())

@@ -82,22 +82,19 @@ def test_reference_statistics_survive_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "arrays, message",
     [
-        ({"sigma": None}, "cannot be read: KeyError"),
-        ({"mu": np.zeros(3)}, "expected 2 features"),
-        ({"mu": np.array([0.0, np.nan])}, "not finite"),
-        ({"mu": np.array(["a", "b"])}, "cannot be read"),
-        ({"sigma": np.array([[1.0, 0.5], [0.0, 1.0]])}, "not a covariance"),
-        (None, "cannot be read"),  # not an npz
+        ({"mu": np.zeros(2)}, "damaged or truncated: KeyError"),
+        ({"mu": np.zeros(3), "sigma": np.eye(2)}, "expected 2 features"),
+        ("text", "damaged or truncated"),
+        (None, "no file of reference statistics"),
     ],
 )
-def test_wrong_reference_statistics_are_refused(tmp_path, change, message):
-    if change is None:
-        (tmp_path / "ref.npz").write_text("mu")
-    else:
-        arrays = {"mu": np.zeros(2), "sigma": np.eye(2)} | change
-        np.savez(tmp_path / "ref.npz", **{k: v for k, v in arrays.items() if v is not None})
+def test_wrong_reference_statistics_are_refused(tmp_path, arrays, message):
+    if isinstance(arrays, str):
+        (tmp_path / "ref.npz").write_text(arrays)
+    elif arrays:
+        np.savez(tmp_path / "ref.npz", **arrays)
     with pytest.raises(UserError, match=message):
         load_stats(tmp_path / "ref.npz", 2)
 

@@ -14,20 +14,26 @@ def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | N
 
     Called by all ranks; only the first gets the arrays, from here and from `compute`.
     """
-    arrays = None
     is_first = get_dist()[0] == 0
-    if is_first and path.exists():
+    arrays = read_cache(path, key) if is_first and path.exists() else None
+    if from_first_rank(arrays is not None):
+        return arrays
+    arrays = compute()
+    if is_first:
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file) if str(file["key"]) == key else None
-        except Exception as error:  # zipfile and numpy raise nearly anything for a corrupt file
-            print0(f"warning: {path} is corrupt and is computed again: {type(error).__name__}")
-    if not from_first_rank(arrays is not None):
-        arrays = compute()
-        try:
-            if is_first:
-                with writing(path) as file:
-                    np.savez(file, **arrays, key=key)
+            with writing(path) as file:
+                np.savez(file, **arrays, key=key)
         except OSError as error:  # a data set on a read-only disk: the next call computes it again
             print0(f"warning: {path} cannot be written: {error.strerror}")
-    return arrays and {name: array for name, array in arrays.items() if name != "key"}
+    return arrays
+
+
+def read_cache(path: Path, key: str) -> dict | None:
+    """The arrays in the file, None if they have another key."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        return arrays if str(arrays.pop("key")) == key else None
+    except Exception as error:  # zipfile and numpy raise nearly anything for a corrupt file
+        print0(f"warning: {path} is corrupt and is computed again: {type(error).__name__}")
+        return None

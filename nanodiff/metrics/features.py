@@ -1,21 +1,16 @@
-"""Features of the images of a data set, a file or a model, and the figures that compare them.
+"""Image features (Inception's or a classifier's) and the metrics computed from them.
 
-A network is Inception (for fid) or a Classifier (for fd_classifier): features(images) -> (N, F), logits (N, K).
+A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): network.features(images).
 """
 
 import hashlib
-import json
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, gather_batches, get_dist, in_batches, make_generator, print0
+from nanodiff.common import UserError, gather_batches, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.data.sources import open_npz
-from nanodiff.files import check_zip, reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier
 from nanodiff.metrics.distances import (
@@ -30,49 +25,7 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
-
-
-def image_set(name: str, split: str) -> Dataset:
-    """An image set by name; for a set of latents, the images they were made from."""
-    dataset = open_dataset(name, split)
-    return dataset if dataset.meta["kind"] == "images" else open_dataset(dataset.meta["latents"]["source"], split)
-
-
-class SampleFile:
-    """An .npz of images as scripts/sample.py, ADM and EDM write it, read piece by piece."""
-
-    def __init__(self, path: Path):
-        if not path.is_file():
-            raise UserError(f"samples={str(path)!r}: no such file")
-        self.path = path
-        self._file, (self.num_images, h, w, c), labels = open_npz(path)
-        self._start = self._file.tell()
-        self.not_finite = 0
-        self._labels = np.zeros(self.num_images, np.int64) if labels is None else labels
-        self.shape = (c, h, w)
-        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
-        self.protocol = {"samples": str(path)}  # the file, and its record of how images were drawn
-        drawn = {}
-        check_zip(path, 2**24, "protocol.npy")
-        with suppress(KeyError, TypeError, ValueError, OSError):  # a file from elsewhere has none
-            with np.load(path, allow_pickle=False) as file:
-                drawn = dict(json.loads(str(file["protocol"])))
-            self.protocol["samples_protocol"] = drawn
-        self.class_names = drawn.get("class_names")
-        self.data = str(drawn.get("data", ""))  # the set that the model was trained on
-
-    def labels(self, ids) -> torch.Tensor:
-        return torch.from_numpy(self._labels[ids])
-
-    def images(self, ids) -> np.ndarray:
-        """Consecutive ids (n,) -> (n, C, H, W) uint8."""
-        c, h, w = self.shape
-        with reading(self.path):
-            self._file.seek(self._start + int(ids[0]) * c * h * w)  # in a compressed file it reads up to there
-            data = self._file.read(len(ids) * c * h * w)
-        return np.frombuffer(data, np.uint8).reshape(len(ids), h, w, c).transpose(0, 3, 1, 2).copy()
-
-    batches = staticmethod(in_batches)
+KERNEL_DISTANCES = {"fid": "kid", "fd_classifier": "kd_classifier"}  # metric -> name of its kernel distance
 
 
 @dataclass
@@ -83,6 +36,14 @@ class Features:
     sigma: torch.Tensor  # (F, F) float64
     some: torch.Tensor | None = None  # (n, F): up to KEPT of the vectors, chosen at random and in random order
     logits: torch.Tensor | None = None  # (N, K) in the order of the images
+
+
+def image_set(name: str, split: str) -> Dataset:
+    """An image set by name; for a set of latents, the images they were made from."""
+    dataset = open_dataset(name, split)
+    if dataset.meta["kind"] == "latents":
+        return open_dataset(dataset.meta["latents"]["source"], split)
+    return dataset
 
 
 def load_network(metric: str, data: str, device, inception: str = ""):
@@ -99,7 +60,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     `images_of` maps each of `batches`, ids (n,), to images (n, C, H, W) uint8. The number of ranks changes only the
     order of float64 sums.
     """
-    num_images = sum(map(len, batches))
+    num_images = sum(len(ids) for ids in batches)
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
@@ -114,16 +75,18 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     stats.all_reduce()
     if get_dist()[0] > 0:
         return None
-    some, logits = (torch.cat(parts) for parts in zip(*rows))
-    logits = logits[np.argsort(np.concatenate(batches))]
+    some = torch.cat([x for x, _ in rows])
+    logits = torch.cat([x for _, x in rows])
+    order = np.argsort(np.concatenate(batches))
     shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
-    return Features(stats.mu, stats.sigma, some[shuffled], logits)
+    return Features(stats.mu, stats.sigma, some[shuffled], logits[order])
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
     """Features of a split, computed once by all ranks; None except on the first. Cached beside the set as
     stats_NETWORK_SPLIT.npz: mu and sigma as in ADM and EDM, and `some`."""
-    key = hashlib.sha256(f"{VERSION} {KEPT}".encode() + (dataset.path / "meta.json").read_bytes())
+    key = hashlib.sha256(f"{VERSION} {KEPT}".encode())
+    key.update((dataset.path / "meta.json").read_bytes())  # with the hashes of the images
     for weight in network.state_dict().values():
         key.update(weight.cpu().contiguous().numpy())
 
@@ -131,11 +94,15 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
         found = collect_features(dataset.images, batches, network, "reference")
-        return found and dict(mu=found.mu.numpy(), sigma=found.sigma.numpy(), some=found.some.numpy())
+        if found is None:
+            return None
+        return {"mu": found.mu.numpy(), "sigma": found.sigma.numpy(), "some": found.some.numpy()}
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
     arrays = cached(path, key.hexdigest(), compute)
-    return arrays and Features(**{name: torch.from_numpy(x) for name, x in arrays.items()})
+    if arrays is None:
+        return None
+    return Features(*(torch.from_numpy(arrays[name]) for name in ("mu", "sigma", "some")))
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:
@@ -146,7 +113,7 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         n = min(len(samples.some), len(reference.some))
         if n < 10:
             raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
-        kernel = {"fid": "kid", "fd_classifier": "kd_classifier"}[metric]
+        kernel = KERNEL_DISTANCES[metric]
         result[kernel], result[f"{kernel}_std"] = kernel_distance(samples.some, reference.some)
         result["precision"], result["recall"] = precision_recall(reference.some[:n], samples.some[:n])
     if metric == "fid":
@@ -170,4 +137,6 @@ class SampleQuality:
         samples = ModelSamples(model, process, codec, settings)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
-        return {} if found is None else compare(self.metric, found, self.reference)
+        if found is None:
+            return {}
+        return compare(self.metric, found, self.reference)

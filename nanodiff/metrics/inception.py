@@ -170,9 +170,6 @@ def load_inception(path: str = "", device="cpu") -> Inception:
     weights = load_tensors(path)
     if sha256_of(path) != SHA256:
         raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
-    with torch.device("meta"):  # skip the initialisation
-        model = Inception()
-    # Batch normalisation's counters are unused in evaluation, and absent in files older than torch 0.4.1
-    counters = {name: torch.tensor(0) for name in model.state_dict() if name.endswith("num_batches_tracked")}
-    model.load_state_dict(counters | dict(weights), assign=True)
+    model = Inception()
+    model.load_state_dict(weights, strict=False)  # files older than torch 0.4.1 lack batch normalisation's counters
     return model.to(device).requires_grad_(False).eval()
