@@ -20,7 +20,7 @@ from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
 from nanodiff.models.build import build_model, compile_model, make_model_config
-from nanodiff.models.dit import DiTConfig, on_grid, position_table, sincos_axis
+from nanodiff.models.dit import DiTConfig, position_table, rotation_table
 from nanodiff.png import decode_png
 
 
@@ -120,7 +120,7 @@ def test_small_buckets_are_merged_into_their_neighbours(least, counts):
 @pytest.mark.parametrize(("rows", "cols"), [(4, 4), (3, 6), (7, 2), (16, 16)])
 def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows, cols):
     config = DiTConfig(8, 3, 3, 2, 32, 1, 2, 0)  # 4 x 4 tokens
-    table = position_table(sincos_axis(config), rows, cols).view(rows, cols, 32)
+    table = position_table(config, rows, cols).view(rows, cols, 32)
     down = torch.arange(rows)[:, None] + (4 - rows) / 2
     across = torch.arange(cols)[None] + (4 - cols) / 2
     omega = 10000.0 ** -(torch.arange(8) / 8)
@@ -130,7 +130,7 @@ def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows,
 
 def test_rope_of_a_rectangle_depends_on_offsets_only():
     model = build_model(DiTConfig(8, 3, 3, 2, 32, 1, 2, 0), "cpu", 0)
-    block, rotation = model.blocks[0], torch.cat(on_grid(model.rotation, 2, 7), dim=-1)[:, :, None, None]
+    block, rotation = model.blocks[0], rotation_table(model.config, 2, 7)
     one = torch.randn(1, 1, 3, 2, 16)
     q, k, _ = block.rotate(one.expand(1, 14, 3, 2, 16), rotation)
     scores = torch.einsum("nihd,njhd->hij", q, k).view(2, 2, 7, 2, 7)

@@ -8,7 +8,8 @@ from figures import assert_figures, filled, rule_weights, wave
 
 from nanodiff.common import UserError
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models.dit import DiT, DiTConfig, on_grid, sincos_table, timestep_embedding
+from nanodiff.models import dit
+from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
 both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
@@ -72,14 +73,6 @@ def test_published_parameter_counts(name, count):
     assert from_meta(theirs)[0] == model.config
 
 
-def test_position_table_row_by_hand():
-    """Token at row 1, column 2 of 4: the column in the first half of the channels, sines before cosines (MAE, DiT)."""
-    table = sincos_table(DiTConfig(8, 3, 3, 2, 16, 1, 2, 0))
-    omega = 10000.0 ** -(np.arange(4) / 4)
-    expected = [f(pos * omega) for pos in (2, 1) for f in (np.sin, np.cos)]
-    np.testing.assert_allclose(table[1 * 4 + 2], np.concatenate(expected), atol=1e-6)
-
-
 def test_another_table_of_positions_is_refused():
     model = build(block="classic")
     theirs = to_meta(model.state_dict(), model.config)
@@ -95,7 +88,7 @@ def test_another_table_of_positions_is_refused():
 def test_rope_depends_on_offsets_only():
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
     model = build(image_size=16)
-    block, table = model.blocks[0], torch.cat(on_grid(model.rotation, 8, 8), dim=-1)[:, :, None, None]  # 8 x 8 tokens
+    block, table = model.blocks[0], rotation_table(model.config, 8, 8)
     g = torch.Generator().manual_seed(0)
     one = torch.randn(1, 1, 3, 2, 32, generator=g)
     q, k, _ = block.rotate(one.expand(1, 64, 3, 2, 32), table)  # the same token everywhere
@@ -108,7 +101,7 @@ def test_rope_depends_on_offsets_only():
 
 
 @both_blocks
-def test_tokens_know_their_place(block):
+def test_tokens_know_their_place(block, monkeypatch):
     """In an image of one colour all tokens are alike, and relative offsets alone would keep them so."""
     model = build(block=block)
 
@@ -118,7 +111,7 @@ def test_tokens_know_their_place(block):
         return (patches - patches[:, :, :1, :1]).abs().amax(dim=(1, 4, 5)).flatten()[1:]
 
     assert (differences() > 1e-3).all()
-    model.position.zero_()
+    monkeypatch.setattr(dit, "position_table", lambda config, rows, cols, device: 0.0)
     assert (differences() < 1e-5).all()
 
 

@@ -6,7 +6,7 @@ import torch
 from gaussian_oracle import GaussianOracle, exact_reverse
 
 from nanodiff.common import StackedGenerator
-from nanodiff.diffusion.gaussian import CHOICES, SAMPLERS, GaussianDiffusion, space_timesteps
+from nanodiff.diffusion.gaussian import SAMPLERS, GaussianDiffusion, space_timesteps
 
 MEAN = [0.3, -0.5, 0.1]
 COV = [[0.5, 0.3, 0.0], [0.3, 0.4, -0.1], [0.0, -0.1, 0.2]]
@@ -20,7 +20,7 @@ def affine(sample):
     return x0[0], A.T @ A
 
 
-@pytest.mark.parametrize("prediction", CHOICES["objective"])
+@pytest.mark.parametrize("prediction", ["eps", "x0", "x_prev", "v"])
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
 def test_deterministic_samplers_reach_the_data(sampler, prediction):
     process = GaussianDiffusion("cosine", 500, prediction, clip_denoised=False)

@@ -53,11 +53,11 @@ def test_the_table_of_samplers_is_complete():
     [
         ("flow", ("ddim", 25), "sampler='ddim'.*flow matching.*auto, euler, heun, sde"),
         ("eps", ("heun", 10), "sampler='heun'.*Gaussian diffusion.*auto, ddpm"),
-        ("eps", ("auto", 21), "steps=21.*1 to 20"),
+        ("eps", ("auto", 21), r"sample_steps\)=21.*1 to 20"),
         ("eps", ("ddpm", 10, 0.5), "eta=0.5 with sampler=ddpm"),
         ("eps", ("auto", 10, 0.0, "ddim19"), "ddim19.*stride"),
         ("flow", ("auto", 10, 0.0, "ddim10"), "respacing='ddim10'.*flow matching"),
-        ("x_prev", ("auto", 10), "x_prev.*all 20"),
+        ("x_prev", ("auto", 10), r"sample_steps\)=10; accepted: 20.*x_prev"),
     ],
 )
 def test_mistakes_are_named_before_sampling(objective, choice, said):

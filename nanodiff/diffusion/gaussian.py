@@ -14,13 +14,6 @@ import torch
 
 from nanodiff.common import UserError
 
-CHOICES = {
-    "noise_schedule": ("linear", "cosine"),
-    "objective": ("eps", "x0", "x_prev", "v"),
-    "variance": ("fixed_small", "fixed_large", "learned", "learned_range"),
-    "loss": ("mse", "rescaled_mse", "kl", "rescaled_kl"),
-}
-
 
 def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
     """betas (T,) in float64.
@@ -28,8 +21,6 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
     linear: from 1e-4 to 0.02 at T = 1000 (Ho et al.), times 1000 / T otherwise.
     cosine: alpha_bar(s) = cos^2((s + 0.008) / 1.008 * pi / 2) for s = t / T, betas capped at 0.999 (IDDPM eq. 17).
     """
-    if not 1 <= num_timesteps <= 10**6:  # a dozen tables have T entries
-        raise UserError(f"num_timesteps={num_timesteps}; accepted: 1 to 1,000,000")
     if schedule == "linear":
         betas = np.linspace(0.1 / num_timesteps, 20 / num_timesteps, num_timesteps)
     else:
@@ -55,10 +46,12 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
             raise UserError(f"respacing={spec!r}: no integer stride takes {counts[0]} of {num_timesteps} timesteps")
         return kept
     kept = []
-    for section, count in zip(np.array_split(np.arange(num_timesteps), len(counts)), counts):
+    sections = np.array_split(np.arange(num_timesteps), len(counts))
+    for section, count in zip(sections, counts):
         if count > len(section):
             raise UserError(f"respacing={spec!r}: cannot take {count} timesteps from a section of {len(section)}")
-        stride, position = (len(section) - 1) / max(count - 1, 1), 0.0
+        stride = (len(section) - 1) / max(count - 1, 1)
+        position = 0.0
         for _ in range(count):
             kept.append(int(section[round(position)]))
             position += stride  # summed, not multiplied: rounds as the published code does, also at halves
@@ -83,8 +76,10 @@ def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
         return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
     inv_std = torch.exp(-0.5 * log_variance)
-    below = torch.where(x < -0.999, 0.0, cdf((x - mean - 1 / 255) * inv_std))
-    above = torch.where(x > 0.999, 1.0, cdf((x - mean + 1 / 255) * inv_std))
+    below = cdf((x - mean - 1 / 255) * inv_std)
+    above = cdf((x - mean + 1 / 255) * inv_std)
+    below = torch.where(x < -0.999, 0.0, below)
+    above = torch.where(x > 0.999, 1.0, above)
     return torch.log((above - below).clamp(min=1e-12))
 
 
@@ -106,7 +101,8 @@ def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch):
     p = process.denoise(denoiser, x_t, full(x_t, i))
     if i == 0:
         return p["mean"], p["x0"]
-    return p["mean"] + torch.exp(0.5 * p["log_variance"]) * generator.randn_like(x_t), p["x0"]
+    std = torch.exp(0.5 * p["log_variance"])
+    return p["mean"] + std * generator.randn_like(x_t), p["x0"]
 
 
 def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
@@ -127,14 +123,17 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
     x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
     if i == 0:  # lambda = infinity
         return x0, x0
-    alpha, sigma = process.sqrt_alpha_bar, process.sqrt_one_minus_alpha_bar
+    alpha = process.sqrt_alpha_bar
+    sigma = process.sqrt_one_minus_alpha_bar
     lam = lambda t: math.log(alpha[t] / sigma[t])
     h = lam(i - 1) - lam(i)
     D = x0  # the first step is DDIM's
     if x0_last is not None:
         r = (lam(i) - lam(i + 1)) / h
         D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_last
-    return float(sigma[i - 1] / sigma[i]) * x_t - float(alpha[i - 1]) * math.expm1(-h) * D, x0
+    shrink = float(sigma[i - 1] / sigma[i])
+    gain = float(alpha[i - 1]) * math.expm1(-h)
+    return shrink * x_t - gain * D, x0
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
@@ -147,23 +146,25 @@ class GaussianDiffusion:
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
-    samplers, default_sampler = SAMPLERS, "ddim"
+    samplers = SAMPLERS
+    default_sampler = "ddim"
 
     def __init__(self, noise_schedule="linear", num_timesteps=1000, objective="eps", variance="fixed_small", loss="mse",
                  rescale_timesteps=False, clip_denoised=True):  # fmt: skip
-        for (setting, accepted), value in zip(CHOICES.items(), (noise_schedule, objective, variance, loss)):
-            if value not in accepted:
-                raise UserError(f"{setting}={value!r} is unknown; accepted: {', '.join(accepted)}")
-        self.prediction, self.variance, self.loss = objective, variance, loss
+        self.prediction = objective  # eps, x0, x_prev or v
+        self.variance = variance  # fixed_small, fixed_large, learned or learned_range
         self.learned_variance = variance.startswith("learned")
+        self.loss = loss  # mse, rescaled_mse, kl or rescaled_kl
         self.clip_denoised = clip_denoised
-        betas = make_betas(noise_schedule, num_timesteps)  # refuses absurd numbers before they take memory
         self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
-        self.set_tables(betas, np.arange(num_timesteps) * (self.t_end / num_timesteps))
+        model_t = np.arange(num_timesteps) * (self.t_end / num_timesteps)
+        self.set_tables(make_betas(noise_schedule, num_timesteps), model_t)
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
         """Compute all tables over t, (T,) in float64; model_t is the t that the model sees."""
-        self.num_timesteps, self.betas, self.model_t = len(betas), betas, model_t
+        self.num_timesteps = len(betas)
+        self.betas = betas
+        self.model_t = model_t
         self.log_betas = np.log(betas)
         self.alpha_bar = np.cumprod(1 - betas)
         self.alpha_bar_prev = np.append(1.0, self.alpha_bar[:-1])
@@ -185,9 +186,11 @@ class GaussianDiffusion:
 
     def at(self, name: str, t) -> torch.Tensor:
         """Entries t (N,) of a table as fp32 (N, 1, 1, 1); MPS has no float64."""
-        if (name, t.device) not in self._tables:
-            self._tables[name, t.device] = torch.from_numpy(getattr(self, name).astype(np.float32)).to(t.device)
-        return self._tables[name, t.device][t][:, None, None, None]
+        key = (name, t.device)
+        if key not in self._tables:
+            table = getattr(self, name).astype(np.float32)
+            self._tables[key] = torch.from_numpy(table).to(t.device)
+        return self._tables[key][t].view(-1, 1, 1, 1)
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
         """The process over `steps` of its timesteps, a number or a spec of space_timesteps.
@@ -196,12 +199,14 @@ class GaussianDiffusion:
         """
         T = self.num_timesteps
         if not isinstance(steps, str) and not 1 <= steps <= T:
-            raise UserError(f"steps={steps}; accepted: 1 to {T}, the timesteps of this process")
-        kept = [T - 1] if steps == 1 else space_timesteps(T, str(steps))  # from noise; the published rule keeps t = 0
+            raise UserError(f"steps (sample_steps)={steps}; accepted: 1 to {T}, the timesteps of this process")
+        kept = space_timesteps(T, str(steps))
+        if steps == 1:
+            kept = [T - 1]  # from noise; the published rule keeps t = 0
         if len(kept) == T:
             return self
         if self.prediction == "x_prev":
-            raise UserError(f"objective=x_prev predicts a single step: sampling takes all {T} timesteps")
+            raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
         alpha_bar = self.alpha_bar[kept]
         process.set_tables(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]), self.model_t[kept])
@@ -224,9 +229,14 @@ class GaussianDiffusion:
 
     def target(self, x0, x_t, t, noise):
         """The output of a perfect model."""
-        if self.prediction == "v":  # Salimans and Ho 2022, arXiv:2202.00512, section 4
-            return self.at("sqrt_alpha_bar", t) * noise - self.at("sqrt_one_minus_alpha_bar", t) * x0
-        return {"eps": noise, "x0": x0, "x_prev": self.q_posterior(x0, x_t, t)[0]}[self.prediction]
+        if self.prediction == "eps":
+            return noise
+        if self.prediction == "x0":
+            return x0
+        if self.prediction == "x_prev":
+            return self.q_posterior(x0, x_t, t)[0]
+        # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
+        return self.at("sqrt_alpha_bar", t) * noise - self.at("sqrt_one_minus_alpha_bar", t) * x0
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t, in fp32."""
@@ -277,17 +287,20 @@ class GaussianDiffusion:
         kl: term t of the bound; rescaled_kl: T times it, averaging over t to the whole bound. mse: of the prediction,
         plus vb for a learned variance (IDDPM eq. 16), which vb alone trains; rescaled_mse: vb times T / 1000.
         """
+        C = x0.shape[1]
         x_t = self.q_sample(x0, t, noise)
         out = self.predict(model, x_t, t, **cond)
         if self.loss.endswith("kl"):
-            vb = self.vb_term(self.p_mean_variance(out, x_t, t), x0, x_t, t)
+            p = self.p_mean_variance(out, x_t, t)
+            vb = self.vb_term(p, x0, x_t, t)
             return {"loss": vb * self.num_timesteps if self.loss == "rescaled_kl" else vb}
-        prediction = out[:, : x0.shape[1]]
+        prediction = out[:, :C]
         mse = mean_flat((self.target(x0, x_t, t, noise) - prediction) ** 2)
         if not self.learned_variance:
             return {"loss": mse, "mse": mse}
-        detached = torch.cat([prediction.detach(), out[:, x0.shape[1] :]], dim=1)
-        vb = self.vb_term(self.p_mean_variance(detached, x_t, t), x0, x_t, t)
+        detached = torch.cat([prediction.detach(), out[:, C:]], dim=1)
+        p = self.p_mean_variance(detached, x_t, t)
+        vb = self.vb_term(p, x0, x_t, t)
         if self.loss == "rescaled_mse":
             vb = vb * (self.num_timesteps / 1000)
         return {"loss": mse + vb, "mse": mse, "vb": vb}
@@ -299,7 +312,8 @@ class GaussianDiffusion:
         total_bpd, prior_bpd (N,); vb, xstart_mse and mse (of eps) (N, T), t = T-1 first.
         """
         columns = []  # for each timestep (vb, xstart_mse, mse), each (N,)
-        for i in reversed(range(self.num_timesteps)):
+        T = self.num_timesteps
+        for i in reversed(range(T)):
             t = full(x0, i)
             noise = generator.randn_like(x0)
             x_t = self.q_sample(x0, t, noise)
@@ -308,9 +322,11 @@ class GaussianDiffusion:
             mse = mean_flat((self.eps_from_x0(x_t, t, p["x0"]) - noise) ** 2)
             columns.append((self.vb_term(p, x0, x_t, t), xstart_mse, mse))
         vb, xstart_mse, mse = (torch.stack(terms, dim=1) for terms in zip(*columns))
-        last, zero = full(x0, self.num_timesteps - 1), x0.new_zeros(())
-        prior = normal_kl(self.at("sqrt_alpha_bar", last) * x0, self.at("log_one_minus_alpha_bar", last), zero, zero)
-        prior = mean_flat(prior) / math.log(2)
+        last = full(x0, T - 1)
+        mean = self.at("sqrt_alpha_bar", last) * x0
+        log_variance = self.at("log_one_minus_alpha_bar", last)
+        zero = x0.new_zeros(())
+        prior = mean_flat(normal_kl(mean, log_variance, zero, zero)) / math.log(2)
         return {"total_bpd": vb.sum(1) + prior, "prior_bpd": prior, "vb": vb, "xstart_mse": xstart_mse, "mse": mse}
 
     @torch.no_grad()
@@ -320,8 +336,11 @@ class GaussianDiffusion:
         `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0).
         """
         process = self.respaced(steps)
-        T, x_t, x0 = process.num_timesteps, noise, None
-        step = functools.partial(ddim, eta=eta) if sampler == "ddim" else SAMPLERS[sampler]
+        T = process.num_timesteps
+        step = SAMPLERS[sampler]
+        if sampler == "ddim":
+            step = functools.partial(ddim, eta=eta)
+        x_t, x0 = noise, None
         for i in reversed(range(T)):
             x_t, x0 = step(process, denoiser, x_t, i, x0, generator)
             if progress is not None:

@@ -27,7 +27,9 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     (strong - weak). Both apply where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
     first cfg_channels of the prediction; None: x_t's channels, so that a learned variance is unguided.
     """
-    y, cfg_scale, weak_model = cond.get("y"), settings.cfg_scale, settings.weak_model
+    y = cond.get("y")
+    cfg_scale = settings.cfg_scale
+    weak_model = settings.weak_model
     if cfg_scale != 1 and weak_model is None and y is None:
         raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
     low, high = settings.cfg_interval
@@ -38,11 +40,14 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
         if cfg_scale == 1 or not (always or low <= t[0].item() / t_end <= high):
             return model(x_t, t, **cond)
         if weak_model is not None:
-            strong, weak = model(x_t, t, **cond).float(), weak_model(x_t, t, **cond).float()
+            strong = model(x_t, t, **cond).float()
+            weak = weak_model(x_t, t, **cond).float()
         else:
+            null = torch.full_like(y, model.config.num_classes)
             both = {name: torch.cat([value, value]) for name, value in cond.items()}
-            both["y"] = torch.cat([y, torch.full_like(y, model.config.num_classes)])
-            strong, weak = model(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)
+            both["y"] = torch.cat([y, null])
+            out = model(torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
+            strong, weak = out.float().chunk(2)
         c = settings.cfg_channels or x_t.shape[1]
         guided = weak[:, :c] + cfg_scale * (strong[:, :c] - weak[:, :c])
         return torch.cat([guided, strong[:, c:]], dim=1)

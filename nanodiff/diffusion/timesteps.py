@@ -2,6 +2,8 @@
 
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
 timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N
+
+A new distribution is a function of u and the process, and its entry in the table of the processes that it is for.
 """
 
 import math
@@ -23,58 +25,65 @@ def bell(u, process):
     """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
-        return (torch.exp(-2 * (t.float() / (process.num_timesteps or 1) - 0.5).square()) - math.exp(-0.5)).clamp(min=0)
+        from_middle = t.float() / (process.num_timesteps or 1) - 0.5
+        above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
+        return above_end.clamp(min=0)
 
     t, _ = uniform(u, process)
-    everywhere, _ = uniform((torch.arange(1000, device=u.device) + 0.5) / 1000, process)
+    evenly = (torch.arange(1000, device=u.device) + 0.5) / 1000
+    everywhere, _ = uniform(evenly, process)
     return t, height(t) / height(everywhere).mean()
 
 
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
-    z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
+    std = process.timestep_std
+    z = std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
     return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 
-class Timesteps:
-    """A stateless distribution, restricted to [low, high] of its u."""
+class Timesteps(torch.nn.Module):
+    """A distribution, restricted to [low, high] of its u. A module for its state_dict: state lies in buffers."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
-        self.draw, self.process, self.low, self.high = draw, process, low, high
+        super().__init__()
+        self.draw = draw
+        self.process = process
+        self.low = low
+        self.high = high
 
     def sample(self, u):
         return self.draw(self.low + (self.high - self.low) * u, self.process)
 
-    def update(self, t, losses) -> None: ...
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
+    def update(self, t, losses) -> None:
+        """Learn from the losses; most distributions do not."""
 
 
-class LossSecondMoment:
+class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
     Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
-        self.num_timesteps, self.uniform_prob = process.num_timesteps, uniform_prob
-        self.history = torch.zeros(self.num_timesteps, history, dtype=torch.float64)  # on the CPU; rows are rings
-        self.seen = torch.zeros(self.num_timesteps, dtype=torch.int64)  # losses ever seen at each t
+        super().__init__(self.from_history, process)
+        self.uniform_prob = uniform_prob
+        T = process.num_timesteps
+        self.register_buffer("history", torch.zeros(T, history, dtype=torch.float64))  # on the CPU; rows are rings
+        self.register_buffer("seen", torch.zeros(T, dtype=torch.int64))  # losses ever seen at each t
 
     def probabilities(self) -> torch.Tensor:
         """p_t (T,) in float64, summing to 1."""
-        T = self.num_timesteps
-        if (self.seen < self.history.shape[1]).any():
+        T, length = self.history.shape
+        if (self.seen < length).any():
             return torch.full((T,), 1 / T, dtype=torch.float64)
         p = self.history.square().mean(dim=1).sqrt()
         return (1 - self.uniform_prob) * p / p.sum() + self.uniform_prob / T
 
-    def sample(self, u):
+    def from_history(self, u, process):
         p = self.probabilities()
-        t = torch.searchsorted(p.cumsum(0), u.cpu().double(), right=True).clamp(max=len(p) - 1)  # inverse CDF
+        t = torch.searchsorted(p.cumsum(0), u.cpu().double(), right=True)  # the inverse CDF
+        t = t.clamp(max=len(p) - 1)
         weight = 1 / (len(p) * p[t])  # keeps the mean loss unbiased
         return t.to(u.device), weight.to(u.device, torch.float32)
 
@@ -86,35 +95,33 @@ class LossSecondMoment:
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)
             pairs = torch.cat(gathered, dim=1)
-        history, seen = self.history.numpy(), self.seen.numpy()  # views, whose items are cheap to set
-        for t, loss in zip(pairs[0].long().tolist(), pairs[1].tolist()):
-            history[t, seen[t] % history.shape[1]] = loss
-            seen[t] += 1
-
-    def state_dict(self) -> dict:
-        return {"history": self.history.clone(), "seen": self.seen.clone()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.history.copy_(state["history"])
-        self.seen.copy_(state["seen"])
+        history = self.history.numpy()  # views, whose items are cheap to set
+        seen = self.seen.numpy()
+        for t, loss in pairs.T.tolist():
+            row = int(t)
+            history[row, seen[row] % history.shape[1]] = loss
+            seen[row] += 1
 
 
-TIMESTEPS = {"uniform": uniform, "bell": bell, "logit-normal": logit_normal, "loss-second-moment": LossSecondMoment}
+FOR_BOTH = {"uniform": uniform, "bell": bell}
+FOR_FLOW = {"logit-normal": logit_normal}  # t is continuous; may use process.shift and process.timestep_std
+FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below process.num_timesteps
+TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 
-def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps | LossSecondMoment:
+def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
     """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
+    gaussian = process.num_timesteps > 0
     if name == "auto":
-        name = "uniform" if process.num_timesteps else "logit-normal"
-    if name not in TIMESTEPS:
-        raise UserError(f"timesteps={name!r} is unknown; accepted: {', '.join(TIMESTEPS)}")
-    if name == "logit-normal" and process.num_timesteps:
-        raise UserError("timesteps=logit-normal is for flow matching; Gaussian diffusion has discrete t")
-    if name == "loss-second-moment":
-        if not process.num_timesteps:
-            raise UserError("timesteps=loss-second-moment is for Gaussian diffusion; flow matching has continuous t")
+        name = "uniform" if gaussian else "logit-normal"
+    table = FOR_BOTH | (FOR_GAUSSIAN if gaussian else FOR_FLOW)
+    if name not in table:
+        kind = "a Gaussian diffusion" if gaussian else "flow matching"
+        raise UserError(f"timesteps={name} is not for {kind}; accepted: auto, {', '.join(table)}")
+    draw = table[name]
+    if draw is LossSecondMoment:
         return LossSecondMoment(process)
-    return Timesteps(TIMESTEPS[name], process, low, high)
+    return Timesteps(draw, process, low, high)
 
 
 def quartile_sums(t, values, weight, process) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -36,12 +35,11 @@ class DiTConfig:
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
 
     def __post_init__(self):
-        if self.block not in ("modern", "classic"):
-            raise UserError(f"block={self.block!r}; accepted: modern, classic")
         if self.patch_size < 1 or self.image_size % self.patch_size:
             raise UserError(f"patch_size={self.patch_size}; accepted: a divisor of image_size={self.image_size}")
-        if min(self.depth, self.heads) < 1 or self.width % (4 * self.heads):
-            raise UserError(f"depth={self.depth}, width={self.width}; accepted: > 0; a multiple of {4 * self.heads}")
+        unit = 4 * self.heads
+        if self.width % unit:
+            raise UserError(f"width={self.width}; accepted: multiples of {unit}, four times the heads")
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, patch_size: int = 0, width: int = 0, heads: int = 0, **others):
@@ -54,7 +52,8 @@ class DiTConfig:
             patch_size = max(2, image_size // 16)
             if image_size % patch_size:
                 divisors = [p for p in range(1, image_size + 1) if image_size % p == 0]
-                patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
+                distance = lambda p: abs(math.log(image_size / p / 16))
+                patch_size = min(divisors, key=distance)
         width = width or 64 * depth
         heads = heads or max(4, width // 64)
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
@@ -72,53 +71,51 @@ class DiTConfig:
     def mlp_hidden(self) -> int:
         if self.block == "classic":
             return int(self.width * self.mlp_ratio)
-        return max(64, 64 * round(self.width * self.mlp_ratio * 2 / 3 / 64))
+        hidden = self.width * self.mlp_ratio * 2 / 3
+        return max(64, 64 * round(hidden / 64))
 
 
-def axis_waves(config: DiTConfig, dim: int, base: float) -> torch.Tensor:
-    """(2, 8 G, dim) fp32: sin and cos of x * base^(-i / dim) at coordinates x along one axis, in tokens.
+def token_angles(config: DiTConfig, rows: int, cols: int, base: float, dim: int, device) -> torch.Tensor:
+    """(T, 2, dim), T = rows * cols: each token's row, and its column, times base^(-i / dim).
 
-    A square of G tokens on a side has x = 0 ... G-1. Longer and shorter sides, up to 4 G, share its centre: x goes
-    in steps of a half, since the centre of an even number of tokens lies between two of them.
+    A square of G tokens on a side counts from 0 to G-1; other shapes share its centre.
     """
     grid = config.image_size // config.patch_size
-    angles = np.outer(np.arange(-3 * grid, 5 * grid) / 2, base ** -(np.arange(dim) / dim))
-    return torch.from_numpy(np.stack([np.sin(angles), np.cos(angles)]).astype(np.float32))
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # MPS has no float64
+    down = torch.arange(rows, dtype=dtype, device=device) + (grid - rows) / 2
+    across = torch.arange(cols, dtype=dtype, device=device) + (grid - cols) / 2
+    places = torch.cartesian_prod(down, across)  # (T, 2)
+    freqs = base ** -(torch.arange(dim, dtype=dtype, device=device) / dim)
+    return places[:, :, None] * freqs
 
 
-def sincos_axis(config: DiTConfig) -> torch.Tensor:
-    return axis_waves(config, config.width // 4, base=10000.0)
-
-
-def rope_axis(config: DiTConfig) -> torch.Tensor:
-    """Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298)."""
-    return axis_waves(config, config.width // config.heads // 4, base=100.0)
-
-
-def on_grid(axis: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Waves of an axis (2, 8 G, dim) at each token's row and at its column: (2, T, dim) each, T = rows * cols."""
-    centre = axis.size(1) // 2
-    down = axis[:, centre - rows : centre + rows : 2, None].expand(-1, -1, cols, -1)
-    across = axis[:, None, centre - cols : centre + cols : 2].expand(-1, rows, -1, -1)
-    return down.flatten(1, 2), across.flatten(1, 2)
-
-
-def position_table(axis: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """(T, C), the published DiT's position embedding: the column in the first half of C, the row in the second."""
-    down, across = on_grid(axis, rows, cols)
-    return torch.cat([*across, *down], dim=-1)
+def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> torch.Tensor:
+    """(T, C) fp32, as published: the column in the first half of C, the row in the second; sines before cosines."""
+    angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device).flip(1)
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1).float()
 
 
 def sincos_table(config: DiTConfig) -> torch.Tensor:
-    """position_table of a square, from sincos_axis."""
+    """position_table of a square image."""
     grid = config.image_size // config.patch_size
-    return position_table(sincos_axis(config), grid, grid)
+    return position_table(config, grid, grid)
+
+
+def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE's sin and cos, (T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the rest.
+
+    Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
+    """
+    head_dim = config.width // config.heads
+    angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device).flatten(1)[:, None, None]
+    return angles.sin().float(), angles.cos().float()
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
     """t (N,) in [0, 1000] -> (N, dim) fp32: cos, then sin, of t at frequencies from 1 to 1/10000 (DDPM)."""
     half = dim // 2
-    freqs = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
+    powers = torch.arange(half, dtype=torch.float32, device=t.device)
+    freqs = torch.exp(-math.log(10000) / half * powers)
     angles = t.float()[:, None] * freqs  # fp32: bf16 has no bits left for the fraction of t = 999.5
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -147,7 +144,8 @@ def attention(q, k, v):
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) <= 288:
         # The fused CPU kernel gains nothing from bf16: a compiled step of a modern d4 takes 186 ms with it, 132 without
         # (64 tokens, batch 32, one Zen 5 core). Longer sequences need its lower memory.
-        weights = torch.softmax(q @ k.mT * q.size(-1) ** -0.5, dim=-1, dtype=torch.float32)  # (N, heads, T, T)
+        scores = q @ k.mT * q.size(-1) ** -0.5  # (N, heads, T, T)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         return weights.to(v.dtype) @ v
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -161,7 +159,8 @@ class Block(nn.Module):
 
     def __init__(self, config: DiTConfig):
         super().__init__()
-        C, hidden = config.width, config.mlp_hidden
+        C = config.width
+        hidden = config.mlp_hidden
         self.heads = config.heads
         self.modern = config.block == "modern"
         self.norm = rms_norm if self.modern else layer_norm
@@ -174,17 +173,20 @@ class Block(nn.Module):
 
     def forward(self, x, c, rotation):
         # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C)
+        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 6 C)
+        shift1, scale1, gate1, shift2, scale2, gate2 = ada.chunk(6, dim=-1)
         # Sums and gates are computed in fp32, then rounded
-        x = (x + gate1 * self.attention(modulate(self.norm(x.float()), shift1, scale1), rotation)).to(x.dtype)
-        return (x + gate2 * self.mlp(modulate(self.norm(x.float()), shift2, scale2))).to(x.dtype)
+        h = modulate(self.norm(x.float()), shift1, scale1)
+        x = (x + gate1 * self.attention(h, rotation)).to(x.dtype)
+        h = modulate(self.norm(x.float()), shift2, scale2)
+        return (x + gate2 * self.mlp(h)).to(x.dtype)
 
     def attention(self, x, rotation):
         N, T, C = x.shape
         qkv = self.qkv(x).view(N, T, 3, self.heads, C // self.heads)  # (N, T, 3, heads, head_dim)
         q, k, v = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)  # (N, T, heads, head_dim)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (N, heads, T, head_dim)
-        return self.proj(attention(q, k, v).transpose(1, 2).reshape(N, T, C))
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (N, heads, T, head_dim)
+        return self.proj(out.transpose(1, 2).reshape(N, T, C))
 
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets; the sin-cos table stays, for absolute position."""
@@ -200,11 +202,18 @@ class Block(nn.Module):
         return self.fc2(F.silu(gate) * up)
 
 
-class LastNorm(nn.Module):
-    """The norm before the last linear layer; a module, so that it can be compiled by itself."""
+class Final(nn.Module):
+    """The last norm, shifted and scaled by c, and the linear layer from tokens to patches."""
 
-    def forward(self, norm, x, shift, scale):
-        return modulate(norm(x.float()), shift, scale)
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.norm = rms_norm if config.block == "modern" else layer_norm
+        self.linear = nn.Linear(config.width, config.patch_size**2 * config.out_channels)
+        self.ada = nn.Linear(config.width, 2 * config.width)
+
+    def forward(self, x, c):  # (N, T, C), (N, C) -> (N, T, p*p*out)
+        shift, scale = self.ada(c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
+        return self.linear(modulate(self.norm(x.float()), shift, scale))
 
 
 class DiT(nn.Module):
@@ -213,18 +222,15 @@ class DiT(nn.Module):
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.config = config
-        C, channels = config.width, config.in_channels * (2 if config.low_res else 1)
+        C = config.width
+        channels = config.in_channels * (2 if config.low_res else 1)
         self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
         self.t_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
         # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s at every start
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.last_norm = LastNorm()
-        linear = nn.Linear(C, config.patch_size**2 * config.out_channels)
-        self.final = nn.ModuleDict({"linear": linear, "ada": nn.Linear(C, 2 * C)})
-        self.register_buffer("position", sincos_axis(config), persistent=False)  # from numpy: real even on "meta"
-        self.register_buffer("rotation", rope_axis(config), persistent=False)
+        self.final = Final(config)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -240,25 +246,25 @@ class DiT(nn.Module):
             elif p.ndim > 1 and "ada" not in name and "final" not in name:
                 nn.init.xavier_uniform_(w, generator=generator)
             p.copy_(w)
-        self.position.copy_(sincos_axis(self.config))
-        self.rotation.copy_(rope_axis(self.config))
 
     def forward(self, x_t, t, y=None, low_res=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
 
         Labels run from 0 to num_classes, the null class.
         """
-        cfg, p = self.config, self.config.patch_size
+        cfg = self.config
+        p = cfg.patch_size
         N, _, H, W = x_t.shape
         rows, cols = H // p, W // p
         if cfg.low_res:
-            x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
+            enlarged = F.interpolate(low_res, (H, W), mode="bilinear")
+            x_t = torch.cat([x_t, enlarged], dim=1)  # (N, 2C, H, W)
         x = x_t.view(N, -1, rows, p, cols, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
         x = self.patch_embed(x.reshape(N, rows * cols, -1))
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        x = (x.float() + position_table(self.position, rows, cols)).to(stream)
-        rotation = torch.cat(on_grid(self.rotation, rows, cols), dim=-1)[:, :, None, None]  # (2, T, 1, 1, head_dim/2)
+        x = (x.float() + position_table(cfg, rows, cols, x.device)).to(stream)
+        rotation = rotation_table(cfg, rows, cols, x.device)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
         if self.y_embed is not None:
@@ -268,14 +274,13 @@ class DiT(nn.Module):
         for block in self.blocks:
             x = run_block(cfg, block, x, c, rotation)
 
-        shift, scale = self.final["ada"](c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
-        x = self.final["linear"](self.last_norm(self.blocks[0].norm, x, shift, scale))  # (N, T, p*p*out)
+        x = self.final(x, c)  # (N, T, p*p*out)
         x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.reshape(N, cfg.out_channels, H, W)
 
     def parts(self) -> list[nn.Module]:
         """Modules that torch.compile compiles separately; the rest takes little time."""
-        return [*self.blocks, self.last_norm]
+        return [*self.blocks, self.final]
 
     def estimate_flops(self) -> int:
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
@@ -283,5 +288,6 @@ class DiT(nn.Module):
         flops = self.config.depth * 4 * T * T * self.config.width  # q k^T and weights @ v, 2 T T C each
         for name, p in self.named_parameters():
             if p.ndim == 2 and "y_embed" not in name:  # a look-up multiplies nothing
-                flops += 2 * p.numel() * (1 if "t_embed" in name or ".ada." in name else T)
+                per_image = "t_embed" in name or ".ada." in name
+                flops += 2 * p.numel() * (1 if per_image else T)
         return 3 * flops

@@ -49,7 +49,8 @@ class UNetConfig:
 
         Levels are CHANNEL_MULT's for this size or the next larger, stopping before one is fractional or under 4 pixels.
         """
-        mult = CHANNEL_MULT[min((size for size in CHANNEL_MULT if size >= image_size), default=256)]
+        known_size = min((size for size in CHANNEL_MULT if size >= image_size), default=256)
+        mult = CHANNEL_MULT[known_size]
         levels = 1
         while levels < len(mult) and image_size % 2**levels == 0 and image_size >= 4 * 2**levels:
             levels += 1
@@ -68,7 +69,8 @@ class UNetConfig:
     @property
     def attention_levels(self) -> set[int]:
         """The nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
-        return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
+        factors = [self.image_size / res for res in self.attention_resolutions if res > 0]
+        return {round(math.log2(factor)) for factor in factors}
 
 
 def no_autocast(x):
@@ -134,13 +136,15 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x):  # (N, C, H, W)
         N, C, H, W = x.shape
-        h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C), T = H*W
-        qkv = self.qkv(h).view(N, H * W, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        # The CPU's bf16 kernel takes 1.4 to 10 times as long in backward as fp32
-        dtype = torch.promote_types(qkv.dtype, torch.float32) if x.device.type == "cpu" else qkv.dtype
+        T = H * W
+        h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C)
+        qkv = self.qkv(h).view(N, T, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
+        if x.device.type == "cpu":  # its half-precision kernels take 1.4 to 10 times as long in backward as fp32's
+            qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
         with no_autocast(x):
-            q, k, v = qkv.to(dtype).permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
-            h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, H * W, C).to(x.dtype)
+            q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
+            h = F.scaled_dot_product_attention(q, k, v)
+            h = h.transpose(1, 2).reshape(N, T, C).to(x.dtype)
         return x + self.proj_out(h).transpose(1, 2).view(N, C, H, W)
 
 
@@ -205,7 +209,8 @@ class UNet(nn.Module):
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
-                    p.copy_((2 * torch.rand(p.shape, generator=generator, device="cpu") - 1) * bound)
+                    uniform = torch.rand(p.shape, generator=generator, device="cpu")
+                    p.copy_((2 * uniform - 1) * bound)
         for name, p in self.named_parameters():
             if "out_layers.3." in name or "proj_out." in name or name.startswith("out.2."):
                 p.zero_()
@@ -217,12 +222,14 @@ class UNet(nn.Module):
         """
         c = self.config
         if c.low_res:
-            x_t = torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
+            enlarged = F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")
+            x_t = torch.cat([x_t, enlarged], dim=1)  # (N, 2C, H, W)
         with no_autocast(x_t):  # as published: the embedding and the output layer stay in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:
                 emb = emb + self.label_emb(y)
-        h, skips = x_t, []
+        h = x_t
+        skips = []
         for block in self.input_blocks:
             h = run_block(c, block, h, emb)
             skips.append(h)
@@ -234,17 +241,20 @@ class UNet(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Modules that torch.compile compiles separately."""
-        return [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)] + [self.out]
+        blocks = [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)]
+        return [*blocks, self.out]
 
     def estimate_flops(self) -> int:
         """FLOPs per image (2 per multiply-add), matrix products and attention; with backward, 3x forward."""
-        flops, size = 0, self.config.image_size
+        flops = 0
+        size = self.config.image_size
         for name, m in self.named_modules():  # in the order of forward
             if isinstance(m, nn.Conv2d):
                 size //= m.stride[0]
                 flops += m.weight.numel() * size**2
             elif isinstance(m, nn.Linear):
-                flops += m.weight.numel() * (1 if "emb" in name else size**2)
+                per_image = "emb" in name
+                flops += m.weight.numel() * (1 if per_image else size**2)
             elif isinstance(m, AttentionBlock):
                 flops += 2 * size**4 * m.proj_out.in_features  # q k^T and weights @ v, T T C each
             elif isinstance(m, Upsample):
