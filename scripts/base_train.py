@@ -20,7 +20,7 @@ from configurator import configure
 from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import SHAPES, EndlessShapes, open_dataset
+from nanodiff.data.dataset import open_dataset
 from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
 from nanodiff.diffusion.guidance import conditioning, parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
@@ -202,10 +202,7 @@ if num_iterations < 0:
 total_images = num_iterations * total_batch_size
 epochs = total_images / len(train_set)
 print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
-if epochs > 4 and train_set.name in SHAPES:
-    train_set = EndlessShapes(train_set.path, "train")
-    print0("shapes are drawn without end, as they are read")
-elif epochs > 100:
+if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")

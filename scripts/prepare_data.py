@@ -30,8 +30,10 @@ source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|folder|tar|zip: auto looks 
 path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
-labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or the path of a table
-#                  (file, class): .csv, .jsonl, .json. auto = EDM's dataset.json if there is one, else folder
+labels = (
+    "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv file with rows
+)
+#                  of file,class. auto = EDM's dataset.json if there is one, else folder
 classes = ""  # names of the classes to take, comma-separated; "" = all
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
@@ -41,7 +43,7 @@ sha256 = "auto"  # path's checksum; auto = as published for cifar10, unchecked f
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Only aspect_buckets=True
-bucket_images = 64  # >= 1: minimum images per bucket; those of a smaller one go to the nearest
+bucket_images = 0  # >= 0: minimum images per bucket; 0 = a tenth of the set, at most 64
 side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
 
 
@@ -57,25 +59,30 @@ def main():
         raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
     start = time.perf_counter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    unit = side_unit or max(2, resolution // 16) if aspect_buckets else 0
-    if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
-        raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
+    unit = 0
+    if aspect_buckets:
+        unit = side_unit or max(2, resolution // 16)
+        if resolution == 0 or resolution % (side_unit or 16):
+            raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
     options = Options(resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images)
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options, sha256)
         if classes:
             choose_classes(images_in)
-        writer.meta |= {"class_names": images_in.class_names, "resolution": resolution}
-        need = 3 * images_in.num_images * resolution**2  # 0 if the resolution is the images' own
-        free = shutil.disk_usage(writer.folder).free
-        if need > free:
-            raise UserError(f"the images need {need / 1e9:,.1f} GB, {writer.path.parent} has {free / 1e9:,.1f} GB free")
+        writer.meta["class_names"] = images_in.class_names
+        writer.meta["resolution"] = resolution
+        need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
+        free_mb = shutil.disk_usage(writer.folder).free / 1e6
+        if need_mb > free_mb:
+            raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
         per_class = np.zeros(len(images_in.class_names), np.int64)
+        largest_value = 0
         with Progress(images_in.num_images, "images", "preparing") as bar:
             for images, ids, is_val in images_in.blocks:
                 if images_in.class_names:
                     per_class += np.bincount(ids, minlength=len(per_class))
+                largest_value = max(largest_value, images.max())
                 writer.append("train", images[~is_val], ids[~is_val])
                 writer.append("val", images[is_val], ids[is_val])
                 bar.update(len(images))
@@ -86,13 +93,16 @@ def main():
             raise UserError(f"path={path!r} holds no image that can be read for training")
 
     dt = time.perf_counter() - start
-    counts = {split: n for split, n in writer.num_images.items() if n}
+    counts = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
+    rate = sum(writer.num_images.values()) / dt
     made = dataset.open_dataset(writer.path)
     sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
     labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
+    dark = ""
+    if largest_value < 64:
+        dark = f"; nearly black: the largest value is {largest_value} of 255 (as of 12 bits in a 16-bit file)"
     print0(
-        f"made {writer.path} in {dt:.1f} s ({sum(counts.values()) / dt:,.0f} images/s): "
-        f"{' + '.join(f'{n:,} {split}' for split, n in counts.items())} images, {sizes}, {labelled}; "
+        f"made {writer.path} in {dt:.1f} s ({rate:,.0f} images/s): {counts} images, {sizes}, {labelled}{dark}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"
     )
 
@@ -127,7 +137,8 @@ def choose_classes(images_in) -> None:
         raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {', '.join(names) or 'none'}")
     images_in.class_names = [name for name in names if name in wanted]
     numbers = {names.index(name): number for number, name in enumerate(images_in.class_names)}
-    images_in.items = ((*item, numbers[i], is_val) for *item, i, is_val in images_in.items if i in numbers)
+    items = images_in.items
+    images_in.items = (item._replace(label=numbers[item.label]) for item in items if item.label in numbers)
 
 
 if __name__ == "__main__":  # worker processes may import this file again

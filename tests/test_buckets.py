@@ -1,12 +1,15 @@
 """Images of several shapes: a step holds one shape, a function of (seed, step); an epoch holds each image once."""
 
 import functools
+import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from processes import run_process
 from tiny_runs import assert_identical, make_autoencoder
 
@@ -16,6 +19,7 @@ from nanodiff.data.codec import Pixels, describe_data
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
+from nanodiff.data.sources import open_source
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
@@ -23,11 +27,11 @@ from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table, rotation_table
 from nanodiff.png import decode_png
 
+PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
+
 
 class Buckets:
     """`counts` images of as many shapes; each shows its own index."""
-
-    endless = False
 
     def __init__(self, *counts):
         ends = np.cumsum(counts).tolist()
@@ -106,11 +110,45 @@ def test_sizes_have_one_area_and_every_ratio_has_one_near():
         assert kept_area(ratios, sizes).max(1).mean() > 0.94 > 0.8 > kept_area(ratios, [(1, 1)]).mean()
 
 
-@pytest.mark.parametrize(("least", "counts"), [(9, [20, 9, 40]), (10, [20, 49]), (1000, [69])])
-def test_small_buckets_are_merged_into_their_neighbours(least, counts):
-    ratios = np.array([1.5] * 40 + [1.3] * 9 + [0.7] * 20)
-    sizes = choose_sizes(ratios, Options(64, side_unit=4, bucket_images=least))
-    assert np.bincount(kept_area(ratios, sizes).argmax(1)).tolist() == counts
+def crop_of(ratios, sizes):
+    return 1 - kept_area(ratios, sizes).max(1).mean()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_buckets_with_enough_images_crop_less(seed):
+    """Least cropped of all sets of buckets that keep the minimum; never worse than a square."""
+    rng = np.random.default_rng(seed)
+    ratios = np.exp(rng.normal(size=rng.integers(20, 300)) * rng.uniform(0.05, 0.6))
+    for options in (Options(64, side_unit=4), Options(64, side_unit=4, bucket_images=30), Options(256, side_unit=32)):
+        sizes = choose_sizes(ratios, options)
+        minimum = options.bucket_images or min(64, len(ratios) // 10)
+        every = choose_sizes(np.exp(np.linspace(-0.6, 0.6, 1000)), replace(options, bucket_images=1))
+        assert set(sizes) <= set(every) and len(every) >= 5
+        square = (options.resolution, options.resolution)
+        assert crop_of(ratios, sizes) <= crop_of(ratios, [square])
+        for number in range(1, len(every) + 1):
+            for others in itertools.combinations(every, number):
+                counts = np.bincount(kept_area(ratios, others).argmax(1), minlength=number)
+                if counts.min() >= minimum:
+                    assert crop_of(ratios, sizes) <= crop_of(ratios, others) + 1e-12
+        if sizes != [square]:
+            assert np.bincount(kept_area(ratios, sizes).argmax(1), minlength=len(sizes)).min() >= minimum
+
+
+def test_photographs_taken_both_ways_get_both_shapes():
+    """Neither the squares in between nor the few panoramas hide them."""
+    ratios = np.array([4 / 3] * 90 + [3 / 4] * 60 + [1] * 10 + [16 / 9] * 5)
+    sizes = choose_sizes(ratios, Options(64, side_unit=4))
+    assert {height > width for height, width in sizes} == {True, False}
+    assert choose_sizes(ratios, Options(64, side_unit=4, bucket_images=1000)) == [(64, 64)]
+
+
+@pytest.mark.skipif(not PHOTOS.exists(), reason="shared/data/imagenet200-jpg.tar.gz is absent")
+def test_real_photographs_get_more_than_one_shape():
+    pytest.importorskip("PIL")
+    for options in (Options(64, side_unit=4), Options(256, side_unit=32)):  # the second is the README's
+        source = open_source("auto", str(PHOTOS), options)
+        assert len(source.sizes) > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

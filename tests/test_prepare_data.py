@@ -6,12 +6,9 @@ import json
 import os
 import shlex
 import signal
-import struct
 import sys
 import tarfile
 import time
-import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
@@ -35,32 +32,6 @@ pytestmark = pytest.mark.usefixtures("base")
 def npz(tmp, **arrays):
     np.savez_compressed(tmp / "a.npz", **arrays)
     return tmp / "a.npz"
-
-
-def raw_npz(tmp, header, size, name="arr_0.npy"):
-    """An .npz whose array has a header of our choice and `size` zero bytes behind it."""
-    header = header.ljust(117).encode() + b"\n"
-    with zipfile.ZipFile(tmp / "a.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as z, z.open(name, "w") as f:
-        f.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-        for _ in range(size // 2**20):
-            f.write(bytes(2**20))
-    return tmp / "a.npz"
-
-
-def bomb_labels(tmp):
-    """Labels of 4 images that unpack to 16 MB."""
-    path = raw_npz(tmp, SHAPE % ("<i8", "(2097152,)"), 2**24, "labels.npy")
-    with zipfile.ZipFile(path, "a") as z, z.open("arr_0.npy", "w") as f:
-        np.save(f, IMAGES)
-    return path
-
-
-def bomb_table(tmp):
-    path = tmp / "a.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
-        z.writestr("a/0.png", b"")
-        z.writestr("dataset.json", b"[" + b"[]," * 2**23 + b"0]")
-    return path
 
 
 def file(tmp, name, data):
@@ -96,30 +67,17 @@ def zipped(tmp, table):
     return archive(tmp / "in", "zip", tmp / "a.zip")
 
 
-def lying_npz(tmp, shape):
-    """Its directory says that arr_0 has as many bytes as the shape tells; the file has none of them."""
-    path = raw_npz(tmp, SHAPE % ("|u1", shape), 0)
-    data, size = bytearray(path.read_bytes()), 128 + np.prod(shape)
-    directory = data.index(b"PK\1\2")
-    data[directory + 24 : directory + 28] = struct.pack("<I", size)
-    path.write_bytes(data)
-    return path
-
-
-def middle(tmp, put, at):
-    """A tar with bytes put at a place in the header of the third of its files, and that header's checksum right."""
+def middle(tmp):
+    """A tar with a damaged header of the third of its files."""
     make_folder(tmp / "in")
     data = bytearray(archive(tmp / "in", "tar", tmp / "a.tar").read_bytes())
     header = [i for i in range(0, len(data), 512) if data[i + 156 : i + 258 : 101] == b"0u"][2]
-    data[header + at : header + at + len(put)] = put
-    data[header + 148 : header + 156] = b" " * 8
-    data[header + 148 : header + 156] = b"%06o\0 " % sum(data[header : header + 512])
+    data[header + 124 : header + 126] = b"zz"
     return file(tmp, "a.tar", data)
 
 
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ZEROS = np.zeros((20, 8, 8), np.uint8)
-SHAPE = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }"
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: file(t, "a.bin", b"abcdefgh"), "cannot tell"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
@@ -129,24 +87,17 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
-    "zip with odd labels": (lambda t: zipped(t, {"labels": [["cat/0.png", [1]]]}), "not of the form"),
+    "zip with odd labels": (lambda t: zipped(t, {"labels": [3]}), "dataset.json is damaged"),
+    "tar of another kind": (lambda t: file(t, "a.tar.xz", b"abcdefgh"), "cannot tell"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
     "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "data follow"),
     "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "differ"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "no array arr_0"),
-    "npz bomb of a small shape": (lambda t: raw_npz(t, SHAPE % ("|u1", "(4, 8, 8, 3)"), 2**26), "data follow"),
-    "npz with labels that unpack to too much": (bomb_labels, "unpacks to"),
-    "npz of one image of 200 MB": (lambda t: raw_npz(t, SHAPE % ("|u1", "(1, 8192, 8192, 3)"), 2**28), "accepted"),
-    "zip with a table of millions": (bomb_table, "too large for a table"),
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
-    "npz with code as header": (lambda t: raw_npz(t, "__import__('os')", 0), "damaged"),
-    "npz of more images than fit": (lambda t: lying_npz(t, (10**8, 1, 1, 3)), "cannot hold"),
-    "IDX of more images than fit": (lambda t: file(t, "idx", idx(ZEROS)[:4] + struct.pack(">3I", 10**8, 1, 1)), "hold"),
-    "tar with a damaged header": (lambda t: middle(t, b"zz", 124), "damaged"),
-    "tar with a file that is larger than all": (lambda t: middle(t, b"\x80" + b"\x7f" * 11, 124), "damaged"),
+    "tar with a damaged header": (lambda t: middle(t), "damaged"),
     "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
-    "no room": (lambda t: {"path": sized(t, [(8, 8)]), "resolution": 2**25}, "GB free"),
+    "no room": (lambda t: {"path": sized(t, [(8, 8)]), "resolution": 2**25}, r"need \d.* MB, .* MB free"),
 }  # fmt: skip
 
 
@@ -159,18 +110,6 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
         prepare(**settings)
     assert "\n" not in str(error.value)
     assert all(p.name.endswith(".lock") for p in base.glob("data/*"))
-
-
-@pytest.mark.parametrize("bomb", [what for what in MISTAKES if "than fit" in what or "bomb" in what])
-def test_a_bomb_is_refused_in_little_memory(tmp_path, bomb):
-    path = MISTAKES[bomb][0](tmp_path)
-    tracemalloc.start()
-    try:
-        with pytest.raises(UserError):
-            list(open_source("auto", str(path), Options()).blocks)
-        assert tracemalloc.get_traced_memory()[1] < 2**21
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch):

@@ -23,8 +23,8 @@ def to_uint8(x: torch.Tensor) -> torch.Tensor:
     return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-class Pixels:
-    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. Latents has the same methods.
+class Codec:
+    """Stored data <-> x0 <-> uint8 images; see Pixels and Latents.
 
     `undecodable`: why there are no pixels, or "".
     """
@@ -36,8 +36,8 @@ class Pixels:
         channels, side = description["channels"], description["resolution"]
         self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of the same area
         sizes = description.get("sizes") or [(side, side, 1)]
-        self.shapes = [(channels, h, w) for h, w, _ in sizes]  # all there are
-        self.counts = np.cumsum([n for *_, n in sizes])  # cumulative image counts
+        self.shapes = [(channels, height, width) for height, width, _ in sizes]  # all there are
+        self.counts = np.cumsum([number for _, _, number in sizes])  # cumulative image counts
         self.image_size = side  # of decoded images in pixels
 
     def sample_shape(self, number: int) -> tuple[int, int, int]:
@@ -45,26 +45,39 @@ class Pixels:
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
         return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
 
-    def to_x0(self, stored, flip=None, randn_like=None):
+    def to_x0(self, stored, flip=None, randn_like=None) -> torch.Tensor:
         """What the data set stores -> x0, float32; mirrored where `flip` (N,).
 
         A stored latent is a distribution, from which `randn_like` (as torch's) draws; None takes its mean.
         """
-        return to_model_range(stored, flip)
+        raise NotImplementedError
 
     def to_pixels(self, x0) -> torch.Tensor:
         """x0 -> uint8 images (N, C, H, W) on the CPU."""
-        return to_uint8(x0).cpu()
+        raise NotImplementedError
 
     def preview(self, x0) -> torch.Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
-        return self.to_pixels(x0)
+        raise NotImplementedError
 
     def keep_loaded(self) -> None:
         """Keep the decoder in memory, to decode batch after batch."""
 
 
-class Latents(Pixels):
+class Pixels(Codec):
+    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]."""
+
+    def to_x0(self, stored, flip=None, randn_like=None):
+        return to_model_range(stored, flip)
+
+    def to_pixels(self, x0):
+        return to_uint8(x0).cpu()
+
+    def preview(self, x0):
+        return self.to_pixels(x0)
+
+
+class Latents(Codec):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
     A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), and again for the mirrored
@@ -95,15 +108,18 @@ class Latents(Pixels):
                 mean, std = self.autoencoder.encode(to_model_range(stored, flip))
         else:
             sizes = (self.info["copies"], self.info["parts"], -1)
-            blocks = stored.float().unflatten(1, sizes)  # (N, copies, parts, C, h, w)
-            block = blocks[:, 0]
+            copies = stored.float().unflatten(1, sizes)  # (N, copies, parts, C, h, w)
+            latent = copies[:, 0]  # (N, parts, C, h, w)
             if flip is not None:
-                block = torch.where(flip.to(stored.device).view(-1, 1, 1, 1, 1), blocks[:, 1], block)
-            mean, std = block[:, 0], block[:, -1]
-        z = mean + std * randn_like(mean) if randn_like and self.info["parts"] == 2 else mean
+                flip = flip.to(stored.device).view(-1, 1, 1, 1, 1)
+                latent = torch.where(flip, copies[:, 1], latent)
+            mean, std = latent[:, 0], latent[:, -1]
+        z = mean
+        if randn_like and self.info["parts"] == 2:
+            z = mean + std * randn_like(mean)
         return (z - self.offset) / self.scale
 
-    def to_pixels(self, x0) -> torch.Tensor:
+    def to_pixels(self, x0):
         if self.undecodable:
             return self.preview(x0)
         autoencoder = self._open()  # not kept: training needs the memory
@@ -111,11 +127,12 @@ class Latents(Pixels):
         with torch.autocast(self.device.type, enabled=False):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
 
-    def preview(self, x0) -> torch.Tensor:
+    def preview(self, x0):
         """The first three channels as colours, or one as gray."""
-        return to_uint8(x0[:, :3] / 2 if x0.shape[1] >= 3 else x0[:, :1] / 2).cpu()
+        shown = x0[:, :3] if x0.shape[1] >= 3 else x0[:, :1]
+        return to_uint8(shown / 2).cpu()
 
-    def keep_loaded(self) -> None:
+    def keep_loaded(self):
         if not self.undecodable:
             self.autoencoder = self._open()
 
@@ -137,42 +154,56 @@ def open_matching(path: str, info: dict):
 
 
 def describe_data(dataset, unit: int = 1) -> dict:
-    """Facts about the training set that sampling needs without it; sizes in `unit`s."""
-    description = {"name": dataset.name, "kind": dataset.meta["kind"]}
-    description |= {"channels": dataset.channels, "resolution": dataset.resolution // unit, "sha256": dataset.sha256}
-    if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:  # height, width, number of images
-        description["sizes"] = [[h // unit, w // unit, len(bucket)] for (h, w), bucket in dataset.buckets.items()]
-    return description | {"num_classes": dataset.num_classes, "class_names": list(dataset.class_names)}
+    """What sampling needs to know of the training set; sizes in `unit`s."""
+    description = {
+        "name": dataset.name,
+        "kind": dataset.meta["kind"],
+        "channels": dataset.channels,
+        "resolution": dataset.resolution // unit,
+        "sha256": dataset.sha256,
+        "num_classes": dataset.num_classes,
+        "class_names": list(dataset.class_names),
+    }
+    if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:
+        description["sizes"] = [
+            [height // unit, width // unit, len(bucket)] for (height, width), bucket in dataset.buckets.items()
+        ]
+    return description
 
 
 def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> dict:
     """description["latents"] for latents of this autoencoder, normalised by its published scale and shift."""
-    info = {"autoencoder": autoencoder.name, "sha256": autoencoder.sha256, "path": path, "source": source}
-    info |= {"downsample": autoencoder.downsample, "parts": autoencoder.parts, "copies": copies}
-    info["offset"] = [autoencoder.shift] * autoencoder.latent_channels
-    info["scale"] = [1 / autoencoder.scale] * autoencoder.latent_channels
-    return info
+    return {
+        "autoencoder": autoencoder.name,
+        "sha256": autoencoder.sha256,
+        "path": path,
+        "source": source,
+        "downsample": autoencoder.downsample,
+        "parts": autoencoder.parts,
+        "copies": copies,
+        "offset": [autoencoder.shift] * autoencoder.latent_channels,
+        "scale": [1 / autoencoder.scale] * autoencoder.latent_channels,
+    }
 
 
-def check_same_data(old: dict, description: dict, model_tag: str) -> None:
+def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
-    theirs = old.get("latents", {})
-    ours = description.get("latents", {})
-    if theirs.get("sha256") != ours.get("sha256"):
-        names = [latents.get("autoencoder", "no autoencoder") for latents in (theirs, ours)]
+    old_latents = old.get("latents", {})
+    new_latents = new.get("latents", {})
+    if old_latents.get("sha256") != new_latents.get("sha256"):
+        names = [latents.get("autoencoder", "no autoencoder") for latents in (old_latents, new_latents)]
         raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
-    old = {"sha256": description["sha256"]} | old  # older checkpoints lack the hash
-    changed = [key for key in description if key not in ("name", "latents") and description[key] != old.get(key)]
-    changed += [key for key in ("offset", "scale") if ours.get(key) != theirs.get(key)]
+    changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
+    changed += [key for key in ("offset", "scale") if new_latents.get(key) != old_latents.get(key)]
     if changed:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
 
 
-def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "channels", flip: bool = False):
+def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "channels", flip: bool = False) -> Codec:
     """For training: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
 
     `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
-    autoencoder's published scale and shift, as latents made on the fly always are.
+    autoencoder's published scale and shift, as for latents made on the fly.
     """
     description = describe_data(dataset)
     if description["kind"] == "latents":
@@ -181,21 +212,25 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
             raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
         mean, std = info.pop("mean"), info.pop("std")
         if latent_norm == "channels":
-            info |= {"offset": mean, "scale": std}
-        return Latents(description | {"channels": len(mean), "latents": info}, device, path=autoencoder)
+            info["offset"], info["scale"] = mean, std
+        description["channels"] = len(mean)
+        description["latents"] = info
+        return Latents(description, device, path=autoencoder)
     if not autoencoder:
         return Pixels(description)
     model = open_autoencoder(autoencoder).to(device)
     check_sides(dataset, model)
-    description = describe_data(dataset, model.downsample) | {"kind": "latents", "channels": model.latent_channels}
+    description = describe_data(dataset, model.downsample)
+    description["kind"] = "latents"
+    description["channels"] = model.latent_channels
     description["latents"] = describe_latents(model, str(Path(autoencoder).absolute()), dataset.name)
     return Latents(description, device, model)
 
 
-def load_codec(description: dict, device, autoencoder: str = "", dataset=None):
+def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -> Codec:
     """A trained model's codec, from the description in its checkpoint; with `dataset`, it reads that set.
 
-    `autoencoder`: its path if it was moved, or if the model was published without description.
+    `autoencoder`: its path if it was moved, or if the model was published without one.
     """
     channels, size = description["channels"], description["resolution"]
     if description["kind"] == "images":
@@ -203,23 +238,23 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None):
             check_images(dataset, "images", channels, size)
         return Pixels(description)
     if "latents" in description:
-        info = description["latents"]
+        info = dict(description["latents"])
     elif autoencoder:
         info = describe_latents(open_autoencoder(autoencoder), autoencoder, "")
-    else:
+    else:  # published weights that do not name their autoencoder
         info = dict(autoencoder="", sha256="", path="", source="", downsample=8, parts=1, copies=1)
-        info |= {"offset": [0.0] * channels, "scale": [1.0] * channels}
+        info |= dict(offset=[0.0] * channels, scale=[1.0] * channels)
     encoder = None
     if dataset is not None and dataset.meta["kind"] == "latents":
-        theirs = dataset.meta["latents"]
-        if theirs["sha256"] != info["sha256"]:
+        found = dataset.meta["latents"]
+        if found["sha256"] != info["sha256"]:
             wanted = info["autoencoder"]
-            raise UserError(f"{dataset.name!r} holds latents of {theirs['autoencoder']}, the model wants {wanted}'s")
-        info = info | {"parts": theirs["parts"], "copies": theirs["copies"]}
+            raise UserError(f"{dataset.name!r} holds latents of {found['autoencoder']}, the model wants {wanted}'s")
+        info["parts"], info["copies"] = found["parts"], found["copies"]
         check_images(dataset, "latents", channels * info["parts"] * info["copies"], size)
     elif dataset is not None:  # images, which are encoded on the fly
         encoder = open_matching(autoencoder or info["path"], info).to(device)
-        info = info | {"parts": encoder.parts}
+        info["parts"] = encoder.parts
         check_images(dataset, "images", 3, size * encoder.downsample)
     return Latents(description | {"latents": info}, device, encoder, autoencoder)
 

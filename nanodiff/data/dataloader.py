@@ -19,17 +19,12 @@ class DataLoader:
     Position p of the stream is image perm[p % n] of epoch p // n; perm depends on (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
     on. So the images of a step depend neither on `world` nor on B, and starting at any step costs one permutation.
-    Of an endless set, position p is image p.
     A set in buckets has one such stream per bucket, and a step takes its images from one of them: see `bucket`.
     `.data_wait`: seconds that the last next() waited.
     """
 
     def __init__(self, dataset, device_batch_size, total_batch_size, rank, world, seed, start_step=0, device="cpu",
                  prefetch=4):  # fmt: skip
-        per_micro_step = device_batch_size * world
-        if device_batch_size < 1 or total_batch_size < 1 or total_batch_size % per_micro_step:
-            accepted = f"multiples of device_batch_size * ranks = {device_batch_size} * {world} = {per_micro_step}"
-            raise UserError(f"total_batch_size={total_batch_size}; accepted: {accepted}")
         if world > len(dataset):
             raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset
@@ -69,8 +64,6 @@ class DataLoader:
         bucket = list(self.dataset.buckets.values())[number]
         first = step * self.total_batch_size + (micro_step * self.world + self.rank) * self.device_batch_size
         positions = np.arange(first, first + self.device_batch_size)
-        if self.dataset.endless:
-            return positions + (self.seed % 2**20 << 40)
         epochs, offsets = np.divmod(positions, len(bucket))
         shuffled = [self._permutation(number, e, len(bucket))[offsets[epochs == e]] for e in np.unique(epochs)]
         return bucket.start + np.concatenate(shuffled)

@@ -17,16 +17,16 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.shapes import CLASS_NAMES, SOURCE, draw_numbered, draw_split
-from nanodiff.files import check_fields, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
+from nanodiff.data.shapes import CLASS_NAMES, draw_split
+from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 FORMAT = 1
-DTYPES = {"images": np.dtype(np.uint8), "latents": np.dtype(np.float16)}  # by kind of set
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
 MAX_SHARD_BYTES = 2**27  # a writer holds a shard of each split in memory
@@ -51,43 +51,40 @@ def is_set(folder: str | Path) -> bool:
 
 
 class Dataset:
-    """One split of a set, from open_dataset, which finds the set again by `.name`."""
+    """One split of a set, from open_dataset, which finds the set again by `.name`.
 
-    endless = False  # it holds `len` images, shuffled anew each epoch
+    `buckets`: (H, W) -> range of indices; one for a set of one size. `sha256`: of the hashes of the split's files.
+    """
 
     def __init__(self, path: Path, split: str):
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        with reading(path / "meta.json"):
-            self.meta = read_meta(path)
-            self.class_names = self.meta["class_names"]
-            self.num_classes = len(self.class_names)
-            if split not in self.meta["splits"]:
-                hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
-                splits = ", ".join(self.meta["splits"])
-                raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
-            part = self.meta["splits"][split]
-            self.channels = self.meta["channels"]
-            self.resolution = self.meta["resolution"]
-            dtype = DTYPES[self.meta["kind"]]
-            self._shards = []
-            self.buckets = {}  # (H, W) -> range of indices
-            end = 0
-            for entry in part["shards"]:
-                size = tuple(entry.get("size", (self.resolution, self.resolution)))
-                self._shards.append(open_npy(path, entry, dtype, (entry["num_images"], self.channels, *size)))
-                start = self.buckets.get(size, range(end, end)).start
-                end += entry["num_images"]
-                self.buckets[size] = range(start, end)
-            self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()  # of its files' hashes
-            self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
-            self.num_images = int(self._ends[-1])
-            self._labels = np.zeros(self.num_images, np.int64)
-            if self.num_classes:
-                self._labels = np.array(open_npy(path, part["labels"], self._labels.dtype, (self.num_images,)))
-                if self._labels.min() < 0 or self._labels.max() >= self.num_classes:
-                    raise UserError(f"{path / part['labels']['file']}: labels beyond 0..{self.num_classes - 1}")
+        self.meta = read_meta(path)
+        self.class_names = self.meta["class_names"]
+        self.num_classes = len(self.class_names)
+        self.channels = self.meta["channels"]
+        self.resolution = self.meta["resolution"]
+        if split not in self.meta["splits"]:
+            hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
+            splits = ", ".join(self.meta["splits"])
+            raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
+        part = self.meta["splits"][split]
+        self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+        self.num_images = part["num_images"]
+        self.buckets = {}
+        self._shards = []
+        end = 0
+        for entry in part["shards"]:
+            size = tuple(entry.get("size", (self.resolution, self.resolution)))
+            start = self.buckets[size].start if size in self.buckets else end
+            end += entry["num_images"]
+            self.buckets[size] = range(start, end)
+            self._shards.append(open_npy(path / entry["file"]))
+        self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
+        self._labels = np.zeros(self.num_images, np.int64)
+        if self.num_classes:
+            self._labels = np.array(open_npy(path / part["labels"]["file"]))
 
     def __len__(self) -> int:
         return self.num_images
@@ -106,16 +103,17 @@ class Dataset:
     def images(self, indices) -> np.ndarray:
         """(n,) integers in [0, num_images), in any order, of one bucket -> copies, (n, C, H, W) uint8 or fp16."""
         indices = np.asarray(indices, np.int64)
-        order = np.argsort(indices, kind="stable")  # to read the disk forwards
-        cuts = np.searchsorted(indices[order], [0, *self._ends])
-        if cuts[0] > 0 or cuts[-1] < len(indices):
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_images:
             raise IndexError(f"indices {indices.min()}..{indices.max()} of {self.num_images} images")
-        one = self._shards[np.searchsorted(self._ends, indices[0], side="right") if len(indices) else 0]
+        shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
+        one = self._shards[shard_of[0] if len(indices) else 0]
         out = np.empty((len(indices), *one.shape[1:]), one.dtype)
-        for k, shard in enumerate(self._shards):
-            rows = order[cuts[k] : cuts[k + 1]]
-            if len(rows):
-                out[rows] = shard[indices[rows] - (self._ends[k] - len(shard))]
+        order = np.argsort(indices, kind="stable")  # to read the disk forwards
+        for k in np.unique(shard_of):
+            shard = self._shards[k]
+            start = self._ends[k] - len(shard)
+            rows = order[shard_of[order] == k]
+            out[rows] = shard[indices[rows] - start]
         return out
 
     def labels(self, indices) -> np.ndarray:
@@ -127,18 +125,6 @@ class Dataset:
         other = copy.copy(self)
         other._labels = np.asarray(numbers, np.int64)[self._labels]
         return other
-
-
-class EndlessShapes(Dataset):
-    """An endless training split of an embedded set: image p is drawn when it is read, a new one for each position p."""
-
-    endless = True
-
-    def images(self, indices) -> np.ndarray:
-        return draw_numbered(np.asarray(indices), self.resolution)[0]
-
-    def labels(self, indices) -> np.ndarray:
-        return draw_numbered(np.asarray(indices), 1)[1]
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
@@ -167,7 +153,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
     path = Path(name).expanduser().absolute()
     if not name or not is_set(path):
         path = data_dir() / name
-    if name in SHAPES and not is_drawn(path):
+    if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
         known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json"))) or "none yet"
@@ -178,77 +164,45 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
     return Dataset(path, split)
 
 
-def is_drawn(path: Path) -> bool:
-    """Is this embedded set there, drawn by the current rules?"""
-    if not is_set(path):
-        return False
-    with reading(path / "meta.json"):
-        return not read_meta(path).get("source", "").startswith("shapes")
-
-
 def make_shapes(name: str) -> None:
     """Draw an embedded set, or wait for the process that is drawing it."""
-    with DatasetWriter(name, CLASS_NAMES, source=SOURCE, wait=True) as writer:
-        if not is_drawn(writer.path):
-            shutil.rmtree(writer.path, ignore_errors=True)
-            for split in SPLITS:
-                for images, labels in draw_split(split, seed=0, resolution=SHAPES[name]):
-                    writer.append(split, images, labels)
+    with DatasetWriter(name, CLASS_NAMES, source="upright shapes", wait=True) as writer:
+        if is_set(writer.path):
+            return
+        for split in SPLITS:
+            for images, labels in draw_split(split, seed=0, resolution=SHAPES[name]):
+                writer.append(split, images, labels)
 
 
 def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
-    with reading(dataset.path / "meta.json"):
-        parts = dataset.meta["splits"].values()
-        entries = [entry for part in parts for entry in (*part["shards"], part["labels"]) if entry]
-        for entry in entries:
-            path = dataset.path / entry["file"]
-            digest = sha256_of(path)
-            if digest != entry["sha256"]:
-                raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
-        return len(entries), sum(entry["bytes"] for entry in entries)
+    entries = []
+    for part in dataset.meta["splits"].values():
+        entries += part["shards"]
+        if part["labels"]:
+            entries.append(part["labels"])
+    for entry in entries:
+        path = dataset.path / entry["file"]
+        digest = sha256_of(path)
+        if digest != entry["sha256"]:
+            raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
+    return len(entries), sum(entry["bytes"] for entry in entries)
 
 
 def read_meta(path: Path) -> dict:
-    source = path / "meta.json"
-    meta = json.loads(source.read_bytes())
-    check_fields(meta, source, format=int, kind=str, channels=int, resolution=int, class_names=list, splits=dict)
-    if meta["format"] != FORMAT or meta["kind"] not in DTYPES:
-        raise UserError(f"{source}: {meta['kind']!r} in format {meta['format']}; this version reads format {FORMAT}")
-    if not all(isinstance(name, str) and name.isprintable() for name in meta["class_names"]):
-        raise UserError(f"{source}: class_names is not a list of printable strings")
-    if meta["kind"] == "latents":
-        info = meta["latents"]
-        check_latents(info, source, "offset", "scale", "mean", "std")
-        if meta["channels"] != len(info["offset"]) * info["parts"] * info["copies"]:
-            raise UserError(f"{source}: {meta['channels']} channels do not fit the description of the latents")
+    with reading(path / "meta.json"):
+        meta = json.loads((path / "meta.json").read_bytes())
+        if meta["format"] != FORMAT:
+            raise UserError(f"{path} is in format {meta['format']}; this version reads format {FORMAT}")
     return meta
 
 
-def check_latents(info, source, *stats: str) -> None:
-    """UserError, naming `source`, unless `info` has describe_latents' fields, and a float per channel in `stats`."""
-    texts = dict(autoencoder=str, sha256=str, path=str, source=str)
-    numbers = dict(downsample=int, parts=int, copies=int)
-    check_fields(info, f"{source}: latents", **texts, **numbers, **dict.fromkeys(stats, list))
-    if info["parts"] not in (1, 2) or info["copies"] not in (1, 2) or not 1 <= info["downsample"] <= 1024:
-        raise UserError(f"{source}: parts or copies of latents are not 1 or 2, or downsample is not in 1..1024")
-    for key in stats:
-        low = 0 if key in ("scale", "std") else -1e30
-        wrong = [x for x in info[key] if type(x) is not float or not low < x < 1e30]
-        if wrong or len(info[key]) != len(info["offset"]):
-            raise UserError(f"{source}: {key} of latents does not hold one number in range per channel")
-
-
-def open_npy(folder: Path, entry: dict, dtype: np.dtype, shape: tuple) -> np.ndarray:
-    path = folder / entry["file"]
+def open_npy(path: Path) -> np.ndarray:
+    """The array in a file, read as it is used."""
     try:
-        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+        return np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
-    if array.dtype != dtype or array.shape != shape:
-        found = f"{array.dtype} of shape {array.shape}"
-        raise UserError(f"{path} holds {found}; meta.json says {dtype} of shape {shape}")
-    return array
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,8 +226,11 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
     """Lock the set at `path`, there or to be made, until the returned file is closed; remove killed writers' leftovers.
 
-    Refuses an existing `path`, unless it is a set that may be overwritten, or that was waited for.
+    Refuses an existing `path`, unless it is a set that may be overwritten, or that was waited for; and the names of
+    embedded sets, unless they are being drawn (`wait`).
     """
+    if path.name in SHAPES and not wait:
+        raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
     busy = f"data set {path.name!r} is being prepared by another process"
     lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")
     if path.exists() and not (is_set(path) and (overwrite or wait)):
@@ -289,6 +246,15 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
     publish_folder(folder, path)
 
 
+@dataclass
+class Bucket:
+    """Images of one size on their way to disk."""
+
+    images: list = field(default_factory=list)  # (1, C, H, W) arrays that are in no shard yet
+    shards: list = field(default_factory=list)  # entries of meta.json
+    labels: list = field(default_factory=list)  # (n,) arrays
+
+
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
@@ -301,11 +267,17 @@ class DatasetWriter:
         self.path = set_path(name)
         self.overwrite = overwrite
         self.wait = wait
-        self.meta = {"kind": "images", "channels": 0, "resolution": 0, "source": source, "seed": seed}
-        self.meta |= {"class_names": list(class_names), "splits": {}}
+        self.meta = {
+            "kind": "images",
+            "channels": 0,
+            "resolution": 0,
+            "source": source,
+            "seed": seed,
+            "class_names": list(class_names),
+            "splits": {},
+        }
         self.num_images = dict.fromkeys(SPLITS, 0)
-        # By (H, W): (1, C, H, W) arrays that are in no shard yet, entries of the shards, (n,) arrays of labels
-        self._buckets = {split: {} for split in SPLITS}
+        self._buckets = {split: {} for split in SPLITS}  # split -> (H, W) -> Bucket
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
@@ -316,40 +288,45 @@ class DatasetWriter:
         """Add (n, C, H, W) uint8 images of one of the buckets, and (n,) labels below len(class_names)."""
         if len(images) == 0:
             return
-        channels, height, width = images.shape[1:]
+        _, channels, height, width = images.shape
         if not any(self.num_images.values()):
-            self.meta |= {"channels": channels, "resolution": self.meta["resolution"] or height}
-        assert (images.dtype, channels) == (np.uint8, self.meta["channels"])
-        bucket = self._buckets[split].setdefault((height, width), {"images": [], "shards": [], "labels": []})
-        if num_classes := len(self.meta["class_names"]):
+            self.meta["channels"] = channels
+            self.meta["resolution"] = self.meta["resolution"] or height
+        assert images.dtype == np.uint8 and channels == self.meta["channels"]
+        buckets = self._buckets[split]
+        bucket = buckets.setdefault((height, width), Bucket())
+        if self.meta["class_names"]:
             labels = np.array(labels, np.int64)
-            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < num_classes
-            bucket["labels"].append(labels)
+            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
+            bucket.labels.append(labels)
         self.num_images[split] += len(images)
-        bucket["images"].extend(images.copy()[:, None])
-        per_shard = max(1, (MAX_SHARD_BYTES // len(self._buckets[split]) - 128) // images[0].nbytes)
-        while len(bucket["images"]) > per_shard:
+        bucket.images.extend(images.copy()[:, None])
+        shard_bytes = MAX_SHARD_BYTES // len(buckets) - 128  # without the header
+        per_shard = max(1, shard_bytes // images[0].nbytes)
+        while len(bucket.images) > per_shard:
             self._write_shard(split, bucket, per_shard)
 
-    def _write_shard(self, split: str, bucket: dict, num: int) -> None:
-        number = sum(len(other["shards"]) for other in self._buckets[split].values())
-        bucket["shards"].append(write_npy(self.folder / f"{split}_images_{number:03d}.npy", bucket["images"][:num]))
-        del bucket["images"][:num]
+    def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
+        number = sum(len(other.shards) for other in self._buckets[split].values())
+        bucket.shards.append(write_npy(self.folder / f"{split}_images_{number:03d}.npy", bucket.images[:num]))
+        del bucket.images[:num]
 
     def _finish(self) -> None:
+        assert self.num_images["train"], "no images were appended"
         for split, buckets in self._buckets.items():
+            if not buckets:
+                continue
             part = {"num_images": self.num_images[split], "labels": None, "shards": []}
             labels = []
-            for _, bucket in sorted(buckets.items(), key=lambda item: item[0][1] / item[0][0]):  # tall ones first
-                if bucket["images"]:
-                    self._write_shard(split, bucket, len(bucket["images"]))
-                part["shards"] += bucket["shards"]
-                labels += bucket["labels"]
+            for size in sorted(buckets, key=lambda size: size[1] / size[0]):  # tall ones first
+                bucket = buckets[size]
+                if bucket.images:
+                    self._write_shard(split, bucket, len(bucket.images))
+                part["shards"] += bucket.shards
+                labels += bucket.labels
             if labels:
                 part["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
-            if buckets:
-                self.meta["splits"][split] = part
-        assert "train" in self.meta["splits"], "no images were appended"
+            self.meta["splits"][split] = part
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

@@ -1,6 +1,5 @@
 """Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes."""
 
-import contextlib
 import functools
 import io
 import math
@@ -13,22 +12,34 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from nanodiff.common import UserError
 
-MAX_FILE_BYTES = 2**27  # larger files are skipped
-MAX_PIXELS = 2**26  # after scaling, which blows up a strip of 1 x 60,000
-MAX_SIDE = 4096  # pixels; larger images are scaled or refused
-LARGE_PIXELS = 2**24  # larger images are decoded one at a time: one of 80 megapixels takes 0.7 GB
-CHUNK_BYTES = 2**22  # of files and pixels per task of a worker
-QUEUE_BYTES = 2**26  # of tasks in flight per worker: an image of MAX_SIDE
+TASK_BYTES = 2**22  # of files and pixels that a worker gets at a time
+TASK_IMAGES = 256
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
-TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
-         8: "ROTATE_90"}  # by EXIF orientation  # fmt: skip
-_large = threading.Lock()  # held while a large image is decoded; the workers share one
+EXIF_ORIENTATION = 0x0112
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # by EXIF orientation
+
+
+class Item(NamedTuple):
+    """An image of a source."""
+
+    name: str
+    payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8
+    label: int
+    is_val: bool
 
 
 def import_pillow():
@@ -39,18 +50,39 @@ def import_pillow():
     return Image
 
 
-def aspect_ratio(payload) -> float:
-    """Width / height of an image file (path or bytes), rotated by EXIF, from its header alone; NaN if unreadable."""
+# ---------------------------------------------------------------------------------------------------------------------
+# One image
+
+
+def open_image(payload: str | bytes):
+    """An image file, by its path or content, as a PIL image whose pixels are not read yet."""
     Image = import_pillow()
-    if isinstance(payload, str) and not os.path.isfile(payload):
-        return math.nan
-    file = payload if isinstance(payload, str) else io.BytesIO(payload)
+    file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
-            ratio = image.width / image.height
-            return 1 / ratio if image.getexif().get(0x0112, 0) > 4 else ratio
+        return Image.open(file, formats=FORMATS)
+    except Image.UnidentifiedImageError:
+        raise ValueError("no image that Pillow can read") from None
+
+
+def orientation(image) -> int:
+    """EXIF's code, 1 to 8, of how the camera was held."""
+    try:
+        return image.getexif().get(EXIF_ORIENTATION, 1)
+    except Exception:  # damaged EXIF data are no reason to lose the image
+        return 1
+
+
+def aspect_ratio(payload: str | bytes) -> float:
+    """Width / height of an image file as it is displayed, from its header alone; NaN if it is unreadable."""
+    try:
+        with warnings.catch_warnings(action="ignore"), open_image(payload) as image:
+            width, height = image.size
+            lies_on_its_side = orientation(image) > 4
+    except UserError:
+        raise
     except Exception:  # Pillow raises nearly every kind on damaged files
         return math.nan
+    return height / width if lies_on_its_side else width / height
 
 
 def kept_area(ratios, sizes: list) -> np.ndarray:
@@ -67,169 +99,153 @@ def center_crop(image, height: int, width: int):
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
     scaled = round(image.width * scale), round(image.height * scale)
-    if scaled[0] * scaled[1] > MAX_PIXELS:
-        raise ValueError(f"too elongated: {image.width} x {image.height}")
     if scaled != image.size:
         image = image.resize(scaled, Image.Resampling.BICUBIC)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
+    left = (image.width - width) // 2
+    top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
 
 
-def to_rgb(file):
-    """An open image file -> its first frame as RGB PIL image, rotated by EXIF, on white where transparent.
+def to_rgb(image):
+    """PIL image -> its first frame in RGB as it is displayed, on white where it is transparent.
 
-    16-bit values are scaled by their type's range; 32-bit ones by the 8- or 16-bit range if it fits, else their own.
+    16-bit values keep their upper 8 bits.
     """
     Image = import_pillow()
-    try:
-        turn = TURNS.get(file.getexif().get(0x0112))
-    except Exception:  # damaged EXIF data are no reason to lose the image
-        turn = None
-    image = file.transpose(Image.Transpose[turn]) if turn else file
-    image.load()
-    if image.mode == "F":
-        raise ValueError("floating-point pixels of unknown range")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        bits, image = image.mode, image.convert("I")
-        low, high = image.getextrema()
-        if bits != "I" or (low >= 0 and high < 2**16):
-            low, high = 0, 255 if bits == "I" and high < 256 else 2**16 - 1
-        scale = 256 / (high - low + 1)
-        image = image.point(lambda value: value * scale - low * scale).convert("L")
-        image.info.pop("transparency", None)  # a value of the old range
+    turn = TURNS.get(orientation(image))
+    if turn:
+        image = image.transpose(Image.Transpose[turn])
+    if image.mode == "F" or image.mode.startswith("I"):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
+            raise ValueError("32-bit pixels, whose range is unknown")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode.endswith(("A", "a")) or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGB", image.size, "white")
         ground.paste(image, mask=image.getchannel("A"))
-        image = ground
-    return image if image.mode == "RGB" else image.convert("RGB")  # convert would copy
+        return ground
+    return image.convert("RGB")
 
 
-def decode(payload, sizes: list) -> tuple[np.ndarray, int]:
-    """An image file (path or bytes), or (H, W, C) uint8 -> (C, H, W) uint8, and its shorter side before scaling.
+def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, int]:
+    """-> (C, H, W) uint8, and the image's shorter side before scaling.
 
-    C = 3 for files. It gets the size (H, W) nearest in shape; without sizes it keeps its own, files up to
-    MAX_SIDE. Pillow is needed for files and for scaling.
+    C = 3 for files. The image gets the one of `sizes`, (H, W), nearest to it in shape; without sizes it keeps its own.
+    Needs Pillow for files and for scaling.
     """
-    is_array = isinstance(payload, np.ndarray)
-    if is_array and (not sizes or payload.shape[:2] in sizes):
-        return payload.transpose(2, 0, 1), min(payload.shape[:2])
-    Image = import_pillow()
-    if isinstance(payload, str):
-        if not os.path.isfile(payload):  # opening a pipe would wait for ever
-            raise ValueError("not a regular file")
-        payload = Path(payload).read_bytes() if os.path.getsize(payload) <= MAX_FILE_BYTES else None
-    if payload is None:
-        raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    if is_array:
-        image = Image.fromarray(payload.squeeze(2) if payload.shape[2] == 1 else payload)
+    if isinstance(payload, np.ndarray):
+        height, width, channels = payload.shape
+        if not sizes or (height, width) in sizes:
+            return payload.transpose(2, 0, 1), min(height, width)
+        image = import_pillow().fromarray(payload.squeeze(2) if channels == 1 else payload)
     else:
-        image = Image.open(io.BytesIO(payload), formats=FORMATS)
-        if not sizes and max(image.size) > MAX_SIDE:
-            raise UserError(f"{image.width}x{image.height}, above {MAX_SIDE} pixels; give --resolution=...")
-    with _large if image.width * image.height > LARGE_PIXELS else contextlib.nullcontext():
-        image = image if is_array else to_rgb(image)
-        side = min(image.size)
-        if sizes:
-            image = center_crop(image, *sizes[kept_area(image.width / image.height, sizes).argmax()])
-        array = np.asarray(image)
-    return array.reshape(*array.shape[:2], -1).transpose(2, 0, 1), side
+        image = to_rgb(open_image(payload))
+    side = min(image.size)
+    if sizes:
+        nearest = kept_area(image.width / image.height, sizes).argmax()
+        image = center_crop(image, *sizes[nearest])
+    pixels = np.asarray(image)
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    return pixels.transpose(2, 0, 1), side
 
 
-def decode_chunk(task: tuple, sizes: list) -> list:
-    """(side of the images, [(name, payload, ...)]) -> [(name, image, its shorter side before scaling, ...)].
-
-    An unreadable image becomes a str, the reason. Without sizes, an image of another size is the last: `decode_all`
-    refuses it.
-    """
-    expected, chunk = task
-    results = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", "Image size")  # Pillow's, of a decompression bomb
-        for name, payload, *label in chunk:
-            try:
-                image, side = decode(payload, sizes)
-            except UserError as error:
-                raise UserError(f"image {name!r}: {error}") from None
-            except Exception as error:  # Pillow raises nearly every kind on damaged files
-                image, side = str(error).splitlines()[0] if str(error) else type(error).__name__, 0
-            results.append((name, image, side, *label))
-            if side and not sizes and image.shape[1:] != (expected, expected):
-                break
-    return results
+# ---------------------------------------------------------------------------------------------------------------------
+# Many images
 
 
 def decode_all(source, options, workers: int) -> Iterator:
-    """The blocks of a Source; updates its counts. An unreadable image is skipped; if it was drawn for validation, the
-    next replaces it."""
-    side = options.resolution or MAX_SIDE  # of the images; with resolution=0 the first one says
-    sizes = source.sizes or ([(side, side)] if options.resolution else [])
+    """The images of a Source, in blocks of one shape: images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool.
 
-    def tasks():
-        chunk, size = [], 0
-        for item in source.items:
-            payload = item[1]
-            chunk.append(item)
-            size += 3 * side**2 + (payload.nbytes if isinstance(payload, np.ndarray) else len(payload or ""))
-            if size >= CHUNK_BYTES or len(chunk) == 256:
-                yield size, (side, chunk)
-                chunk, size = [], 0
-        if chunk:
-            yield size, (side, chunk)
-
-    first = None  # description and shape of the first image
-    owed = num_train = 0
-    decoder = functools.partial(decode_chunk, sizes=sizes)
-    for results in ordered_map(decoder, tasks(), workers):
-        blocks = {}  # shape -> [(image, label, is_val)]
-        for name, image, shorter, label, is_val in results:
+    Adds to its `skipped` and `num_enlarged`.
+    """
+    sizes = source.sizes
+    if options.resolution and not sizes:
+        sizes = [(options.resolution, options.resolution)]
+    tasks = make_tasks(source.items, 3 * options.resolution**2)
+    first = None
+    for results in ordered_map(functools.partial(decode_task, sizes=sizes), tasks, workers):
+        by_shape = {}
+        for item, side in results:
+            image = item.payload
             if isinstance(image, str):
-                source.skipped.append(f"{name!r}: {image}")
-                owed += int(source.val_is_drawn and is_val)
+                source.skipped.append(f"{item.name!r}: {image}")
                 continue
-            _, height, width = image.shape
-            this = f"{name!r} is {width}x{height}"
-            first = first or (this, image.shape)
-            if not sizes and height != width:
-                raise UserError(f"image {this}, not square; prepare_data's --resolution crops it")
-            if not sizes and image.shape != first[1]:
-                raise UserError(f"images of several sizes: {first[0]}, {this}; prepare_data --resolution resizes them")
-            side = max(height, width)
-            source.num_enlarged += shorter < min(height, width)
-            blocks.setdefault(image.shape, []).append((image, label, is_val))
-        for rows in blocks.values():
-            images, labels, held_out = (np.array(column) for column in zip(*rows))
-            spare = np.flatnonzero(~held_out)[int(num_train == 0) :][:owed]
-            held_out[spare] = True
-            owed -= len(spare)
-            num_train += np.sum(~held_out)
-            yield images, labels.astype(np.int64), held_out
+            first = first or item
+            if not sizes:
+                check_size(item, first)
+            if side < min(image.shape[1:]):
+                source.num_enlarged += 1
+            by_shape.setdefault(image.shape, []).append(item)
+        for items in by_shape.values():
+            images = np.stack([item.payload for item in items])
+            labels = np.array([item.label for item in items], np.int64)
+            is_val = np.array([item.is_val for item in items], bool)
+            yield images, labels, is_val
+
+
+def make_tasks(items: Iterable[Item], image_bytes: int) -> Iterator[list[Item]]:
+    task, size = [], 0
+    for item in items:
+        task.append(item)
+        size += image_bytes
+        if isinstance(item.payload, bytes):
+            size += len(item.payload)
+        if size >= TASK_BYTES or len(task) == TASK_IMAGES:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def decode_task(items: list[Item], sizes: list) -> list[tuple[Item, int]]:
+    """Items with the image as payload, or a str, the reason if it is unreadable; its shorter side before scaling."""
+    results = []
+    with warnings.catch_warnings(action="ignore"):
+        for item in items:
+            try:
+                image, side = decode(item.payload, sizes)
+            except UserError:
+                raise
+            except Exception as error:  # Pillow raises nearly every kind on damaged files
+                image, side = (str(error) or type(error).__name__).splitlines()[0], 0
+            results.append((item._replace(payload=image), side))
+    return results
+
+
+def check_size(item: Item, first: Item) -> None:
+    """UserError unless an image that keeps its size is a square of the first one's."""
+    _, height, width = item.payload.shape
+    found = f"{item.name!r} is {width}x{height}"
+    if height != width:
+        raise UserError(f"image {found}, not square; prepare_data's --resolution crops it")
+    if item.payload.shape != first.payload.shape:
+        _, height, width = first.payload.shape
+        sizes = f"{first.name!r} is {width}x{height}, {found}"
+        raise UserError(f"images of several sizes: {sizes}; prepare_data's --resolution scales them")
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() over pairs (size in bytes, task) by worker processes, with few tasks and bytes in flight."""
+    """map() by worker processes, each with two tasks in flight."""
     if workers == 1:
-        yield from (function(task) for _, task in tasks)
+        yield from map(function, tasks)
         return
     pending = deque()
     try:
-        with ProcessPoolExecutor(workers, initializer=_init_worker, initargs=(multiprocessing.Lock(),)) as pool:
-            for size, task in tasks:
-                pending.append((size, pool.submit(function, task)))
-                del task  # else it stays while the next is read
-                while len(pending) > 2 * workers or sum(size for size, _ in pending) > workers * QUEUE_BYTES:
-                    yield pending.popleft()[1].result()
+        with ProcessPoolExecutor(workers, initializer=_init_worker) as pool:
+            for task in tasks:
+                pending.append(pool.submit(function, task))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
             while pending:
-                yield pending.popleft()[1].result()
+                yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError(f"a worker died, probably out of memory; use fewer than workers={workers}") from None
 
 
-def _init_worker(large) -> None:
+def _init_worker() -> None:
     """Leave Ctrl-C to the parent, and end with it, even if it is killed."""
-    global _large
-    _large = large
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent():

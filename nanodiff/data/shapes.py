@@ -22,7 +22,6 @@ COLOURS = np.array(
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
 MIN_RADIUS, MAX_RADIUS = 0.34, 0.46  # of the circumscribed circle; the image's side is 1
-SOURCE = "upright shapes"  # in meta.json; it began with "shapes" when shapes were rotated
 SUPERSAMPLES = 4  # per pixel and axis
 
 
@@ -41,23 +40,6 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     return paint(labels, colours, poses, resolution), labels
 
 
-def draw_numbered(numbers: np.ndarray, resolution: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of these numbers (n,) in an endless stream: each a function of its number."""
-    u = hashed_uniforms(numbers, 5)
-    labels = (u[:, 0] * len(CLASS_NAMES)).astype(np.int64)
-    colours = COLOURS[(u[:, 1] * len(COLOURS)).astype(np.int64)]
-    return paint(labels, colours, poses_of(*u[:, 2:].T), resolution), labels
-
-
-def hashed_uniforms(numbers: np.ndarray, count: int) -> np.ndarray:
-    """(n, count) float64 in [0, 1), a function of the numbers (n,): splitmix64 (Steele et al. 2014) as a hash."""
-    x = np.asarray(numbers, np.uint64)[:, None] * np.uint64(count) + np.arange(1, count + 1, dtype=np.uint64)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
-
-
 def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
     """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
@@ -71,14 +53,10 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
 
 def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
     """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
-    return poses_of(*rng.uniform(size=(3, num)))
-
-
-def poses_of(radius, x, y) -> np.ndarray:
-    """draw_poses from given numbers in [0, 1), (n,) each."""
-    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * radius
+    u_radius, u_x, u_y = rng.uniform(size=(3, num))
+    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * u_radius
     room = 1 - 2 * radius
-    return np.stack([radius, radius + room * x, radius + room * y], 1)
+    return np.stack([radius, radius + room * u_x, radius + room * u_y], 1)
 
 
 def within(poses: np.ndarray) -> np.ndarray:

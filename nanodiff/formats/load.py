@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.dataset import check_latents
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import FAULTS, check_fields, load_tensors, read_small, sha256_of
 from nanodiff.formats.adapters import apply_adapters
@@ -187,8 +186,6 @@ def check_data(data: dict, source, model_config) -> None:
     num_classes = len(data["class_names"])
     if shape_differs or data["num_classes"] != num_classes or model_config.num_classes not in (0, num_classes):
         raise UserError(f"{source}: channels, resolution or classes of its data are not those of the model")
-    if "latents" in data:
-        check_latents(data["latents"], source, "offset", "scale")
     check_fields({"sizes": []} | data, source, sizes=list)
     largest = 4 * model_config.image_size
     for size in data.get("sizes", []):
