@@ -147,15 +147,6 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_long_runs_on_the_embedded_set_see_no_image_twice(base, run_script, capsys, monkeypatch):
-    monkeypatch.setattr("nanodiff.data.shapes.NUM_IMAGES", {"train": 1000, "val": 1000})
-    args = [arg for arg in TINY if "num_iterations" not in arg and "data=" not in arg] + ["--save_every=-1"]
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanodiff.training.resume.cut_batch", interrupt)
-        run_script("base_train", *args, "--num_epochs=5")
-    assert "drawn without end" in capsys.readouterr().out
-
-
 def test_learning_rate_warms_up_and_down(tiny, run_script):
     run_script(
         "base_train", *TINY, "--num_iterations=10", "--warmup_ratio=0.2", "--warmdown_ratio=0.4", "--eval_every=-1"
