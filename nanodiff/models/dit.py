@@ -191,9 +191,12 @@ class Block(nn.Module):
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets; the sin-cos table stays, for absolute position."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        a, b = rms_norm(qkv[:, :, :2].float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
+        # Not slices: their backward would write an fp32 gradient of all of qkv and read it again
+        qk, v = qkv.split((2, 1), dim=2)
+        a, b = rms_norm(qk.float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         qk = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qkv.dtype)
-        return *qk.unbind(2), qkv[:, :, 2]
+        q, k = qk.unbind(2)
+        return q, k, v.squeeze(2)
 
     def mlp(self, x):
         if not self.modern:
