@@ -4,12 +4,12 @@
 #   bash runs/cpu.sh                              further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-python -m scripts.base_train runs/shapes_cpu.py "$@"
+python3 -m scripts.base_train runs/shapes_cpu.py "$@"
 
 # Draw 400 samples once, into the run's folder; measure their form, class accuracy, precision and recall
 samples="${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/shapes_cpu/measured.npz"
-python -m scripts.sample --run=shapes_cpu --num_images=400 --steps=10 --cfg_scale=2 --cfg_interval=0.3,0.85 \
+python3 -m scripts.sample --run=shapes_cpu --num_images=400 --steps=10 --cfg_scale=2 --cfg_interval=0.3,0.85 \
     --npz --out="$samples"
-python -m scripts.base_eval --metric=well_formed --samples="$samples" --data=shapes
-python -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=shapes --reference_split=val
-python -m scripts.report shapes_cpu  # the page, with these figures
+python3 -m scripts.base_eval --metric=well_formed --samples="$samples" --data=shapes
+python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=shapes --reference_split=val
+python3 -m scripts.report shapes_cpu  # the page, with these figures

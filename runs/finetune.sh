@@ -4,10 +4,10 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 known=circle,ring,target,triangle,bar,stripes,dots
-python -m scripts.prepare_data --source=shapes --classes=$known --name=shapes_without_cross --overwrite
-python -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --cfg_scale=3 --model_tag=without_cross
+python3 -m scripts.prepare_data --source=shapes --classes=$known --name=shapes_without_cross --overwrite
+python3 -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --cfg_scale=3 --model_tag=without_cross
 
-python - << 'EOF'
+python3 - << 'EOF'
 """Training set: half crosses, half all eight shapes, so that the others are not forgotten."""
 import numpy as np
 from nanodiff.data.dataset import DatasetWriter
@@ -19,9 +19,9 @@ with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:
         classes = np.where(i % 2, CLASS_NAMES.index("cross"), i // 2 % len(CLASS_NAMES))
         writer.append(split, *draw_shapes(n, seed=(1, n), classes=classes))
 EOF
-python -m scripts.lora_train --base=without_cross --data=shapes_half_cross --model_tag=with_cross \
+python3 -m scripts.lora_train --base=without_cross --data=shapes_half_cross --model_tag=with_cross \
     --rank=4 --lr=5e-3 --num_iterations=400 --cfg_scale=3 "$@"
 
 for run in without_cross with_cross; do
-    python -m scripts.base_eval --run=$run --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
+    python3 -m scripts.base_eval --run=$run --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
 done

@@ -40,11 +40,11 @@ wanted() {
 
 note "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)"
 note "commit $(git rev-parse HEAD 2> /dev/null || echo unknown)"
-note "$(python -c 'import torch; print("torch", torch.__version__)')"
+note "$(python3 -c 'import torch; print("torch", torch.__version__)')"
 
 # The same numbers as on a CPU, bitwise resume, every collective, no recompiles
 if wanted tests; then
-    stage tests 900 python -m pytest -m cuda -rs tests/test_cuda.py
+    stage tests 900 python3 -m pytest -m cuda -rs tests/test_cuda.py
     note "$(tail -n 1 "$out/tests.log")"
 fi
 
@@ -53,8 +53,8 @@ fi
 bench() { # bench NAME DEPTH BATCH
     wanted "$1" || return
     local size=(--depth="$2" --batch_size="$3" --dtype=bfloat16)
-    stage "$1" 300 python -m scripts.bench "${size[@]}" --archs=dit_classic --optimizers=adamw
-    stage "$1" 300 python -m scripts.bench "${size[@]}" --archs=dit --optimizers=muon
+    stage "$1" 300 python3 -m scripts.bench "${size[@]}" --archs=dit_classic --optimizers=adamw
+    stage "$1" 300 python3 -m scripts.bench "${size[@]}" --archs=dit --optimizers=muon
     note "$(grep -A 3 '^training' "$out/$1.log")"
 }
 bench bench12 12 "${BATCH12:-128}"
@@ -66,7 +66,7 @@ if wanted train; then
         note "train: prepare_data has not made CIFAR-10; using shapes32 instead"
         data=shapes32
     fi
-    stage train 600 python -m scripts.base_train runs/cifar10.py --data=$data --model_tag="gpu_$data" \
+    stage train 600 python3 -m scripts.base_train runs/cifar10.py --data=$data --model_tag="gpu_$data" \
         --eval_every=500 --sample_every=500
     note "$(grep -E '^(attention|peak): |val loss' "$out/train.log" | tail -n 3)"
     note "$(grep '^step .*img/s' "$out/train.log" | tail -n 1)"

@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 tags=()
 for depth in ${DEPTHS:-1 2 3 4}; do
     tags+=("mini_${FLOPS:-3e12}_d$depth")
-    python -m scripts.base_train --depth="$depth" --target_flops="${FLOPS:-3e12}" --eval_every=100 --sample_every=0 \
+    python3 -m scripts.base_train --depth="$depth" --target_flops="${FLOPS:-3e12}" --eval_every=100 --sample_every=0 \
         --model_tag="mini_${FLOPS:-3e12}_d$depth" "$@"
 done
-python -m scripts.report "${tags[@]}"
+python3 -m scripts.report "${tags[@]}"

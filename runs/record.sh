@@ -3,7 +3,7 @@
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record needs seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
 # The GPU track's settings are guesses so far. Further arguments go to base_train.
-# First make the set: python -m scripts.prepare_data --source=cifar10 --name=cifar10
+# First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }
@@ -18,12 +18,12 @@ export TORCHINDUCTOR_CACHE_DIR
 trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
 
 start=$SECONDS
-python -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \
+python3 -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \
     --resume=never --eval_every=-1 --sample_every=-1 --save_every=0 "${@:3}"
 seconds=$((SECONDS - start))
 
-python -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
+python3 -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
     --npz --out="$folder/measured.npz"
-python -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10
+python3 -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10
 echo "$tag: $seconds s of at most $limit, process start and compilation included"
 [ "$seconds" -le $limit ]

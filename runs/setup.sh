@@ -1,9 +1,21 @@
-# Sourced by the scripts of this folder: go to the repository root, make .venv with the pinned packages, put it first in
-# PATH. A copy of requirements.txt in .venv records what is installed, so that later runs skip this.
+# Sourced by the scripts of this folder: go to the repository root and see to a python3 with torch and numpy. One that has
+# them is used as it is: machines with GPUs often have their own torch, and no network. Else the pinned packages go into
+# the virtual environment $NANODIFF_VENV, by default .venv; NANODIFF_VENV=.venv forces that.
+# A copy of requirements.txt in it records what is installed, so that later runs skip this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if ! [ -x .venv/bin/pip ]; then
+present="
+import sys, numpy, torch${needs:+, $needs}
+enough = sys.version_info >= (3, 11) and tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)
+print(f'{sys.executable}, torch {torch.__version__}') if enough else sys.exit(1)"
+if [ -z "${NANODIFF_VENV:-}" ] && found=$(python3 -c "$present" 2> /dev/null); then
+    echo "using $found; nothing is installed"
+    return
+fi
+
+venv=${NANODIFF_VENV:-.venv}
+if ! [ -x "$venv/bin/pip" ]; then
     for python in python3 python3.13 python3.12 python3.11 ""; do
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
     done
@@ -11,11 +23,12 @@ if ! [ -x .venv/bin/pip ]; then
         echo "error: Python 3.11 or newer not found; tried python3, python3.13, python3.12, python3.11" >&2
         exit 2
     fi
-    "$python" -m venv .venv  # on Debian and Ubuntu this needs: apt install python3-venv
+    "$python" -m venv "$venv"  # on Debian and Ubuntu this needs: apt install python3-venv
 fi
-if ! cmp -s requirements.txt .venv/requirements.txt; then
-    echo "installing requirements.txt into .venv, which takes a few minutes the first time"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-    cp requirements.txt .venv/requirements.txt
+if ! cmp -s requirements.txt "$venv/requirements.txt"; then
+    echo "installing requirements.txt into $venv, which takes a few minutes the first time"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    cp requirements.txt "$venv/requirements.txt"
 fi
-export PATH="$PWD/.venv/bin:$PATH"
+PATH=$(cd "$venv/bin" && pwd):$PATH
+export PATH

@@ -6,13 +6,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 2 ] || { echo "error: give two folders: ImageNet's training images and the autoencoder" >&2; exit 2; }
 images=$1 autoencoder=$2
 shift 2
-# torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+# torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer. After this time it
+# also kills those that wait for a dead rank: in a collective, which no signal interrupts
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
-run=(torchrun --standalone --nproc_per_node="${GPUS:-8}" -m)
+run=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8}" -m)
 
 [ -f "$data/imagenet256/meta.json" ] ||
-    python -m scripts.prepare_data --path="$images" --resolution=256 --name=imagenet256 --val_fraction=0.01
+    python3 -m scripts.prepare_data --path="$images" --resolution=256 --name=imagenet256 --val_fraction=0.01
 [ -f "$data/imagenet256_latents/meta.json" ] ||
     "${run[@]}" scripts.cache_latents -- --data=imagenet256 --autoencoder="$autoencoder" --name=imagenet256_latents --flip
 "${run[@]}" scripts.base_train -- runs/imagenet256.py "$@"
