@@ -7,15 +7,16 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import sysconfig
 import timeit
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError, base_dir, get_dist, join_ranks
 from nanodiff.files import write_atomic
@@ -48,6 +49,13 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
             repeat_bits()
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if world > 1:
+        # Inductor would start a compiler process per core for each rank
+        per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
+    if backend == "nccl":
+        # A rank that waits `timeout_s` aborts at once: by default it first tries to dump a trace for up to a minute
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1 and not dist.is_initialized():
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
@@ -74,15 +82,6 @@ def repeat_bits() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def attention_name(device: torch.device, dtype: torch.dtype) -> str:
-    """The attention kernel in training: CUDNN_ATTENTION, FLASH_ATTENTION, ..."""
-    q = torch.zeros(1, 1, 256, 64, device=device, dtype=dtype, requires_grad=True)  # tokens, width of a head
-    name = SDPBackend(torch._fused_sdp_choice(q, q, q)).name
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    slow = is_hopper and name not in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
-    return f"{name}; warning: cuDNN's and flash attention are faster here, in bf16 or fp16" if slow else name
-
-
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The autocast dtype; "auto" is bf16 where that is native."""
     if dtype != "auto":
@@ -99,14 +98,21 @@ def autocast_to(device: torch.device, dtype: torch.dtype):
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
-def can_compile(device: torch.device) -> str:
+def why_not_compiled(device: torch.device) -> str:
     """Why torch.compile does not work here, or "" if it does."""
     if device.type == "mps":
         return "torch.compile supports little of MPS"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return "" if has_triton() else "Triton is missing, or this GPU is too old for it"
+        if not has_triton():
+            return "Triton is missing, or this GPU is too old for it"
+        compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
+        if not any(shutil.which(name) for name in compilers if name):
+            return "Triton needs a C compiler: found none of $CC, cc, gcc, clang"
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not header.exists():
+            return f"Triton needs Python's headers: no {header}; on Debian and Ubuntu, apt install python3-dev"
     if device.type == "cpu":
         from torch._inductor import config, cpp_builder, exc
 
@@ -115,6 +121,17 @@ def can_compile(device: torch.device) -> str:
         except exc.InvalidCxxCompiler:
             return f"no C++ compiler found (looked for {', '.join(str(c) for c in config.cpp.cxx if c)})"
     return ""
+
+
+def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in CPU memory; those from a GPU go to pinned memory, all at once, which is several times as fast."""
+    copies = {}
+    for name, x in tensors.items():
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        copies[name] = copy.copy_(x.detach(), non_blocking=x.is_cuda)
+    if any(x.is_cuda for x in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_gen
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
-from nanodiff.device import attention_name, autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops, synchronize
 from nanodiff.diffusion.guidance import conditioning, parse_interval
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
@@ -32,7 +32,7 @@ from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.checkpoint import lock_run, save_checkpoint
+from nanodiff.training.checkpoint import Saver, lock_run
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import LossTerms, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -141,8 +141,6 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 peak, peak_source = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
-if device.type == "cuda":
-    print0(f"attention: {attention_name(device, compute_dtype)}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
 train_set = open_dataset(data, "train")
@@ -215,7 +213,7 @@ betas = (0.9, beta2)
 if world == 1 and grad_dtype != "float32":
     raise UserError(f"grad_dtype={grad_dtype!r} would do nothing with one rank")
 optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile, getattr(torch, grad_dtype))
-ema = EMA(raw_model, ema_rates, ramp=ema_ramp)
+ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
@@ -306,19 +304,20 @@ loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0  # since the last log line
 shapes_trained = set()
 saved_step = start_step if checkpoint else -1
+saver = Saver()
 
 while True:
     # Save before the slow evaluations, so that a crash there loses nothing
     if (due(save_every) or (stopping and save_every >= 0)) and step != saved_step:
-        optim_state = optim.state_dict()  # gathered over ranks: all take part
+        optim_state, averages = optim.state_dict(), ema.state_dict()  # gathered over ranks: all take part
         if ddp_rank == 0:
-            tensors = dict(model=raw_model.state_dict(), optim=optim_state)
+            tensors = dict(model=host_copy(raw_model.state_dict()), optim=optim_state)
             tensors["train"] = dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict())
-            for rate, average in ema.state_dict().items():
+            for rate, average in averages.items():
                 tensors[f"ema_{rate}"] = average
             meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
             meta |= dict(ema_rates=list(ema.rates), loop=loop | {"step": step})
-            print0(f"saved {save_checkpoint(run_dir, step, tensors, meta, checkpoints_kept)}")
+            saver.start(run_dir, step, tensors, meta, checkpoints_kept)  # in a thread: training goes on
         saved_step = step
 
     # A signal ends an evaluation between batches. Evaluations run eagerly: compiling for so few batches takes longer
@@ -371,6 +370,7 @@ while True:
         break
 
     # -----------------------------------------------------------------------------------------------------------------
+    saver.check()
     # One step. Its randomness, for the whole batch of all ranks, is a function of (seed, step). So, up to the order of
     # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size (except for dropout
     # masks), and the same command resumes identically without saving a random number generator's state.
@@ -490,4 +490,5 @@ while True:
 # The end
 
 loader.close()
+saver.wait()
 end(log, step, stopping, loop["train_time_s"], device)

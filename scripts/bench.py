@@ -204,7 +204,8 @@ def train(spec: dict, device):
         model = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
         facts["bytes_per_step"] = 2 * (world - 1) * 4 * num_params // world  # an all-reduce on a ring
     else:
-        optim, ema = make_optimizer(model, spec["optimizer"]), EMA(model, "0.9999")
+        optim = make_optimizer(model, spec["optimizer"], compile=spec["compile"])
+        ema = EMA(model, optim, "0.9999")
         facts["bytes_per_step"] = optim.bytes_per_step
     yield facts
 
@@ -425,7 +426,7 @@ def main():
     if loading and not hasattr(os, "posix_fadvise"):
         raise UserError("loading=True needs Linux, where files can be dropped from the page cache")
     device, world = devices.init_device(device_type), get_dist()[2]
-    obstacle = devices.can_compile(device) if True in parse_list("compile", compiles) else ""
+    obstacle = devices.why_not_compiled(device) if True in parse_list("compile", compiles) else ""
     print0(f"{world} x {devices.device_name(device)}, torch {torch.__version__}", file=sys.stderr)
     if obstacle:
         print0(f"not compiled: {obstacle}", file=sys.stderr)

@@ -21,7 +21,7 @@ from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_gen
 from nanodiff.data.codec import check_same_data, load_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
-from nanodiff.device import autocast_to, choose_dtype, device_name, init_device, peak_flops, synchronize
+from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops, synchronize
 from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -31,7 +31,7 @@ from nanodiff.formats.load import load_run, load_weights, shift_timesteps
 from nanodiff.models.build import compiled, uncompiled
 from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.checkpoint import keep_checkpoint, lock_run, save_checkpoint
+from nanodiff.training.checkpoint import Saver, lock_run
 from nanodiff.training.log import LossTerms, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
 from nanodiff.training.resume import cut_batch, resume_point, run_folder
@@ -161,8 +161,6 @@ FIXED = (  # a resume cannot change them
 model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base).stem}_{Path(data).name}_lora"
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
-if loaded.run_dir and ddp_rank == 0:
-    keep_checkpoint(Path(loaded.source))  # it may still be training
 checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
 loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
@@ -211,6 +209,7 @@ loss_terms = LossTerms(process)
 steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
 shapes_trained = set()
 saved_step = start_step if checkpoint else -1
+saver = Saver()
 
 while True:
     epoch_ended = save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
@@ -219,10 +218,12 @@ while True:
         if ddp_rank == 0:
             path = run_dir / "adapters" / f"step_{step:06d}.safetensors"
             save_adapters(path, raw_model, rank, alpha, targets, learned, origin)
-            tensors = dict(model=trained(raw_model), optim=optim_state, train=dict(scaler=scaler.state_dict()))
+            tensors = dict(
+                model=host_copy(trained(raw_model)), optim=optim_state, train=dict(scaler=scaler.state_dict())
+            )
             meta = dict(step=step, arch="lora", config=config, model_config=asdict(model_config), data=facts)
             meta |= dict(lora=origin, ema_rates=[], loop=loop | {"step": step})
-            save_checkpoint(run_dir, step, tensors, meta, keep=2)
+            saver.start(run_dir, step, tensors, meta, keep=2)
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
         saved_step = step
 
@@ -241,6 +242,7 @@ while True:
     if leaving:
         break
 
+    saver.check()
     # base_train's step, line for line; it is explained there
     t0 = time.perf_counter()
     g = make_generator(seed, step, device=draw_device)
@@ -321,4 +323,5 @@ while True:
         steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
 
 loader.close()
+saver.wait()
 end(log, step, stopping, loop["train_time_s"], device)

@@ -208,5 +208,5 @@ def test_one_exchange_a_step_whatever_the_accumulation(base, run_script, micro_s
     ring = 2 * 4 * num_params * (2 - 1) / 2
     assert ring <= bytes_per_step < 1.2 * ring
     small = [nbytes for name, nbytes in found if name == "all"]
-    assert small[:3] == [4 * 33] * 3  # the norm with the number of a signal, once per step
+    assert small[:3] == [4 * 2] * 3  # the norm and the wish to stop, once per step
     assert sum(small) < 3 * 1000  # and the line of the log

@@ -14,7 +14,7 @@ from test_base_train import metrics, weights
 from tiny_runs import assert_identical, make_data, randomise
 
 from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, sum_over_ranks
-from nanodiff.device import attention_name, autocast_to, init_device
+from nanodiff.device import autocast_to, init_device
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
@@ -87,10 +87,6 @@ def test_any_rows_of_a_draw_are_those_of_the_whole(device):
     whole = draw_rows((42, 7, 1), 0, device, torch.empty(3 * BLOCK, 3, 16, 16, device=device))
     for first, count in ((5, 4), (BLOCK - 1, 2), (3, 2 * BLOCK)):
         assert torch.equal(draw_rows((42, 7, 1), first, device, whole[:count]), whole[first : first + count])
-
-
-def test_attention_is_fused(device):
-    assert attention_name(device, torch.bfloat16) in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
 
 
 def call_every_collective(device):

@@ -10,10 +10,9 @@ import timeit
 import pytest
 import torch
 from conftest import ROOT
-from torch.nn.attention import SDPBackend
 
 from nanodiff.common import UserError
-from nanodiff.device import attention_name, choose_dtype, init_device, measured_peak, peak_flops
+from nanodiff.device import choose_dtype, init_device, measured_peak, peak_flops
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -71,17 +70,6 @@ def test_memory_grows_in_segments_unless_the_user_says_otherwise(one_gpu):
         assert os.environ[name] == "max_split_size_mb:64"
         one_gpu.delenv(name)
         assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-
-
-def test_slow_attention_is_reported(monkeypatch):
-    cpu = torch.device("cpu")
-    assert attention_name(cpu, torch.float32) in ("FLASH_ATTENTION", "MATH")
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: torch.empty(*shape, **options))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for backend, warned in ((SDPBackend.CUDNN_ATTENTION, False), (SDPBackend.EFFICIENT_ATTENTION, True)):
-        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, backend=backend: backend.value)
-        name = attention_name(torch.device("cuda"), torch.bfloat16)
-        assert name.startswith(backend.name) and ("warning" in name) == warned
 
 
 def test_the_story_for_gpus_needs_one():

@@ -143,7 +143,7 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
     command = [*launcher, script, *SHORT, "--model_tag=a"]
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
     assert re.search(r"resumed from .*step_000004", done.stdout), done.stdout + done.stderr
-    assert re.search(r"stopped by signal \d+ after step [5-8]", done.stdout), done.stdout + done.stderr
+    assert re.search(r"stopped by a signal after step [5-8]", done.stdout), done.stdout + done.stderr
     run_process("base_train", *SHORT, "--model_tag=a", ranks=2)
     for ours, whole in zip(everything(base, "a", 8), everything(base, "whole", 8)):
         assert_identical(ours, whole)

@@ -95,7 +95,7 @@ def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_sc
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     done = run_script("lora_train", *TINY, "--model_tag=a", "--targets=qkv,fc2", "--sample_every=0", "--sample_steps=2")
     after = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    assert after == before | {old / "checkpoints" / "step_000001" / "in_use": b""}
+    assert after == before
     tuned, plain = done["raw_model"], load_run("old", "cpu").model.state_dict()
     for name, x in tuned.state_dict().items():
         if "lora" not in name and not name.startswith("y_embed"):
@@ -243,14 +243,6 @@ def test_training_goes_on_from_adapters(base, old, run_script):
             run_script("lora_train", *again, more, "--model_tag=third")
 
 
-def test_training_of_the_base_keeps_the_step_that_adapters_need(base, old, run_script):
-    run_script("lora_train", *TINY, "--model_tag=a", "--num_iterations=0")
-    args = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --model_tag=old --resume=changed".split()
-    args += "--num_iterations=4 --save_every=1 --checkpoints_kept=1 --eval_every=-1 --sample_every=-1".split()
-    run_script("base_train", *args, "--compile=False", "--dtype=float32", "--device_type=cpu")
-    assert [path.name for path in sorted((old / "checkpoints").iterdir())] == ["step_000001", "step_000004"]
-    load_run("a", "cpu")
-    shifted = run_script(
-        "lora_train", *TINY, "--model_tag=b", "--timestep_shift=3", "--num_iterations=0", "--base_step=1"
-    )
+def test_the_shift_of_a_flow_base_can_be_changed(old, run_script):
+    shifted = run_script("lora_train", *TINY, "--model_tag=b", "--timestep_shift=3", "--num_iterations=0")
     assert shifted["process"].timestep_shift == load_run("b", "cpu").process.timestep_shift == 3

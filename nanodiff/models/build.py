@@ -6,7 +6,7 @@ import sys
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.device import can_compile
+from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -97,7 +97,7 @@ def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> to
 
     As a whole, at depth 3 on two CPU cores, the first step takes 28 s more, the others 9 to 18 ms less.
     """
-    obstacle = can_compile(device)
+    obstacle = why_not_compiled(device)
     if device.type == "cpu" and isinstance(model, UNet):
         obstacle = "a UNet takes minutes to compile on a CPU and gets no faster"
     if obstacle:

@@ -1,4 +1,5 @@
-"""Checkpoints that survive a kill: written to a temporary folder, hashed, renamed; verified before use.
+"""Checkpoints that survive a kill: written to a temporary folder, hashed, renamed; verified before use. A thread
+writes them while training goes on.
 
 runs/<tag>/checkpoints/step_000500/
     model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
@@ -10,6 +11,7 @@ import contextlib
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,7 +19,6 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic, writing
 
-IN_USE = "in_use"  # marks a checkpoint that adapters need
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
@@ -48,15 +49,33 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
         for s, path in found:
-            if s < oldest and not (path / IN_USE).exists():
+            if s < oldest:
                 shutil.rmtree(path, ignore_errors=True)
     return final
 
 
-def keep_checkpoint(checkpoint: Path) -> None:
-    """Mark a checkpoint that adapters need, so that its run does not delete it."""
-    with contextlib.suppress(OSError):  # in a read-only folder nothing gets deleted
-        (checkpoint / IN_USE).touch()
+class Saver:
+    """Calls save_checkpoint in a thread, so that training goes on; one at a time."""
+
+    def __init__(self):
+        self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
+        self.running = None
+
+    def start(self, run_dir: Path, step: int, tensors: dict, meta: dict, keep: int = -1) -> None:
+        """`tensors` must be copies: training changes the weights meanwhile."""
+        self.wait()
+        self.running = self.thread.submit(save_checkpoint, run_dir, step, tensors, meta, keep)
+
+    def check(self) -> None:
+        """Report a save that has ended; raise its error, if any. Call at every step."""
+        if self.running and self.running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any."""
+        if self.running:
+            saved, self.running = self.running, None
+            print0(f"saved {saved.result()}")
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

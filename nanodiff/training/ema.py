@@ -4,7 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, collective
+from nanodiff.device import host_copy
+from nanodiff.training.optim import Optimizer
 
 
 def parse_rates(rates: str) -> tuple[float, ...]:
@@ -22,15 +24,19 @@ class EMA:
     """average <- rate * average + (1 - rate) * weights, in fp32, of every parameter, for each of `rates`.
 
     With `ramp` the rate of step s is min(rate, (1 + s) / (10 + s)), so that an average soon forgets the initial weights
-    (TensorFlow's ExponentialMovingAverage with num_updates). An average starts as the weights.
+    (TensorFlow's ExponentialMovingAverage with num_updates). An average starts as the weights. Each rank averages its
+    share of the optimizer's buffers: the ranks together read and write every average once per step.
     """
 
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, rates: str = "0.999", ramp: bool = True):
-        self.rates, self.ramp = parse_rates(rates), ramp
-        named = dict(model.named_parameters())
-        self.names, self.params = list(named), list(named.values())
-        self.averages = {rate: [p.detach().float().clone() for p in self.params] for rate in self.rates}
+    def __init__(self, model: torch.nn.Module, optim: Optimizer, rates: str = "0.999", ramp: bool = True):
+        self.rates = parse_rates(rates)
+        self.ramp = ramp
+        self.rank = optim.rank
+        self.buckets = optim.buckets
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.weights = [bucket.own for bucket in self.buckets]
+        self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -38,34 +44,49 @@ class EMA:
         for rate, averages in self.averages.items():
             if self.ramp:
                 rate = min(rate, (1 + step) / (10 + step))
-            torch._foreach_lerp_(averages, self.params, 1 - rate)
+            torch._foreach_lerp_(averages, self.weights, 1 - rate)
+
+    @collective("the all-gather of the averaged weights")
+    @torch.no_grad()
+    def load_average(self) -> None:
+        """Overwrite the model's weights with the average of the first rate."""
+        for bucket, average in zip(self.buckets, self.averages[self.rates[0]]):
+            bucket.flat.copy_(bucket.gathered(average))
 
     @contextmanager
     def applied(self, model: torch.nn.Module):
         """Inside, the model is in eval mode with the average of the first rate, if any; then its own weights return.
 
-        Values are copied in place, so a compiled model and the optimizer's views stay valid. Do not update inside.
+        A collective. Values are copied in place, so a compiled model and the optimizer's views stay valid. Do not
+        update inside.
         """
-        training, averages = model.training, next(iter(self.averages.values()), self.params)
-        with torch.no_grad():
-            saved = [p.detach().clone() for p in self.params]
-            torch._foreach_copy_(self.params, averages)
+        training = model.training
+        saved = [bucket.flat.clone() for bucket in self.buckets]
+        if self.rates:
+            self.load_average()
         model.eval()
         try:
             yield
         finally:
             model.train(training)
-            with torch.no_grad():
-                torch._foreach_copy_(self.params, saved)
+            for bucket, flat in zip(self.buckets, saved):
+                bucket.flat.copy_(flat)
 
+    @collective("the all-gather of the averaged weights")
+    @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"0.999": {name: average}}: the tensors themselves, not copies."""
-        return {str(rate): dict(zip(self.names, averages)) for rate, averages in self.averages.items()}
+        """{"0.999": {name: average, on the CPU}}; a collective. Empty except on rank 0."""
+        state = {}
+        for rate, averages in self.averages.items():
+            named = host_copy(self.frozen)
+            for bucket, average in zip(self.buckets, averages):
+                named |= bucket.named(average)
+            state[str(rate)] = named
+        return state if self.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
-        weights = dict(zip(self.names, self.params))
-        for rate, averages in self.state_dict().items():
-            for name, average in averages.items():
-                average.copy_(state.get(rate, weights)[name])
+        for rate, averages in self.averages.items():
+            for bucket, average in zip(self.buckets, averages):
+                average.copy_(bucket.share_of(state[str(rate)]) if str(rate) in state else bucket.own)

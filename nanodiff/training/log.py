@@ -143,12 +143,12 @@ class RunLog:
         print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
 
 
-def end(log: RunLog, step: int, stopping: int, train_time_s: float, device: torch.device) -> None:
+def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device) -> None:
     """Print a summary, and leave together with the other ranks."""
     if log.wandb:
         log.wandb.finish()
     if stopping:
-        print0(f"stopped by signal {stopping} after step {step}: the same command resumes")
+        print0(f"stopped by a signal after step {step}: the same command resumes")
     minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
     name = shlex.quote(log.run_dir.name)

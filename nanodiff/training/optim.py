@@ -1,9 +1,9 @@
 """Muon for the matrices of a model's blocks, AdamW for the rest; gradients averaged and state sharded over ranks.
 
-The parameters of a group lie in a few flat fp32 buffers, each cut into `world` equal shares. Each step, for each
-buffer: reduce-scatter the gradients in the same layout, while backward computes those of the buffers before it; update
-this rank's share; all-gather the parameters, while the next buffer is updated. This is ZeRO stage 1 (Rajbhandari et al.
-2020, arXiv:1910.02054). With one rank nothing is sent.
+The parameters lie in a few flat fp32 buffers, each cut into one equal share per rank. Each step, for each buffer:
+reduce-scatter the gradients, while backward still computes those of earlier layers; update this rank's share;
+all-gather the weights, while the next buffer is updated. This is ZeRO stage 1 (Rajbhandari et al. 2020,
+arXiv:1910.02054). A single rank runs the same code and sends nothing.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError, collective
-from nanodiff.device import can_compile, choose_dtype
+from nanodiff.device import choose_dtype, host_copy, why_not_compiled
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
 # a x + b x^3 + c x^5 is minimax for the output of those before it on singular values in [1e-3, 1]. After five, ripples
@@ -73,31 +73,38 @@ def align(n: int) -> int:
 
 
 def plan_buffer(params, kind: str, world: int):
-    """(offset of each parameter, length of a share, runs of each share).
+    """(offset of each parameter, length of a share, matrices of each share).
 
-    AdamW is element-wise: its shares may split a parameter. Muon's matrices stay whole: largest first,
-    each goes to the emptiest share. Within a share, a run [start, count, rows, cols] of matrices of one shape is one
-    batch.
+    AdamW's shares may cut through a parameter. Muon needs whole matrices: assign them, largest first, to the rank with
+    the least. The matrices of one shape lie side by side, to be updated as one batch: {(rows, cols): [start, count]}.
     """
     if kind == "adamw":
         ends = list(itertools.accumulate(align(p.numel()) for p in params))
-        return [0, *ends[:-1]], align(-(-ends[-1] // world)), [[]] * world
-    shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]
-    load, owner = [0] * world, {}
+        share = align(math.ceil(ends[-1] / world))
+        return [0, *ends[:-1]], share, [{}] * world
+
+    load = [0] * world
+    owner = {}
     for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
         owner[i] = load.index(min(load))
         load[owner[i]] += params[i].numel()
-    offsets, runs, ends = [0] * len(params), [[] for _ in range(world)], [0] * world
+
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
+    offsets = [0] * len(params)  # at first from the start of the owner's share
+    ends = [0] * world
+    batches = [{} for _ in range(world)]
     for i in sorted(owner, key=lambda i: (shapes[i], i)):
-        r = owner[i]
-        if not runs[r] or tuple(runs[r][-1][2:]) != shapes[i]:
-            ends[r] = align(ends[r])
-            runs[r].append([ends[r], 0, *shapes[i]])
-        runs[r][-1][1] += 1
-        offsets[i] = ends[r]
-        ends[r] += params[i].numel()
-    length = align(max(ends))
-    return [owner[i] * length + offset for i, offset in enumerate(offsets)], length, runs
+        rank = owner[i]
+        if shapes[i] not in batches[rank]:
+            ends[rank] = align(ends[rank])
+            batches[rank][shapes[i]] = [ends[rank], 0]
+        batches[rank][shapes[i]][1] += 1
+        offsets[i] = ends[rank]
+        ends[rank] += params[i].numel()
+    share = align(max(ends))
+    for i, rank in owner.items():
+        offsets[i] += rank * share
+    return offsets, share, batches
 
 
 LEAST_PART = 2**20  # numbers per part: 4 MB
@@ -106,104 +113,139 @@ LEAST_PART = 2**20  # numbers per part: 4 MB
 def cut_group(params, kind: str, world: int) -> list[list[int]]:
     """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
 
-    More parts overlap more of the exchange with backward. But small messages are slow too, and few
-    matrices divide badly among ranks: a part has at least LEAST_PART numbers, and shares are padded by at most a tenth.
+    More parts overlap more of the exchange with backward. But small messages are slow too, and few matrices divide
+    badly among ranks: a part has at least LEAST_PART numbers, and shares are padded by at most a tenth.
     """
-    total = sum(p.numel() for p in params)
+    if world == 1:
+        return [list(range(len(params)))]
     ends = list(itertools.accumulate(p.numel() for p in params))
-    most = max(1, min(8, total // LEAST_PART)) if world > 1 else 1
-    for count in range(most, 0, -1):
-        by_part = itertools.groupby(range(len(params)), key=lambda i: (ends[i] - 1) * count // total)
-        parts = [list(part) for _, part in by_part]
-        padded = world * sum(plan_buffer([params[i] for i in part], kind, world)[1] for part in parts)
+    total = ends[-1]
+    for count in range(min(8, total // LEAST_PART), 1, -1):
+        parts = [[] for _ in range(count)]
+        for i, end in enumerate(ends):
+            parts[(end - 1) * count // total].append(i)
+        parts = [part for part in parts if part]
+        padded = 0
+        for part in parts:
+            _, share, _ = plan_buffer([params[i] for i in part], kind, world)
+            padded += world * share
         if padded <= 1.1 * total:
-            break
-    return parts  # at worst one
+            return parts
+    return [list(range(len(params)))]
 
 
 class Bucket:
     """Parameters of a group, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
 
     def __init__(self, group: dict, part: list[int], rank: int, world: int, grad_dtype: torch.dtype):
-        self.group, self.world, self.grad_dtype = group, world, grad_dtype
-        self.names, self.params = [group["names"][i] for i in part], [group["params"][i] for i in part]
-        self.place = min(group["places"][i] for i in part)  # backward reaches this parameter last
-        self.missing, self.work = len(part), None  # gradients that backward owes; the collective in flight
-        self.offsets, share, runs = plan_buffer(self.params, group["kind"], world)
-        self.runs, self.mine = runs[rank], slice(rank * share, (rank + 1) * share)
+        self.group = group
+        self.world = world
+        self.grad_dtype = grad_dtype
+        self.names = [group["names"][i] for i in part]
+        self.params = [group["params"][i] for i in part]
+        self.place = min(group["places"][i] for i in part)  # the earliest parameter: its gradient comes last
+        self.missing = len(part)  # gradients that backward has still to compute
+        self.work = None  # handle of the running reduce-scatter
+        self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
+        self.batches = batches[rank]
+        self.mine = slice(rank * share, (rank + 1) * share)
         self.flat = torch.zeros(world * share, device=self.params[0].device)
-        self.own, self.grad = self.flat[self.mine], None
+        self.own = self.flat[self.mine]
+        self.grad = None  # of `own`, between sync_grads and step
         self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
-        self.pieces, end = [], 0  # in the buffer's order: parameters, and the gaps between and after them
-        for offset, i in sorted(zip(self.offsets, range(len(self.params)))):
-            self.pieces += [self.flat[end:offset], self.params[i]]
-            end = offset + self.params[i].numel()
-        self.pieces.append(self.flat[end:])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a buffer with the layout of `flat`."""
+        """The parts of `flat`, laid out like the weights, that belong to each parameter."""
         return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def reduce_grads(self) -> None:
-        """Start to reduce-scatter the gradients: this rank's share goes into `grad`."""
+        """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
         start = self.flat.data_ptr()
         for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
-        # A missing gradient counts as zero, like the gaps
-        full = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).reshape(-1) for x in self.pieces])
+        full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        torch._foreach_copy_(self.views(full), grads)
         if self.world == 1:
             self.grad = full
             return
         self.grad = torch.empty_like(self.own, dtype=self.grad_dtype)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
-        self.work = reduce_scatter(self.grad, full.to(self.grad_dtype), async_op=True)
+        self.work = reduce_scatter(self.grad, full, async_op=True)
 
     def wait_grads(self) -> None:
-        wait_all([self.work])
-        self.grad, self.work, self.missing = self.grad.float(), None, len(self.params)
+        if self.work:
+            self.work.wait()
+        self.work = None
+        self.grad = self.grad.float()
+        self.missing = len(self.params)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
-        """Gather all shares into `flat`; returns the collective in flight, or None."""
+        """Start to gather every rank's `share` into `flat`; returns the handle, or None if there is nothing to send."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
         return all_gather(flat, share, async_op=True)
 
+    def gathered(self, share: torch.Tensor) -> torch.Tensor:
+        """Every rank's `share`, in the layout of `flat`; a collective."""
+        if self.world == 1:
+            return share
+        full = torch.empty_like(self.flat)
+        self.all_gather(full, share).wait()
+        return full
 
-def wait_all(works) -> None:
-    for work in filter(None, works):
-        work.wait()
+    def named(self, share: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
+        full = self.gathered(share)
+        on_first_rank = self.mine.start == 0
+        return host_copy(dict(zip(self.names, self.views(full)))) if on_first_rank else {}
+
+    def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `named`: this rank's share."""
+        full = torch.zeros_like(self.flat)
+        for name, view in zip(self.names, self.views(full)):
+            view.copy_(named[name])
+        return full[self.mine].clone()
 
 
 class Optimizer:
     """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step.
 
-    If last_micro_step is set before a step's last backward, each bucket is exchanged once its gradients are ready;
-    the rest in sync_grads.
+    Set last_micro_step before a step's last backward: then each bucket's exchange starts as soon as its gradients are
+    there. sync_grads starts the others.
     """
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
     def __init__(self, groups, muon_dtype: torch.dtype, betas: tuple[float, float], compiled, grad_dtype):
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.muon_dtype, self.betas, self.steps = muon_dtype, betas, 0
-        self.compiled, self.look_ahead, self.descend = compiled, look_ahead, descend
-        if compiled:  # each one pass over memory
+        self.muon_dtype = muon_dtype
+        self.betas = betas
+        self.steps = 0
+        self.compiled = compiled
+        self.look_ahead = look_ahead
+        self.descend = descend
+        if compiled:  # each becomes one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
-        self.param_groups, self.buckets = groups, []
+        self.param_groups = groups
+        self.buckets = []
         for group in groups:
             for part in cut_group(group["params"], group["kind"], self.world):
                 self.buckets.append(Bucket(group, part, self.rank, self.world, grad_dtype))
         # In backward's order: collectives must run in the same order on every rank
         self.exchange_order = sorted(self.buckets, key=lambda bucket: -bucket.place)
-        self.last_micro_step, self.unsent = False, self.exchange_order.copy()
-        for bucket in self.buckets if self.world > 1 else ():
+        self.unsent = self.exchange_order.copy()
+        self.last_micro_step = False
+        if self.world == 1:
+            return
+        for bucket in self.buckets:
             dist.broadcast(bucket.flat, 0)  # the same start on every rank
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, bucket))
@@ -211,11 +253,14 @@ class Optimizer:
     @property
     def bytes_per_step(self) -> int:
         """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
-        each = 4 + self.buckets[0].grad_dtype.itemsize
-        return sum((self.world - 1) * each * bucket.own.numel() for bucket in self.buckets)
+        total = 0
+        for bucket in self.buckets:
+            each = bucket.grad_dtype.itemsize + 4  # a gradient, then a weight
+            total += (self.world - 1) * each * bucket.own.numel()
+        return total
 
     def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
-        """Backward hook: the gradient of `p` is ready; exchange complete buckets."""
+        """Backward hook: the gradient of `p` is there. Starts the exchange of complete buckets."""
         if self.last_micro_step:
             bucket.missing -= 1
             while self.unsent and self.unsent[0].missing == 0:
@@ -223,33 +268,35 @@ class Optimizer:
 
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
-    def sync_grads(self, signal: int = 0) -> tuple[float, int]:
-        """Average the gradients over ranks, into the buckets; a collective, once per step, that waits for the device.
+    def sync_grads(self, stop: bool = False) -> tuple[float, bool]:
+        """Average the gradients over ranks; a collective, once per step. The only place where a step waits for the GPU.
 
-        Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and the
-        largest `signal` (0 to 31) that a rank received.
+        Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
+        any rank asked to stop.
         """
         for bucket in self.unsent:
             bucket.reduce_grads()
         for bucket in self.buckets:
             bucket.wait_grads()
-        self.last_micro_step, self.unsent = False, self.exchange_order.copy()
-        norm_sq = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets])).square().sum()
-        shared = torch.zeros(33, device=norm_sq.device)  # ranks that received each signal; the norm squared
-        shared[signal] = 1
-        shared[32] = norm_sq
+        self.last_micro_step = False
+        self.unsent = self.exchange_order.copy()
+        norms = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets]))
+        norm_sq = norms.square().sum()
+        # full_like, not an assignment: copying a number from the host would wait for the GPU
+        shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
         if self.world > 1:
             dist.all_reduce(shared)
-        *counts, norm_sq = shared.tolist()
-        signal = max(number for number, count in enumerate(counts) if count)
-        return math.sqrt(norm_sq) / self.world, signal  # `grad` holds sums over ranks; step() turns them into means
+        norm_sq, num_stopping = shared.tolist()
+        # `grad` holds sums over ranks: step() turns them into means
+        return math.sqrt(norm_sq) / self.world, num_stopping > 0
 
     @collective("the all-gather of the weights")
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> None:
         """One update by the gradients of sync_grads times `grad_scale`; a collective."""
         self.steps += 1
-        works, scale = [], grad_scale / self.world
+        scale = grad_scale / self.world
+        works = []
         for bucket in self.buckets:
             if bucket.group["kind"] == "muon":
                 self.update_muon(bucket, scale)
@@ -257,7 +304,9 @@ class Optimizer:
                 self.update_adamw(bucket, scale)
             bucket.grad = None
             works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
-        wait_all(works)
+        for work in works:
+            if work:
+                work.wait()
 
     def update_muon(self, bucket: Bucket, scale: float) -> None:
         """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
@@ -265,11 +314,14 @@ class Optimizer:
         The rate scales with sqrt(max(1, rows / columns)).
         """
         lr = bucket.group["lr"]
+        decay = lr * bucket.group["weight_decay"]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (self.steps - 1) / MOMENTUM_WARMUP)
-        for start, count, rows, cols in bucket.runs:
+        for (rows, cols), (start, count) in bucket.batches.items():
             part = slice(start, start + count * rows * cols)
-            P, G, M = (x[part].view(count, rows, cols) for x in (bucket.own, bucket.grad, bucket.state["momentum"]))
-            rate, decay = lr * max(1.0, rows / cols) ** 0.5, lr * bucket.group["weight_decay"]
+            P = bucket.own[part].view(count, rows, cols)
+            G = bucket.grad[part].view(count, rows, cols)
+            M = bucket.state["momentum"][part].view(count, rows, cols)
+            rate = lr * max(1.0, rows / cols) ** 0.5
             factors = [mu, scale, rate, decay]
             if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
                 factors = [torch.full((), x, device=P.device) for x in factors]
@@ -278,12 +330,16 @@ class Optimizer:
 
     def update_adamw(self, bucket: Bucket, scale: float) -> None:
         """torch's fused AdamW, on the whole share at once."""
-        before = torch.full((), self.steps - 1.0, device=bucket.own.device)  # fp32; the kernel adds 1
+        device = bucket.own.device
+        before = torch.full((), self.steps - 1.0, device=device)  # fp32; the kernel adds 1
+        grad_scale = torch.full((), 1 / scale, device=device)  # the kernel divides by it
+        if device.type == "mps":  # but not on MPS
+            bucket.grad.mul_(scale)
+            grad_scale = None
         adamw(
             [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
             fused=True, amsgrad=False, maximize=False, beta1=self.betas[0], beta2=self.betas[1], eps=1e-8,
-            lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"],
-            grad_scale=torch.full((), 1 / scale, device=bucket.own.device),
+            lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"], grad_scale=grad_scale,
         )  # fmt: skip
 
     def zero_grad(self) -> None:
@@ -299,7 +355,8 @@ class Optimizer:
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.params):
                 if p.grad is not None:
-                    worst = max(worst, (1 - float(p.grad.isfinite().float().mean()), name))
+                    share = 1 - float(p.grad.isfinite().float().mean())
+                    worst = max(worst, (share, name))
         every = [worst] * self.world
         if self.world > 1:
             dist.all_gather_object(every, worst)
@@ -316,11 +373,8 @@ class Optimizer:
         state = {"step": self.steps}
         for bucket in self.buckets:
             for key, share in bucket.state.items():
-                full = share if self.world == 1 else torch.empty_like(bucket.flat)
-                wait_all([bucket.all_gather(full, share)])
-                if self.rank == 0:
-                    for name, view in zip(bucket.names, bucket.views(full)):
-                        state[f"{key}/{name}"] = view.to("cpu", copy=True)
+                for name, value in bucket.named(share).items():
+                    state[f"{key}/{name}"] = value
         return state if self.rank == 0 else {}
 
     @torch.no_grad()
@@ -332,10 +386,7 @@ class Optimizer:
         self.steps = int(state["step"])
         for bucket in self.buckets:
             for key, share in bucket.state.items():
-                full = torch.zeros_like(bucket.flat)
-                for name, view in zip(bucket.names, bucket.views(full)):
-                    view.copy_(state[f"{key}/{name}"])
-                share.copy_(full[bucket.mine])
+                share.copy_(bucket.share_of({name: state[f"{key}/{name}"] for name in bucket.names}))
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
@@ -366,7 +417,7 @@ def make_optimizer(
         for key, value in (("names", name), ("params", p), ("places", place)):
             groups[index][key].append(value)
     device = next(model.parameters()).device
-    compiled = compile and device.type == "cuda" and not can_compile(device)
+    compiled = compile and device.type == "cuda" and not why_not_compiled(device)
     native = choose_dtype("auto", device) == torch.bfloat16
     muon_dtype = torch.bfloat16 if native else torch.float32
     return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
@@ -379,7 +430,8 @@ class LossScaler:
     """
 
     def __init__(self, enabled: bool):
-        self.enabled, self.lg_loss_scale, self.skipped_in_a_row = enabled, 20.0, 0
+        self.enabled = enabled
+        self.lg_loss_scale = 20.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * 2.0**self.lg_loss_scale if self.enabled else loss
@@ -392,13 +444,11 @@ class LossScaler:
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
         if self.lg_loss_scale < 0:
-            skipped = f"{self.skipped_in_a_row} steps skipped in a row"
-            raise FloatingPointError(f"gradients are not finite: {skipped}, and the loss scale is below 1")
+            raise FloatingPointError("gradients overflow even at a loss scale below 1")
 
     def state_dict(self) -> dict:
-        return {"lg_loss_scale": self.lg_loss_scale, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"lg_loss_scale": self.lg_loss_scale}
 
     def load_state_dict(self, state: dict) -> None:
-        self.lg_loss_scale, self.skipped_in_a_row = state["lg_loss_scale"], state["skipped_in_a_row"]
+        self.lg_loss_scale = state["lg_loss_scale"]
