@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, brief, gather_batches, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -114,8 +114,8 @@ elif metric == "bpd":
         raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
-    with Progress(num_images, "images", "bits/dim") as bar, autocast:
-        terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size, bar.update)
+    with autocast:
+        terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size)
     result["timesteps"] = loaded.process.num_timesteps
     for key in [key for key in terms if key.endswith("bpd")]:
         result[key] = terms.pop(key)

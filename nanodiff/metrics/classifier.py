@@ -58,8 +58,8 @@ class Classifier(nn.Module):
         """`forward` for any tensor or array; float32 on the CPU."""
         device = self.head.weight.device
         with torch.autocast(device.type, enabled=False):  # the caller may be sampling under autocast
-            batches = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
-        features, logits = zip(*batches)
+            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
+        features, logits = zip(*found)
         return torch.cat(features).cpu(), torch.cat(logits).cpu()
 
 
@@ -87,11 +87,14 @@ def shrink(images: torch.Tensor, resolution: int) -> torch.Tensor:
 def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Move each image by up to 1/8 of its size, repeating the edges."""
     n, _, h, w = images.shape
-    moves = torch.randint(-(h // 8), h // 8 + 1, (2, n, 1), generator=generator)
+    most = h // 8
+    moves = torch.randint(-most, most + 1, (2, n, 1), generator=generator)
     rows = (torch.arange(h) + moves[0]).clamp(0, h - 1).to(images.device)  # (N, H)
     cols = (torch.arange(w) + moves[1]).clamp(0, w - 1).to(images.device)  # (N, W)
-    index = torch.arange(n, device=images.device)[:, None, None]
-    return images.permute(0, 2, 3, 1)[index, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    index = torch.arange(n, device=images.device)
+    channels_last = images.permute(0, 2, 3, 1)
+    moved = channels_last[index[:, None, None], rows[:, :, None], cols[:, None, :]]
+    return moved.permute(0, 3, 1, 2)
 
 
 def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
@@ -148,11 +151,15 @@ def initialise(classifier: Classifier, seed: int) -> Classifier:
     return classifier
 
 
-def load_images(dataset, resolution: int, seed: int, chunk: int = 1000):
+def load_images(dataset, resolution: int, seed: int):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
-    order = torch.randperm(dataset.num_images, generator=make_generator(seed))[:MAX_IMAGES].sort().values.numpy()
-    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in dataset.batches(order, chunk)]
-    return torch.cat(parts), torch.as_tensor(dataset.labels(order))
+    order = torch.randperm(dataset.num_images, generator=make_generator(seed))
+    chosen = order[:MAX_IMAGES].sort().values.numpy()
+    parts = []
+    for rows in dataset.batches(chosen, 1000):
+        images = torch.as_tensor(dataset.images(rows))
+        parts.append(shrink(images, resolution))
+    return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
 
 def get_classifier(train, val, device) -> Classifier:
@@ -169,10 +176,11 @@ def get_classifier(train, val, device) -> Classifier:
 
     key = hashlib.sha256(f"{VERSION}".encode())
     for dataset in (train, val):
-        key.update((dataset.path / "meta.json").read_bytes())
-    weights = cached(train.path / "classifier.npz", key.hexdigest(), compute)
-    weights = from_first_rank(weights, "the classifier")
+        key.update((dataset.path / "meta.json").read_bytes())  # with the hashes of the images
+    arrays = cached(train.path / "classifier.npz", key.hexdigest(), compute)
+    arrays = from_first_rank(arrays, "the classifier")
+    weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
     classifier = Classifier(train.channels, train.resolution, train.num_classes)
-    classifier.load_state_dict({name: torch.from_numpy(x) for name, x in weights.items()})
+    classifier.load_state_dict(weights)
     classifier = classifier.to(device, memory_format=torch.channels_last)
     return classifier.requires_grad_(False).eval()

@@ -54,8 +54,11 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
         rank = values > noise  # smaller eigenvalues are rounding errors of 0
         return vectors[:, rank] * values[rank].sqrt()
 
-    overlap = torch.linalg.svdvals(factor(sigma1).T @ factor(sigma2)).sum()
-    distance = (mu1 - mu2).square().sum() + sigma1.trace() + sigma2.trace() - 2 * overlap
+    a1 = factor(sigma1)
+    a2 = factor(sigma2)
+    overlap = torch.linalg.svdvals(a1.T @ a2).sum()
+    between_means = (mu1 - mu2).square().sum()
+    distance = between_means + sigma1.trace() + sigma2.trace() - 2 * overlap
     return max(float(distance), 0.0)
 
 
@@ -82,19 +85,24 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     """KID of features (N, F), (M, F): (mean, deviation) over random subsets of an unbiased squared MMD with kernel
     (x . y / F + 1)^3 (Binkowski et al. 2018). For sets of one distribution it is as often below 0 as above."""
     m = min(subset_size, len(x), len(y))
+    num_pairs = m * (m - 1)
+    generator = make_generator(0)
+
+    def draw(features):
+        chosen = torch.randperm(len(features), generator=generator)[:m]
+        return features[chosen].double()
 
     def kernel(a, b):
         return (a @ b.T / a.shape[1] + 1) ** 3
 
-    def mean_of_pairs(k):  # without the diagonal, which makes the estimate unbiased
-        return (k.sum() - k.trace()) / (m * (m - 1))
-
-    generator = make_generator(0)
     values = torch.empty(num_subsets, dtype=torch.float64)
     for i in range(num_subsets):
-        a = x[torch.randperm(len(x), generator=generator)[:m]].double()
-        b = y[torch.randperm(len(y), generator=generator)[:m]].double()
-        values[i] = mean_of_pairs(kernel(a, a)) + mean_of_pairs(kernel(b, b)) - 2 * kernel(a, b).mean()
+        a = draw(x)
+        b = draw(y)
+        aa = kernel(a, a)  # (m, m)
+        bb = kernel(b, b)
+        within = (aa.sum() - aa.trace() + bb.sum() - bb.trace()) / num_pairs  # unbiased: no image with itself
+        values[i] = within - 2 * kernel(a, b).mean()
     return float(values.mean()), float(values.std(correction=0))
 
 
@@ -107,8 +115,9 @@ def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, floa
     log_p = logits.double()[order].log_softmax(1)
     scores = []
     for part in log_p.tensor_split(splits):
-        log_marginal = part.logsumexp(0) - np.log(len(part))
-        scores.append((part.exp() * (part - log_marginal)).sum(1).mean().exp())
+        log_marginal = part.logsumexp(0) - np.log(len(part))  # (K,)
+        divergence = (part.exp() * (part - log_marginal)).sum(1)  # (n,)
+        scores.append(divergence.mean().exp())
     scores = torch.stack(scores)
     return float(scores.mean()), float(scores.std(correction=0))
 
@@ -117,15 +126,25 @@ def precision_recall(real: torch.Tensor, fake: torch.Tensor, k: int = 3, batch_s
     """Fraction of fake features (M, F) within the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
     al. 2019, eq. 2 and 3): the union of balls around points, each reaching the k-th neighbour."""
     # cdist computes x^2 + y^2 - 2xy: float32 is precise enough only around the centre
-    centre = real.double().mean(0)
-    real = (real.double() - centre).float()
-    fake = (fake.double() - centre).float()
+    real, fake = real.double(), fake.double()
+    centre = real.mean(0)
+    real = (real - centre).float()
+    fake = (fake - centre).float()
 
-    def radii(points):  # k + 1: the nearest point of all is the point itself
-        return torch.cat([torch.cdist(b, points).kthvalue(k + 1, dim=1).values for b in points.split(batch_size)])
+    def radii(points):
+        found = []
+        for batch in points.split(batch_size):
+            nearest = torch.cdist(batch, points).kthvalue(k + 1, dim=1)  # k + 1: the nearest is the point itself
+            found.append(nearest.values)
+        return torch.cat(found)
 
     def fraction_within(points, centres, radius):
-        within = [(torch.cdist(b, centres) <= radius).any(1) for b in points.split(batch_size)]
-        return float(torch.cat(within).double().mean())
+        count = 0
+        for batch in points.split(batch_size):
+            is_within = torch.cdist(batch, centres) <= radius  # (n, number of centres)
+            count += int(is_within.any(1).sum())
+        return count / len(points)
 
-    return fraction_within(fake, real, radii(real)), fraction_within(real, fake, radii(fake))
+    precision = fraction_within(fake, real, radii(real))
+    recall = fraction_within(real, fake, radii(fake))
+    return precision, recall

@@ -64,8 +64,8 @@ class Inception(nn.Module):
         """(N, 1 or 3, H, W) uint8, tensor or array -> pool3 (N, 2048), logits (N, 1008), float32 on the CPU."""
         device = self.fc.weight.device
         with full_float32(device):
-            batches = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
-        pool3, logits = zip(*batches)
+            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
+        pool3, logits = zip(*found)
         return torch.cat(pool3).cpu(), torch.cat(logits).cpu()
 
 
@@ -78,9 +78,13 @@ def resize(x: torch.Tensor, size: int) -> torch.Tensor:
         where = torch.arange(size, dtype=torch.float32, device=x.device) * (n / size)
         low = where.long()
         high = (low + 1).clamp(max=n - 1)
-        return x[..., low] + (x[..., high] - x[..., low]) * (where - low)
+        left = x[..., low]
+        right = x[..., high]
+        return left + (right - left) * (where - low)
 
-    return along_rows(along_rows(x).transpose(2, 3)).transpose(2, 3)
+    x = along_rows(x)  # (N, C, H, size)
+    x = along_rows(x.transpose(2, 3))  # (N, C, size, size)
+    return x.transpose(2, 3)
 
 
 @contextmanager
@@ -125,15 +129,20 @@ class Mixed(nn.Module):
         for branch, chain in branches.items():
             width = n_in
             steps = []
-            for i, (n_out, kernel, *stride) in enumerate(chain, 1):
+            for i, (n_out, kernel, *has_stride) in enumerate(chain, start=1):
+                stride, padding = (2, 0) if has_stride else (1, "same")
                 name = f"branch{branch}_{i}" if len(chain) > 1 else f"branch{branch}"
-                kernels = {name + "a": (1, 3), name + "b": (3, 1)} if kernel == "fork" else {name: kernel}
+                kernels = {name: kernel}
+                if kernel == "fork":
+                    kernels = {name + "a": (1, 3), name + "b": (3, 1)}
                 for key, size in kernels.items():
-                    self.add_module(key, Conv(width, n_out, size, 2, 0) if stride else Conv(width, n_out, size))
+                    self.add_module(key, Conv(width, n_out, size, stride, padding))
                 steps.append(list(kernels))
                 width = n_out
             self.chains.append(steps)
-        self.branch_pool = Conv(n_in, pool_width, 1) if pool_width else nn.Identity()
+        self.branch_pool = nn.Identity()
+        if pool_width:
+            self.branch_pool = Conv(n_in, pool_width, 1)
 
     def forward(self, x):
         outputs = []
@@ -142,7 +151,8 @@ class Mixed(nn.Module):
             for names in steps:
                 y = torch.cat([getattr(self, name)(y) for name in names], 1)
             outputs.append(y)
-        outputs.append(self.branch_pool(self.pool(x)))
+        pooled = self.pool(x)
+        outputs.append(self.branch_pool(pooled))
         return torch.cat(outputs, 1)
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from nanodiff.common import StackedGenerator, make_generator, rank_batches, sum_over_ranks
+from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator, rank_batches, sum_over_ranks
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.timesteps import quartile_sums
@@ -38,25 +38,30 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         x0, labels = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
         t = t_of[np.searchsorted(chosen, ids)].to(device)
-        loss = process.losses(model, x0, t, noise, **conditioning(model.config, x0, labels))["loss"]
+        cond = conditioning(model.config, x0, labels)
+        loss = process.losses(model, x0, t, noise, **cond)["loss"]  # (n,)
         sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
     total, counts = sum_over_ranks(sums, device)
     return float(total.sum() / n), (total / counts).tolist()
 
 
 @torch.no_grad()
-def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int, progress=None) -> dict:
+def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
     """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
-    An image's noise depends on its index alone. Each batch of n calls progress(n)."""
+    An image's noise depends on its index alone."""
     device = next(model.parameters()).device
     n = min(num_images, len(val_set))
     sums = {}
-    for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
-        x0, labels = stored_images(val_set, ids, codec, device)
-        terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **conditioning(model.config, x0, labels))
-        for name, value in terms.items():
-            sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)
-        if progress:
-            progress(len(ids))
-    means = {name: sum_over_ranks(value, device) / n for name, value in sums.items()}
-    return {name: value.numpy() if value.ndim else float(value) for name, value in means.items()}
+    with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
+        for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
+            x0, labels = stored_images(val_set, ids, codec, device)
+            cond = conditioning(model.config, x0, labels)
+            terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)  # (n,) or (n, T) each
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)
+            bar.update(len(ids))
+    means = {}
+    for name, value in sums.items():
+        mean = sum_over_ranks(value, device) / n
+        means[name] = mean.numpy() if mean.ndim else float(mean)
+    return means

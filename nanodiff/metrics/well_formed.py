@@ -18,34 +18,53 @@ STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # step per round;
 
 def distances(images: np.ndarray, label: int) -> np.ndarray:
     """Distance (n,) of images (n, 3, H, H) uint8 to the best render of one class."""
-    rows = np.arange(len(images))
+    resolution = images.shape[-1]
 
     def draw(poses):  # (..., 3) -> (..., P)
-        return draw_masks(label, poses.reshape(-1, 3), images.shape[-1]).reshape(*poses.shape[:-1], -1)
+        masks = draw_masks(label, poses.reshape(-1, 3), resolution)
+        return masks.reshape(*poses.shape[:-1], -1)
 
-    # Project the pixels onto each colour; keep the colour with least residual
+    coverage, off_colour = fit_colours(images)
+    rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
+    poses, error = fit_poses(coverage, draw, rng)
+
+    # The unit: the change when the render moves, mean of both axes
+    shifts = np.eye(3)[1:] / 64
+    moved = draw(poses[:, None] + shifts)  # (n, 2, P)
+    change = ((moved - draw(poses)[:, None]) ** 2).sum(2)
+    return np.sqrt((error + off_colour) / change.mean(1))
+
+
+def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Project the pixels of images (n, 3, H, H) onto each colour of the set, keep the one with the least residual: how
+    much of each pixel it covers (n, P), and the residual (n,)."""
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
     light = COLOURS - GROUND  # (6, 3)
     power = (light**2).sum(1)
     coverage = light @ pixels / power[:, None]  # (n, 6, P)
-    off_colour = (pixels**2).sum((1, 2))[:, None] / power - (coverage**2).sum(2)  # (n, 6)
-    coverage = coverage[rows, off_colour.argmin(1)]  # (n, P)
+    total = (pixels**2).sum((1, 2))[:, None]  # (n, 1)
+    residual = total / power - (coverage**2).sum(2)  # (n, 6)
+    best = residual.argmin(1)
+    rows = np.arange(len(images))
+    return coverage[rows, best], residual[rows, best].clip(0)
 
-    # The nearest of a bank of renders, then a random search around it
-    rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
+
+def fit_poses(coverage: np.ndarray, draw, rng) -> tuple[np.ndarray, np.ndarray]:
+    """For each coverage (n, P) the nearest of a bank of renders, then a random search around it: poses (n, 3), squared
+    errors (n,)."""
     poses = draw_poses(BANK, rng)
     bank = draw(poses)  # (BANK, P)
-    poses = poses[((bank**2).sum(1) - 2 * coverage @ bank.T).argmin(1)]  # (n, 3)
+    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), but for |coverage|^2
+    poses = poses[squared.argmin(1)]  # (n, 3)
+    rows = np.arange(len(coverage))
     for step in STEPS:
         offsets = step * rng.normal(size=(TRIES, 3))
         offsets[0] = 0
         tries = within(poses[:, None] + offsets)  # (n, TRIES, 3)
-        error = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
-        poses = tries[rows, error.argmin(1)]
-
-    # The unit: the change when the render moves, mean of both axes
-    unit = ((draw(poses[:, None] + np.eye(3)[1:] / 64) - draw(poses)[:, None]) ** 2).sum(2).mean(1)
-    return np.sqrt((error.min(1) + off_colour.min(1).clip(0)) / unit)
+        errors = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
+        best = errors.argmin(1)
+        poses = tries[rows, best]
+    return poses, errors[rows, best]
 
 
 def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
@@ -57,10 +76,15 @@ def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
         distance[labels == label] = distances(images[labels == label], label)
     real, found = np.split(distance, [NUM_REAL])
-    by_class = {name: found[labels[NUM_REAL:] == k] for k, name in enumerate(CLASS_NAMES)}
+    is_well = found <= LIMIT
+    by_class = {}
+    for k, name in enumerate(CLASS_NAMES):
+        asked = labels[NUM_REAL:] == k
+        if asked.any():
+            by_class[name] = round(float(is_well[asked].mean()), 4)
     return {
-        "well_formed": float((found <= LIMIT).mean()),
-        "well_formed_of": {name: round(float((x <= LIMIT).mean()), 4) for name, x in by_class.items() if len(x)},
+        "well_formed": float(is_well.mean()),
+        "well_formed_of": by_class,
         "well_formed_of_real_images": float((real <= LIMIT).mean()),
         "median_distance": float(np.median(found)),
         "median_distance_ratio": float(np.median(found) / np.median(real)),
