@@ -97,9 +97,9 @@ def test_bits_per_dim(base, run_script):
 
 def test_well_formed_end_to_end(base, run_script, monkeypatch, tmp_path):
     """A run's samples are not well formed, a file of real shapes with classes in another order is."""
+    make_data()
     monkeypatch.setattr(dataset, "SHAPES", {"tiny": 16})
     monkeypatch.setattr(well_formed, "NUM_REAL", 8)
-    make_data()
     run_dir = make_run(run_script, "a")
     assert evaluate(run_script, run_dir, "well_formed", "--num_images=8", "--steps=1")["well_formed"] == 0
     images, labels = draw_shapes(16, seed=3)
