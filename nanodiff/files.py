@@ -1,4 +1,4 @@
-"""Files: atomic writes that survive a kill, locks, downloads, reads of untrusted data."""
+"""Files: atomic writes that survive a kill, locks, downloads, and reads that fail in one line."""
 
 import argparse
 import contextlib
@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import http.client
 import os
+import pickle
 import re
 import shutil
 import tempfile
@@ -17,9 +18,6 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import Progress, UserError, print0
-
-# Raised by bad values in a file
-FAULTS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 def fsync_dir(path: Path) -> None:
@@ -77,19 +75,13 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Rename a finished folder, replacing an old one, which is restored on failure."""
+    """Rename a finished folder, replacing an old one."""
     temporary.chmod(0o755)
     fsync_dir(temporary)
     old = tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}.tmp-")
-    replaces = final.exists()
-    if replaces:
+    if final.exists():
         os.rename(final, old)
-    try:
-        os.rename(temporary, final)
-    except BaseException:
-        if replaces:
-            os.rename(old, final)
-        raise
+    os.rename(temporary, final)
     fsync_dir(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -118,14 +110,18 @@ def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool
 
 
 @contextlib.contextmanager
-def reading(path: Path):
+def reading(path: str | Path, fault: str = "is damaged or truncated"):
     """Turns any exception into a UserError: libraries raise nearly every kind on a damaged file."""
     try:
         yield
     except UserError:
         raise
+    except FileNotFoundError as error:
+        raise UserError(f"no such file: {error.filename or path}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:
-        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}: {error}") from None
+        raise UserError(f"{path} {fault}: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def read_small(path: Path, most: int = 2**22) -> bytes:
@@ -180,19 +176,14 @@ def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
 
 def load_tensors(path: Path):
     """The one torch.load of the package: tensors and plain containers, never code."""
-    torch._weights_only_unpickler._get_allowed_globals().pop("builtins.bytearray", None)  # unbounded, not a tensor
-    try:
-        check_zip(path, path.stat().st_size)  # torch.save does not compress
-        check_zip(path, 2**23, "data.pkl")
-        # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unusual pickle protocols
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}") from None
-    except UserError:
-        raise
-    except Exception as error:  # pickle, zip and torch each raise their own kinds
-        # The first sentence says what was refused, the next how to load it anyway
-        first = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0][:200]
-        raise UserError(f"{path} cannot be loaded safely as tensors: {type(error).__name__}: {first}") from error
+    fault = "cannot be loaded safely as tensors"
+    with reading(path, fault), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about unusual pickle protocols
+        try:
+            # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            # The first sentence says what was refused, the next how to load it anyway
+            refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
+            raise UserError(f"{path} {fault}: {refused[:200]}") from None

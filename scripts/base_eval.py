@@ -24,7 +24,7 @@ from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_to
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
-from nanodiff.diffusion.guidance import parse_interval
+from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
@@ -152,8 +152,9 @@ else:
         codec = load_codec(loaded.data, device, autoencoder)
         if codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable}")
-        cfg_scale = cfg_scale if loaded.has_null_class else 1.0
-        settings = SampleSettings(steps, sampler, cfg_scale, parse_interval(cfg_interval, cfg_scale))
+        guidance = choose_guidance(cfg_scale, cfg_interval, loaded.has_null_class)
+        settings = SampleSettings(steps, sampler, *guidance)
+        config |= settings.guidance  # the file's name says what was done
         small = open_low_res(low_res, loaded, device, autoencoder)
         measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
         names = loaded.data["class_names"]

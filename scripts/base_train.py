@@ -22,7 +22,7 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops, synchronize
-from nanodiff.diffusion.guidance import conditioning, parse_interval
+from nanodiff.diffusion.guidance import choose_guidance, conditioning
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
@@ -225,11 +225,9 @@ if latent_norm != "channels" and codec.description["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
 if bpd_every >= 0 and codec.description["kind"] != "images":
     raise UserError(f"bpd_every={bpd_every}: bits/dim are of pixels, and {data} holds latents; -1 = never")
-# A model that has never trained without labels has no null class to guide away from
-cfg_scale = cfg_scale if num_classes and label_drop else 1.0
-sample_settings = SampleSettings(
-    sample_steps, choose_sampler(process, sampler, sample_steps), cfg_scale, parse_interval(cfg_interval, cfg_scale)
-)
+guidance = choose_guidance(cfg_scale, cfg_interval, can_guide=num_classes > 0 and label_drop > 0)
+sample_settings = SampleSettings(sample_steps, choose_sampler(process, sampler, sample_steps), *guidance)
+config |= sample_settings.guidance  # recorded as used
 quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +259,8 @@ if checkpoint:
     scaler.load_state_dict(state["scaler"])
     loop |= meta["loop"]
 elif init_from:
-    start_from(raw_model, load_run(init_from, device), config, codec.description["class_names"] if num_classes else [])
+    source = load_run(init_from, device, published={"num_heads": heads})
+    start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
     ema.load_state_dict({})  # averages start from these weights
 step = start_step = loop["step"]
 

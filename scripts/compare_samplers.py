@@ -18,6 +18,7 @@ from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import match_labels
 from nanodiff.device import autocast_to, choose_dtype, init_device
+from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
@@ -59,7 +60,7 @@ if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
 most_steps = process.num_timesteps or 10**6  # a Gaussian diffusion cannot take more steps than it has timesteps
 counts = sorted({min(int(text), most_steps) for text in steps.split(",")})
-guidance = cfg_scale if loaded.has_null_class else 1.0
+guidance, _ = choose_guidance(cfg_scale, "0,1", loaded.has_null_class)
 plan = [SampleSettings(count, choose_sampler(process, name, count), guidance) for name in names for count in counts]
 second_order = "dpm++" if process.num_timesteps else "heun"
 reference_settings = SampleSettings(min(reference_steps, most_steps), second_order, guidance)

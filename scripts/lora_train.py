@@ -22,7 +22,7 @@ from nanodiff.data.codec import check_same_data, load_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops, synchronize
-from nanodiff.diffusion.guidance import conditioning
+from nanodiff.diffusion.guidance import choose_guidance, conditioning
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
@@ -145,11 +145,8 @@ bell = t_weighting == "bell" or (t_weighting == "auto" and process.num_timesteps
 timestep_sampler = make_timesteps("bell" if bell else "uniform", process, low=t_min, high=t_max)
 optim = make_optimizer(raw_model, "adamw", lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
-sample_settings = SampleSettings(
-    steps=sample_steps,
-    sampler=choose_sampler(process, "auto", sample_steps),
-    cfg_scale=cfg_scale if num_classes and label_drop else 1.0,
-)
+guidance = choose_guidance(cfg_scale, "0,1", can_guide=num_classes > 0 and label_drop > 0)
+sample_settings = SampleSettings(sample_steps, choose_sampler(process, "auto", sample_steps), *guidance)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint

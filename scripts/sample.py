@@ -20,25 +20,35 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import Progress, StopSignal, UserError, brief, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import (
+    Progress,
+    StopSignal,
+    UserError,
+    brief,
+    from_first_rank,
+    get_dist,
+    leave_together,
+    print0,
+    sum_over_ranks,
+)
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import parse_interval
+from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import PUBLISHED, check_guide, load_run, parse_classes, parse_size
+from nanodiff.formats.load import PUBLISHED, check_guide, load_run
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations, parse_classes, parse_size
 from nanodiff.sampling.low_res import open_low_res
-from nanodiff.sampling.store import GRID_IMAGES, SampleStore
+from nanodiff.sampling.store import SampleStore
 
 # Model
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
-lora = ""  # adapters of scripts/lora_train.py to merge into the weights: .safetensors files, comma-separated
-lora_scale = "1"  # strength of the adapters: one number for all, or one each, comma-separated
+lora = ""  # adapters of scripts/lora_train.py to merge into the weights: a .safetensors file
+lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
@@ -73,6 +83,7 @@ num_timesteps = 0  # >= 0: of the process; 0 = as published
 rescale_timesteps = "auto"  # auto|yes|no: does the model see t in [0, 1000)?
 config = configure(globals())
 APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
+GRID_IMAGES = 256  # the most that a grid shows
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setup: the model, its guide, the sampler
@@ -83,37 +94,41 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 published = {name: config[name] for name in PUBLISHED}
 loaded = load_run(run, device, checkpoint_step, ema, published)
-apply_adapters(loaded, lora, lora_scale)
-model, process, num_classes = loaded.model, loaded.process, loaded.num_classes
+if lora:
+    apply_adapters(loaded, lora, lora_scale)
+guide = weak_model = None
+if guide_run or guide_step >= 0 or guide_ema:
+    guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
+    check_guide(guide, loaded)
+    weak_model = guide.model
+model, process = loaded.model, loaded.process
 small = open_low_res(low_res, loaded, device, autoencoder)
 codec = load_codec(loaded.data, device, autoencoder)
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
-guide = None
-if guide_run or guide_step >= 0 or guide_ema:
-    guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
-    check_guide(guide, loaded)
-elif not loaded.has_null_class:
-    cfg_scale = 1.0  # never trained without labels: there is nothing to guide away from
-interval = parse_interval(cfg_interval, cfg_scale)
 sampler = choose_sampler(process, sampler, steps, eta, respacing)
-weak_model = guide.model if guide else None
+cfg_scale, interval = choose_guidance(cfg_scale, cfg_interval, loaded.has_null_class or guide is not None)
 settings = SampleSettings(
-    respacing or steps, sampler, cfg_scale, interval, eta, weak_model, cfg_channels=cfg_channels or None
+    steps=respacing or steps,
+    sampler=sampler,
+    cfg_scale=cfg_scale,
+    cfg_interval=interval,
+    eta=eta,
+    weak_model=weak_model,
+    cfg_channels=cfg_channels or None,
 )
-shape = parse_size(size, loaded, codec)
+config |= settings.guidance  # the name and the protocol say what was done
+shape = parse_size(size, model.config, codec)
 is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
 if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
-class_names = loaded.data["class_names"][:num_classes]
-chosen = parse_classes(classes, class_names) if classes else None
-samples = ModelSamples(model, process, codec, settings, seed, small, chosen)
+if num_images > GRID_IMAGES and not npz:
+    raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
+samples = ModelSamples(model, process, codec, settings, seed, small, parse_classes(classes, loaded.class_names))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
 
-if num_images > GRID_IMAGES and not npz:
-    raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 folder = loaded.run_dir / "samples" if loaded.run_dir else Path(".")
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
 stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
@@ -122,7 +137,6 @@ if out and Path(stem).is_dir():
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.description.get("latents", {})
-image_bytes = min(codec.shape[0], 3) * (codec.shape[1] if codec.undecodable else codec.image_size) ** 2
 protocol = loaded.described() | {
     "data": loaded.data["name"],
     "low_res": small.described if small else "",
@@ -131,15 +145,16 @@ protocol = loaded.described() | {
     "steps": settings.steps,
     "eta": eta,
     "network_evaluations": network_evaluations(model, process, settings),
-    "cfg_scale": cfg_scale,
-    "cfg_interval": list(interval),
+    **settings.guidance,
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,
     "lora": lora,
-    "lora_scale": lora_scale if lora else "",
+    "lora_scale": lora_scale if lora else None,
     "classes": classes or ("of the small images" if small else "all, balanced"),
-    "class_names": class_names,
-    **{key: config[key] for key in ("num_images", "seed", "batch_size")},
+    "class_names": loaded.class_names,
+    "num_images": num_images,
+    "seed": seed,
+    "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
     "rounding": "round(127.5 (x + 1)), clamped to 0..255",
@@ -153,8 +168,7 @@ print0(f"protocol: {json.dumps(brief(protocol))}")
 # Each rank draws its batches, except those already drawn
 
 store = SampleStore(output, protocol, num_images, 8 if is_mixed else batch_size)
-finished = torch.tensor(int(rank == 0 and store.open(image_bytes)))
-finished = bool(sum_over_ranks(finished, device))  # the other ranks wait here for the store
+finished = from_first_rank(rank == 0 and store.open(), "the store")  # the other ranks wait here for its folder
 todo = [] if finished else store.missing(rank, world)
 before = num_images if finished else store.num_drawn()
 if 0 < before < num_images:

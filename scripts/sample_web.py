@@ -31,10 +31,11 @@ from configurator import KINDS, cast, configure, satisfies
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
+from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
-from nanodiff.formats.load import check_meta, find_run, load_run, parse_classes, parse_size
+from nanodiff.formats.load import find_run, load_run
 from nanodiff.png import encode_png
-from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes, parse_size
 from nanodiff.sampling.low_res import open_low_res
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
@@ -74,7 +75,6 @@ def describe_run(path: Path) -> dict:
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
     meta = load_meta(checkpoints[-1][1])
-    check_meta(meta, path)
     try:
         num_classes = meta["model_config"]["num_classes"]
         # An adapter has its base's process, known once that is loaded
@@ -166,12 +166,12 @@ def draw(s: dict, send, device, compute_dtype) -> None:
     checkpoints = tuple((path, path.stat().st_mtime_ns) for _, path in list_checkpoints(s["path"]))
     loaded, codec, small = load(s["path"], s["checkpoint_step"], s["ema"], checkpoints, device)
     s["size"] = s["size"] or list_sizes(loaded.data)[0]
-    shape = parse_size(s["size"], loaded, codec) or codec.shape
+    shape = parse_size(s["size"], loaded.model.config, codec) or codec.shape
     class_names = loaded.data["class_names"][: loaded.num_classes]
-    chosen = parse_classes(s["classes"], class_names) if s["classes"] else None
+    chosen = parse_classes(s["classes"], class_names)
     sampler = choose_sampler(loaded.process, s["sampler"], s["steps"])
-    cfg_scale = s["cfg_scale"] if loaded.has_null_class else 1.0
-    how = SampleSettings(s["steps"], sampler, cfg_scale)
+    cfg_scale, interval = choose_guidance(s["cfg_scale"], "0,1", loaded.has_null_class)
+    how = SampleSettings(s["steps"], sampler, cfg_scale, interval)
     samples = ModelSamples(loaded.model, loaded.process, codec, how, s["seed"], small, chosen)
     first = 0  # image of the batch
 

@@ -46,7 +46,7 @@ def test_imports_go_down_or_stay_in_their_room():
     for path in SOURCES:
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for module, _ in imports(path):
-            if own == "configurator" or not module.startswith("nanodiff."):
+            if own in ("configurator", "nanodiff") or not module.startswith("nanodiff."):  # nanodiff: the front door
                 continue
             if floor(module) > floor(own) or (floor(module) == floor(own) and room(module) != room(own)):
                 climbing.append(f"{own} -> {module}")

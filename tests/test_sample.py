@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,18 +14,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from processes import FORK, Started, run_process
 from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
+import nanodiff
 from nanodiff.common import UserError
-from nanodiff.data import latents as codec
+from nanodiff.data import codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
-from nanodiff.metrics import features
+from nanodiff.sampling import draw as drawing
 from nanodiff.sampling.draw import SampleSettings, network_evaluations
 from nanodiff.sampling.store import SampleStore
 
@@ -140,14 +144,16 @@ def test_default_names_tell_what_differs(runs, run_script):
     "args, message",
     [
         (["--num_images=257"], "num_images=257: a grid shows 256; --npz keeps more"),
-        (["--classes=ring,rig"], "classes='ring,rig': 'rig' is unknown, this model has 8 classes; .*circle, ring"),
+        (["--classes=ring,rig"], "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
+        (["--classes=8"], "classes: '8' is unknown; this model has 8 classes"),
+        (["--run=plain", "--classes=1"], "classes: '1' is unknown; this model has no classes"),
         (["--out=."], "is a folder; accepted: the path of a file in it, without suffix"),
         (["--low_res=val"], "low_res='val' would do nothing: .*flow.* is no super-resolution model"),
         (["--guide_step=7"], "no checkpoint of step 7"),
-        (["--guide_run=plain"], "plain.* cannot guide .*flow.*: they differ in classes$"),
-        (["--guide_run=x0"], "they differ in prediction$"),
-        (["--guide_run=eps"], "they differ in process, noise schedule, prediction"),
-        (["--guide_run=large"], "they differ in image size$"),
+        (["--guide_run=plain"], "plain.* cannot guide .*flow.*: they differ in num_classes$"),
+        (["--guide_run=x0"], "they differ in objective$"),
+        (["--guide_run=eps"], "they differ in objective$"),
+        (["--guide_run=large"], "they differ in image_size$"),
     ],
 )
 def test_mistakes(run_script, args, message):
@@ -155,14 +161,38 @@ def test_mistakes(run_script, args, message):
         run_script("sample", *TIMELESS, "--run=flow", *args)
 
 
-def test_models_without_classes_or_null_class_are_not_guided(draw):
-    _, labels, protocol = draw("--run=plain", "--num_images=3", "--cfg_scale=4")
-    assert labels.tolist() == [0, 0, 0] and protocol["cfg_scale"] == 1
+def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw, run_script, capsys):
+    for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
+        _, labels, protocol = draw(f"--run={run}", "--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
+        out = capsys.readouterr().out
+        assert out.count("not guided: cfg_scale=4 and cfg_interval=0.3,0.7 are ignored") == 1
+        assert labels.tolist() == classes
+        assert (protocol["cfg_scale"], protocol["cfg_interval"], protocol["network_evaluations"]) == (1, "0,1", 5)
+        run_script("sample", *TIMELESS, f"--run={run}", "--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
+        capsys.readouterr()
+        names = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
+        assert len(names) == 1 and "cfg_scale=1.0" in names[0] and "interval" not in names[0]
     raw, _, _ = draw("--run=plain", "--num_images=3", "--ema=raw")
     zero, _, protocol = draw("--run=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
     assert (raw == zero).all() and protocol["cfg_scale"] == 0  # another model can still guide it
-    _, labels, protocol = draw("--run=always", "--num_images=3", "--cfg_scale=4")
-    assert labels.tolist() == [0, 1, 2] and protocol["cfg_scale"] == 1
+
+
+@pytest.mark.parametrize("run", ["flow", "plain", "sr", "eps"])
+def test_python_draws_what_the_script_draws(draw, run):
+    """Byte for byte, with more images than a batch holds."""
+    some = dict(num_images=70, seed=3, steps=2, cfg_scale=3.0, cfg_interval="0.2,0.7")
+    classes = [] if run in ("plain", "sr") else ["ring", 3]
+    model = nanodiff.load(run, device_type="cpu")
+    images = model.sample(classes, **some)
+    args = [f"--{key}={value}" for key, value in some.items()] + ["--dtype=auto"]
+    expected, _, _ = draw(f"--run={run}", *args, *(["--classes=ring,3"] if classes else []))
+    assert images.dtype == np.uint8 and images.shape == (70, 16, 16, 3)
+    assert images.tobytes() == expected.tobytes()
+
+
+def test_importing_nanodiff_imports_no_torch():
+    done = subprocess.run([sys.executable, "-c", "import nanodiff, sys; assert 'torch' not in sys.modules"], cwd=ROOT)
+    assert done.returncode == 0
 
 
 def test_latents_are_decoded_by_an_autoencoder_that_is_loaded_once(draw, run_script, tmp_path, monkeypatch):
@@ -257,21 +287,21 @@ def alone(runs, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [(2,), (1, 1, 1, 1), (2, 1, 2, 2)])
 def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, monkeypatch, ranks):
     args, drawn = (*LONG, f"--out={tmp_path / 'a'}"), tmp_path / "drawn"
-    sample_images = features.sample_images
+    sample_images = drawing.sample_images
 
     def counted(*args, **kwargs):
         with open(drawn, "a") as file:
             file.write(f"{args[2][0]}\n")  # the seed of the first image
         return sample_images(*args, **kwargs)
 
-    monkeypatch.setattr(features, "sample_images", counted)
+    monkeypatch.setattr(drawing, "sample_images", counted)
     *killed, last = ranks
     for n in killed:
         assert forked(*args, ranks=n, before=after_one_part(signal.SIGKILL)).wait().returncode == -signal.SIGKILL
         assert not (tmp_path / "a.npz").exists()
     assert forked(*args, ranks=last).wait().returncode == 0
     assert ((tmp_path / "a.npz").read_bytes(), (tmp_path / "a.png").read_bytes()) == alone
-    assert not list(tmp_path.glob(".a*"))
+    assert not list(tmp_path.glob(".*"))
     seeds = drawn.read_text().split()
     assert {int(seed) for seed in seeds} == set(range(0, 42, 4))  # every part
     assert len(seeds) <= 11 + sum(killed)  # and twice only what was in work
@@ -283,7 +313,7 @@ def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, ranks):
     running = forked(*args, ranks=ranks, before=after_one_part(signal.SIGTERM, of=ranks - 1))
     assert "stopped by signal 15 at " in running.wait().stdout and not (tmp_path / "a.npz").exists()
     assert running.codes() == [128 + signal.SIGTERM] * ranks
-    assert len(list((tmp_path / ".a.npz.parts").glob("*.npy"))) == (2 if ranks == 1 else 6 + 2)  # all of rank 0's
+    assert len(list(tmp_path.glob(".*.parts/*.npy"))) == (2 if ranks == 1 else 6 + 2)  # all of rank 0's
     done = forked(*args, ranks=ranks).wait()
     assert done.returncode == 0 and f"{8 if ranks == 1 else 22 + 8} of 42 images are there already" in done.stdout
     assert (tmp_path / "a.npz").read_bytes() == alone[0]
@@ -295,7 +325,7 @@ def test_real_processes_killed(tmp_path):
     args = ("--run=flow", "--npz", "--num_images=320", "--batch_size=4", "--sampler=euler", "--steps=2")
     run_process("sample", *TIMELESS, *args, f"--out={tmp_path / 'alone'}")
     running = Started("sample", *TIMELESS, *args, f"--out={tmp_path / 'a'}", ranks=2)
-    while len(list(tmp_path.glob(".a.npz.parts/*.npy"))) < 10 and not any(running.codes()):
+    while len(list(tmp_path.glob(".*.parts/*.npy"))) < 10 and not any(running.codes()):
         time.sleep(0.002)
     running.kill()
     assert running.codes() == [-signal.SIGKILL] * 2 and not (tmp_path / "a.npz").exists()
@@ -308,7 +338,7 @@ def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatc
     (tmp_path / "drawn.png").unlink()
     again = ("sample", *TIMELESS, "--run=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
     with monkeypatch.context() as patch:
-        patch.setattr(features, "sample_images", None)
+        patch.setattr(drawing, "sample_images", None)
         run_script(*again)
         assert f"3 images of this protocol are there already: {tmp_path / 'drawn.npz'}" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"drawn\.npz holds images of another protocol: choose another out"):
@@ -319,14 +349,14 @@ def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatc
 
 def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
     """Two of five latents with NaN or infinity, in parts of two."""
-    sample_images = features.sample_images
+    sample_images = drawing.sample_images
 
     def spoiled(model, process, seeds, *args, **kwargs):
         x0 = sample_images(model, process, seeds, *args, **kwargs)
         x0[[seed % 2**32 in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
         return x0
 
-    monkeypatch.setattr(features, "sample_images", spoiled)
+    monkeypatch.setattr(drawing, "sample_images", spoiled)
     draw("--num_images=5", "--batch_size=2")
     assert "warning: 2 of the images drawn are not finite" in capsys.readouterr().out
 

@@ -3,20 +3,27 @@
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, print0
 
 
-def parse_interval(cfg_interval: str, cfg_scale: float) -> tuple[float, float]:
-    """(0.3, 0.8) from "0.3,0.8": where t, from 0 (image) to 1 (noise), guidance applies."""
+def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tuple[float, tuple[float, float]]:
+    """The guidance that is done: cfg_scale, and from "0.3,0.8" the interval of t, from 0 (image) to 1 (noise).
+
+    With neither a null class nor a weaker model (`can_guide`) there is nothing to guide away from: both settings are
+    ignored, and that is printed.
+    """
     try:
         low, high = (float(x) for x in cfg_interval.split(","))
     except ValueError:
         low = high = -1.0
     if not 0 <= low < high <= 1:
         raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
-    if cfg_scale == 1 and (low, high) != (0, 1):
-        raise UserError(f"cfg_interval={cfg_interval!r} would do nothing without guidance; accepted: 0,1")
-    return low, high
+    if can_guide and cfg_scale != 1:
+        return cfg_scale, (low, high)
+    if (cfg_scale, low, high) != (1, 0, 1):
+        why = "cfg_scale=1 is no guidance" if can_guide else "the model has no null class to guide away from"
+        print0(f"not guided: cfg_scale={cfg_scale:g} and cfg_interval={cfg_interval} are ignored, as {why}")
+    return 1.0, (0.0, 1.0)
 
 
 def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):

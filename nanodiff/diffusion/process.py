@@ -5,6 +5,7 @@ from nanodiff.diffusion import flow, gaussian
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 
+OBJECTIVES = ("flow", "flow_x0", "eps", "x0", "x_prev", "v")
 SAMPLERS = flow.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 

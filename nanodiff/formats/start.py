@@ -4,25 +4,11 @@ import torch
 
 from nanodiff.common import UserError, print0
 from nanodiff.formats.load import Loaded, load_weights
-from nanodiff.models.dit import DiTConfig
+from nanodiff.models.build import model_settings
 from nanodiff.models.lora import class_table
-from nanodiff.models.unet import NORM_GROUPS
 
+NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 PROCESS = ("noise_schedule", "num_timesteps", "variance", "rescale_timesteps")  # of a Gaussian diffusion
-
-
-def shape_settings(model_config, image_size: int) -> dict:
-    """The settings of base_train that give a backbone of this shape for images of `image_size`."""
-    c = model_config
-    if isinstance(c, DiTConfig):
-        arch = "dit_classic" if c.block == "classic" else "dit"
-        found = dict(arch=arch, depth=c.depth, width=c.width, heads=c.heads, patch_size=c.patch_size)
-    else:
-        found = dict(arch="unet", depth=c.model_channels // NORM_GROUPS, heads=c.num_heads)
-        found |= dict(num_res_blocks=c.num_res_blocks, use_scale_shift_norm=c.use_scale_shift_norm)
-        resolutions = [res * image_size // c.image_size for res in c.attention_resolutions]
-        found["attention_resolutions"] = ",".join(map(str, resolutions))
-    return found | dict(low_res_size=c.low_res)
 
 
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
@@ -31,38 +17,60 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     Rows of the class table are matched by class name or, if no name is known and the counts are equal, by order; other
     rows keep their initial values. `config`: the settings of the new run.
     """
-    source = loaded.source
-    theirs = shape_settings(loaded.model.config, model.config.image_size)
-    mine = shape_settings(model.config, model.config.image_size)
-    if loaded.model.config.out_channels != model.config.out_channels:
-        theirs["variance"] = loaded.config.get("variance", "fixed_small")
-    differing = [f"--{key}={value}" for key, value in theirs.items() if mine.get(key) != value]
-    if differing:
-        raise UserError(f"init_from: {source} has another shape; to start from it: {' '.join(differing)}")
-    keys = ("objective",) if loaded.config["objective"].startswith("flow") else ("objective", *PROCESS)
-    differing = [f"{key}={loaded.config[key]}" for key in keys if loaded.config.get(key, config[key]) != config[key]]
-    if differing:
-        print0(f"warning: {source} was trained with {', '.join(differing)}: it must relearn what it predicts")
-
+    check_shape(model, loaded)
+    warn_of_process(loaded, config)
     weights = loaded.model.state_dict()
-    known = loaded.data["class_names"] if loaded.num_classes else []
-    table = weights.pop(class_table(loaded.model)[0] + ".weight") if known else None
     note = ""
+    table = None
+    if loaded.num_classes:
+        table = weights.pop(class_table(loaded.model)[0] + ".weight")
     if class_names:
         name, own_table = class_table(model)
-        rows = own_table.weight.detach().clone()
-        by_order = len(known) == len(class_names) and not set(known) & set(class_names)
-        wanted = known if by_order else class_names
-        matched = [i for i, class_name in enumerate(wanted) if class_name in known]
-        for i in matched:
-            rows[i] = table[known.index(wanted[i])]
-        if known and len(table) > len(known):
-            rows[-1] = table[-1]  # the null class
-        weights[name + ".weight"] = rows
-        how = "by order" if by_order else "by name"
-        note = f"; rows of the class table kept {how}: {len(matched)} of {len(class_names)}, the rest drawn anew"
-    load_weights(model, weights, source)
-    print0(f"started from {source} ({loaded.weights}){note}")
+        weights[name + ".weight"], note = match_rows(own_table.weight, table, loaded.class_names, class_names)
+    load_weights(model, weights, loaded.source)
+    print0(f"started from {loaded.source} ({loaded.weights}){note}")
+
+
+def check_shape(model, loaded: Loaded) -> None:
+    """UserError that names the settings with which `model` would have the loaded one's shape."""
+    theirs, ours = model_settings(loaded.model.config), model_settings(model.config)
+    if "attention_resolutions" in theirs:  # in pixels, at the image size of the new run
+        ratio = model.config.image_size / loaded.model.config.image_size
+        resolutions = [round(res * ratio) for res in loaded.model.config.attention_resolutions]
+        theirs["attention_resolutions"] = ",".join(map(str, resolutions))
+    if loaded.model.config.out_channels != model.config.out_channels:
+        theirs["variance"] = loaded.config.get("variance", "fixed_small")
+    differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
+    if differing:
+        settings = " ".join(f"--{key}={theirs[key]}" for key in differing)
+        raise UserError(f"init_from: {loaded.source} has another shape; to start from it: {settings}")
+
+
+def warn_of_process(loaded: Loaded, config: dict) -> None:
+    """Say what the model must relearn, since its process differs from that of the settings `config`."""
+    keys = ["objective"]
+    if not loaded.config["objective"].startswith("flow"):
+        keys += PROCESS
+    if loaded.config.get("num_timesteps") == config["num_timesteps"] == 1000 and "rescale_timesteps" in keys:
+        keys.remove("rescale_timesteps")  # t is in [0, 1000) either way
+    differing = [f"{key}={loaded.config[key]}" for key in keys if loaded.config.get(key, config[key]) != config[key]]
+    if differing:
+        print0(f"warning: {loaded.source} was trained with {', '.join(differing)}: it must relearn what it predicts")
+
+
+def match_rows(own_table, table, known: list[str], class_names: list[str]):
+    """The class table of a new run (rows, C), with rows of the loaded `table` for the classes that it knows; a note."""
+    rows = own_table.detach().clone()
+    by_order = len(known) == len(class_names) and not set(known) & set(class_names)
+    wanted = known if by_order else class_names
+    matched = [i for i, class_name in enumerate(wanted) if class_name in known]
+    for i in matched:
+        rows[i] = table[known.index(wanted[i])]
+    if known and len(table) > len(known):
+        rows[-1] = table[-1]  # the null class
+    how = "by order" if by_order else "by name"
+    kept = f"{len(matched)} of {len(class_names)}"
+    return rows, f"; rows of the class table kept {how}: {kept}, the rest drawn anew"
 
 
 def train_only(model: torch.nn.Module, patterns: str) -> None:

@@ -1,14 +1,60 @@
-"""Build a backbone from settings (formats/load.py: from a checkpoint)."""
+"""Settings <-> the shape of a backbone; build and compile one (formats/load.py: from a checkpoint)."""
 
 import contextlib
 import sys
+from dataclasses import fields
 
 import torch
 
 from nanodiff.common import UserError, print0
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.unet import UNet, UNetConfig
+from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
+
+# The data decide these fields of a model's config, the next follow from others; every other field has a setting
+FROM_DATA = ("image_size", "in_channels", "out_channels", "num_classes")
+DERIVED = ("mlp_ratio", "channel_mult", "null_class")
+# Field -> its setting in base_train, where that has another name
+SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
+
+
+def setting_fields(kind: type) -> dict[str, str]:
+    """{field: setting} of a DiTConfig or UNetConfig: the one mapping between settings and a model's shape."""
+    names = [field.name for field in fields(kind) if field.name not in FROM_DATA + DERIVED]
+    return {name: SETTINGS.get(name, name) for name in names}
+
+
+def from_setting(field: str, value):
+    """The value of a config's field from that of its setting."""
+    if field == "block":
+        return "classic" if value == "dit_classic" else "modern"
+    if field == "num_heads":
+        return value or 4
+    if field == "attention_resolutions":
+        try:
+            return tuple(int(resolution) for resolution in value.split(",") if resolution)
+        except ValueError:
+            raise UserError(f"{field}={value!r}; accepted: integers, comma-separated") from None
+    return value
+
+
+def to_setting(field: str, value):
+    """The inverse of from_setting."""
+    if field == "block":
+        return "dit_classic" if value == "classic" else "dit"
+    if field == "model_channels":
+        return value // NORM_GROUPS
+    if field == "attention_resolutions":
+        return ",".join(map(str, value))
+    return value
+
+
+def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
+    """The settings of base_train that give a model of this shape, on the same data."""
+    settings = {"arch": "unet"}
+    for field, setting in setting_fields(type(model_config)).items():
+        settings[setting] = to_setting(field, getattr(model_config, field))
+    return settings
 
 
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
@@ -16,27 +62,19 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
-    shape = dict(
-        image_size=facts["resolution"],
-        in_channels=facts["channels"],
-        out_channels=out_channels,
-        num_classes=facts["num_classes"] if config["class_cond"] else 0,
-        low_res=low_res,
-        checkpointing=config["checkpointing"],
-    )
-    if config["arch"] == "unet":
-        given = config["attention_resolutions"]
-        try:
-            resolutions = tuple(int(r) for r in given.split(",") if r)
-        except ValueError:
-            raise UserError(f"attention_resolutions={given!r}; accepted: integers, comma-separated") from None
-        shape |= {name: config[name] for name in ("num_res_blocks", "use_scale_shift_norm", "dropout")}
-        shape |= dict(attention_resolutions=resolutions, num_heads=config["heads"] or 4)
-        model_config = UNetConfig.from_depth(config["depth"], **shape)
-    else:
-        shape |= {name: config[name] for name in ("patch_size", "width", "heads")}
-        block = "classic" if config["arch"] == "dit_classic" else "modern"
-        model_config = DiTConfig.from_depth(config["depth"], block=block, **shape)
+    kind = UNetConfig if config["arch"] == "unet" else DiTConfig
+    shape = {
+        "image_size": facts["resolution"],
+        "in_channels": facts["channels"],
+        "out_channels": out_channels,
+        "num_classes": facts["num_classes"] if config["class_cond"] else 0,
+    }
+    for field, setting in setting_fields(kind).items():
+        if setting not in config:
+            raise UserError(f"{kind.__name__}.{field} has no setting {setting!r}; see models/build.py")
+        if setting != "depth":
+            shape[field] = from_setting(field, config[setting])
+    model_config = kind.from_depth(config["depth"], **shape)
     check_sizes(model_config, facts)
     return model_config
 

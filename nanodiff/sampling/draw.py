@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, gather_batches, get_dist, in_batches
+from nanodiff.common import StackedGenerator, UserError, gather_batches, get_dist, in_batches
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.guidance import conditioning, make_denoiser
 from nanodiff.png import make_grid
@@ -23,6 +23,44 @@ class SampleSettings:
     eta: float = 0.0  # ddim's
     weak_model: torch.nn.Module | None = None
     cfg_channels: int | None = None
+
+    @property
+    def guidance(self) -> dict:
+        """What was done, as the scripts' settings: for names and protocols."""
+        low, high = self.cfg_interval
+        return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
+
+
+def parse_classes(classes, class_names: list[str]) -> list[int] | None:
+    """Class numbers from numbers and names, "ring,3" or ["ring", 3]; None for none given."""
+    if isinstance(classes, str):
+        classes = classes.split(",") if classes else []
+    chosen = []
+    for given in classes:
+        number = str(given)
+        if number in class_names and not number.isdecimal():
+            number = class_names.index(number)
+        if not str(number).isdecimal() or int(number) >= len(class_names):
+            known = "this model has no classes"
+            if class_names:
+                known = f"this model has {len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
+            raise UserError(f"classes: {given!r} is unknown; {known}")
+        chosen.append(int(number))
+    return chosen or None
+
+
+def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
+    """(C, H, W) of x0 for images of "HEIGHTxWIDTH" pixels; None for ""."""
+    if not size:
+        return None
+    pixels = codec.image_size // codec.shape[1]  # per latent
+    unit, largest = model_config.side_unit * pixels, 4 * codec.image_size
+    if model_config.low_res:  # square only
+        unit = largest = codec.image_size
+    sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
+    if len(sides) != 2 or any(side % unit or not 0 < side <= largest for side in sides):
+        raise UserError(f"size={size!r}; accepted: HEIGHTxWIDTH in pixels, multiples of {unit} up to {largest:,}")
+    return (codec.shape[0], sides[0] // pixels, sides[1] // pixels)
 
 
 @torch.no_grad()
@@ -85,15 +123,19 @@ class ModelSamples:
 
     @property
     def protocol(self) -> dict:
-        return {
+        protocol = {
             "sampler": self.settings.sampler,
             "steps": self.settings.steps,
             "network_evaluations": network_evaluations(self.model, self.process, self.settings),
-            "cfg_scale": self.settings.cfg_scale,
+            **self.settings.guidance,
             "classes": "all, balanced",
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
-        } | ({"low_res": self.small.described, "classes": "of the small images"} if self.small else {})
+        }
+        if self.small:
+            protocol["low_res"] = self.small.described
+            protocol["classes"] = "of the small images"
+        return protocol
 
     def labels(self, ids) -> torch.Tensor:
         """Classes (n,) int64; zeros for an unconditional model."""
