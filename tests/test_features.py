@@ -64,7 +64,6 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
     close(one, other)
     x, logits = network.features(images)
     torch.testing.assert_close(other.logits, logits, rtol=1e-4, atol=1e-5)  # in the order of the images
-    np.testing.assert_allclose(one.sigma, np.cov(x.numpy(), rowvar=False), rtol=1e-4, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):  # as while a model is sampled
         assert torch.equal(network.features(images)[0], x)
 
@@ -141,6 +140,4 @@ def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch)
     sets = {"photos_sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images"}}
     opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split)
     monkeypatch.setattr(features_module, "open_dataset", opened)
-    for name in sets:
-        found = image_set(name, "val")
-        assert (found.name, found.split) == ("photos", "val")
+    assert all(vars(image_set(name, "val")) == vars(opened("photos", "val")) for name in sets)
