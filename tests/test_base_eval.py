@@ -137,10 +137,10 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
 
 def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path):
     Image = pytest.importorskip("PIL.Image")
-    make_data(val=30)
+    make_data(train=30)
     dataset = open_dataset("tiny", "val")
     write_npz(tmp_path / "s.npz", dataset)
-    for i, image in enumerate(dataset.images(range(30))):
+    for i, image in enumerate(dataset.images(range(24))):
         folder = tmp_path / "images" / CLASS_NAMES[dataset.labels([i])[0]]
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.transpose(1, 2, 0)).save(folder / f"{i}.png")
@@ -158,9 +158,9 @@ def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_cl
     build = load.build
 
     def spoiled(*args, **kwargs):
-        loaded = build(*args, **kwargs)
-        next(loaded.model.parameters()).data.fill_(float("nan"))
-        return loaded
+        model, process = build(*args, **kwargs)
+        next(model.parameters()).data.fill_(float("nan"))
+        return model, process
 
     monkeypatch.setattr(load, "build", spoiled)
     with pytest.raises(UserError, match=f"metric={metric}: .*not finite"):
@@ -273,8 +273,8 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
 
     def read(images):
         asked = images[:, 0, 0, 0].long()
-        guessed = torch.where(asked < 5, 7 - asked, 0)
-        return torch.zeros(len(images), 1), torch.nn.functional.one_hot(guessed, 8)
+        guessed = torch.where(asked < 5, 7 - asked, 8)
+        return torch.zeros(len(images), 1), torch.nn.functional.one_hot(guessed, 9)
 
     reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
     monkeypatch.setattr(draw, "sample_images", paint)
