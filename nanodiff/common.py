@@ -15,40 +15,51 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-PICTURE = r"^(?:\x1b\[38;2[\d;]+m▀)+\x1b\[0m$"  # a line of png.terminal_preview: allowed
-CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # steers a terminal, or has no encoding
-
-
-def printable(text: str) -> str:
-    """`text` without control characters: names may come from files, and could control a terminal."""
-    return re.sub(f"(?m){PICTURE}|{CONTROL}", lambda found: found[0] if len(found[0]) > 1 else "?", text)
-
 
 class UserError(ValueError):
     """Bad input: the value given and those accepted. Ends the program with this line and exit code 2. Any function may
     raise it."""
 
     def __str__(self):
-        return printable(" ".join(super().__str__().splitlines()))
+        return " ".join(super().__str__().splitlines())
 
 
 class LostRank(RuntimeError):
     """Another rank hangs or died. Ends a program with one line and exit code 1."""
 
 
+# In messages of torch's allocators (CUDA and MPS; the CPU's) and of C++, whose error types are too general
+NO_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+
+
 def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+    code, line = 1, ""
+    if isinstance(error, KeyboardInterrupt):
+        code, line = 128 + signal.SIGINT, "stopped by Ctrl-C"
+    elif isinstance(error, UserError):
+        code, line = 2, f"error: {error}"
+    elif getattr(error, "errno", 0) in NO_ROOM:
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
-        error = UserError(f"{error.strerror}: {where}; completed files are intact")
-    advice = ""
-    if isinstance(error, FloatingPointError):
-        advice = "; the newest checkpoint is intact: resume with a lower lr (and muon_lr), or in bf16 instead of fp16"
-    if isinstance(error, torch.OutOfMemoryError):
-        advice = "; give --device_batch_size=0 (as many images as fit), then --checkpointing"
-    if advice or isinstance(error, (UserError, LostRank)):
-        print("error: " + printable(" ".join(str(error).splitlines())) + advice, file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-    otherwise(kind, error, traceback)
+        code, line = 2, f"error: {error.strerror}: {where}; completed files are intact"
+    elif isinstance(error, LostRank):
+        line = f"error: {error}"
+    elif isinstance(error, FloatingPointError):
+        advice = "resume with a lower lr (and muon_lr), or in bf16 instead of fp16"
+        line = f"error: {error}; the newest checkpoint is intact: {advice}"
+    elif is_out_of_memory(error):
+        what = str(error) or "out of memory"
+        line = f"error: {what}; give --device_batch_size=0 (as many images as fit), then --checkpointing"
+    if not line:
+        return otherwise(kind, error, traceback)
+    print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 sys.excepthook = _excepthook
@@ -60,11 +71,11 @@ def get_dist():
 
 
 def print0(*args, **kwargs):
-    """print on rank 0, flushed and printable; if the reader is gone (`| head`, closed terminal), the run continues."""
+    """print on rank 0, flushed; if the reader is gone (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
     try:
-        print(*(printable(str(arg)) for arg in args), **kwargs, flush=True)
+        print(*args, **kwargs, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
@@ -141,18 +152,12 @@ def leave_together() -> None:
         dist.destroy_process_group()
 
 
-class Interrupted(Exception):
-    """A signal ends an evaluation, on all ranks together."""
-
-
 class StopSignal:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests a clean stop, the second kills the process."""
 
-    heeded = None  # the StopSignal whose interrupts() is active
-
-    def __init__(self):
-        self.received = 0
-        self.interrupted = 0  # the number of the signal that ended an evaluation
+    def __init__(self, after: str = "this step"):
+        self.received = 0  # the signal's number
+        self.after = after
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._receive)
 
@@ -160,17 +165,9 @@ class StopSignal:
         if self.received:
             os._exit(128 + number)
         self.received = number
-
-    @contextlib.contextmanager
-    def interrupts(self):
-        """A signal ends this context after the current evaluation batch, on all ranks."""
-        StopSignal.heeded = self
-        try:
-            yield
-        except Interrupted as signal_number:
-            self.interrupted = signal_number.args[0]
-        finally:
-            StopSignal.heeded = None
+        if get_dist()[0] == 0:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"stopping after {self.after}; again to kill\n".encode())  # print may be under way
 
     def agreed(self) -> int:
         """The largest signal number of any rank, or 0; a collective."""
@@ -180,14 +177,6 @@ class StopSignal:
         with collective("the agreement to stop"):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
-
-
-def heed_signals() -> None:
-    """Call between evaluation batches, equally often on every rank: a collective in training."""
-    if StopSignal.heeded:
-        number = StopSignal.heeded.agreed()
-        if number:
-            raise Interrupted(number)
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
@@ -275,13 +264,10 @@ def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
     return np.split(ids, range(batch_size, len(ids), batch_size))
 
 
-def rank_batches(batches: list[np.ndarray]):
+def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
     """This rank's batches, dealt out in turn."""
     rank, _, world = get_dist()
-    for first in range(0, len(batches), world):
-        heed_signals()  # sent to any rank; called equally often on every rank, even without a batch
-        if first + rank < len(batches):
-            yield batches[first + rank]
+    return batches[rank::world]
 
 
 def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:

@@ -5,6 +5,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 python3 -m scripts.base_train runs/shapes_cpu.py "$@"
+case " $* " in *" --help "* | *" -h "*) exit ;; esac
 
 # Draw 400 samples once, into the run's folder; measure their form, class accuracy, precision and recall
 samples="${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/shapes_cpu/measured.npz"

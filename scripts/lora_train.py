@@ -1,16 +1,17 @@
 """
-Fine-tune a trained model with low-rank adapters (LoRA): settings, setup, loop, end. Its step is base_train's.
+Fine-tune a trained model with low-rank adapters (LoRA): settings, setup, loop, end.
 
     python -m scripts.lora_train --base=cifar10_dit_d12 --data=photos                 # a run's averaged weights
     python -m scripts.lora_train --base=DiT-XL-2-256x256.pt --data=photos256_latents  # a published model
 
 Classes are matched by name; those that the base lacks are added. Rerunning the same command resumes.
-The result is a file of adapters, and a run like any other.
+The result is a file of adapters, and a run like any other. The step is base_train's, and explained there. This is a
+script of its own since here model, process and classes come from the base, there from settings: half of the settings
+of either would do nothing in the other.
 """
 
 import functools
 import math
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_gen
 from nanodiff.data.codec import check_same_data, load_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
-from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops, synchronize
+from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, conditioning
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -32,9 +33,9 @@ from nanodiff.models.build import compiled, uncompiled
 from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.checkpoint import Saver, lock_run
-from nanodiff.training.log import LossTerms, RunLog, check_wandb, end
+from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.resume import cut_batch, resume_point, run_folder
+from nanodiff.training.resume import check_settings, cut_batch, last_step, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # The run
@@ -136,7 +137,7 @@ print0(f"adapters: rank {rank}: {num_trained:,} parameters, {100 * num_trained /
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 if num_iterations < 0:
-    num_iterations = math.ceil(num_epochs * len(train_set) / total_batch_size)
+    num_iterations = max(1, round(num_epochs * len(train_set) / total_batch_size))
 print0(f"steps: {num_iterations:,}, or {num_iterations * total_batch_size / len(train_set):.1f} epochs")
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no adapters, so nothing to sample from or to resume")
@@ -151,28 +152,26 @@ sample_settings = SampleSettings(sample_steps, choose_sampler(process, "auto", s
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: one trainer at a time, resumed from its newest intact checkpoint
 
-FIXED = (  # a resume cannot change them
-    "seed", "data", "flip", "base", "rank", "alpha", "targets", "train_classes", "label_drop", "t_weighting", "t_min",
-    "t_max", "total_batch_size", "init_from", "timestep_shift",
-)  # fmt: skip
 model_tag = model_tag or f"{loaded.run_dir.name if loaded.run_dir else Path(base).stem}_{Path(data).name}_lora"
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
-checkpoint, meta = resume_point(run_dir, resume, config, FIXED)
-loop = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
+checkpoint, meta = resume_point(run_dir, resume, "lora_train")
+progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 if checkpoint:
+    check_settings(checkpoint, meta, config)
     check_same_data(meta["data"], facts, model_tag)
     if meta["lora"]["sha256"] != origin["sha256"]:
         raise UserError(f"{model_tag} was trained on {meta['lora']['name']}, not on {origin['name']}; see base_step")
     load_weights(raw_model, raw_model.state_dict() | load_tensors(checkpoint / "model.pt"), checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
     scaler.load_state_dict(load_tensors(checkpoint / "train.pt")["scaler"])
-    loop |= meta["loop"]
-step = start_step = loop["step"]
+    progress |= meta["loop"]
+step = start_step = progress["step"]
+num_iterations = last_step(checkpoint, step, num_iterations)
 described = dict(config=config, data=facts, model=asdict(model_config), lora=origin, num_params=num_params)
 described |= dict(num_trained=num_trained, num_iterations=num_iterations, flops_per_image=flops_per_image)
-log = RunLog(run, run_dir, device, described, step, loop["wandb_id"])
-loop["wandb_id"] = log.wandb_id
+log = RunLog(run, run_dir, device, described, step, progress["wandb_id"])
+progress["wandb_id"] = log.wandb_id
 report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,15 +183,15 @@ def due(every):
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
 
 
-def lr_multiplier(step):
+def lr_multiplier(s):
     """Linear warmup, constant, linear warmdown to 0."""
     warmup = warmup_ratio * num_iterations
     warmdown = warmdown_ratio * num_iterations
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if step <= num_iterations - warmdown:
+    if s < warmup:
+        return (s + 1) / (warmup + 1)
+    if s <= num_iterations - warmdown:
         return 1.0
-    return (num_iterations - step) / warmdown
+    return (num_iterations - s) / warmdown
 
 
 raw_model.train()
@@ -201,10 +200,9 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels = next(loader)  # (B, C, H, W) as stored, (B,)
 stop = StopSignal()
-stopping = 0
-loss_terms = LossTerms(process)
-steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
-shapes_trained = set()
+stopping = False
+meter = Meter(process, device, progress)
+NOISE, VAE_NOISE = 1, 2  # streams of random numbers
 saved_step = start_step if checkpoint else -1
 saver = Saver()
 
@@ -219,29 +217,24 @@ while True:
                 model=host_copy(trained(raw_model)), optim=optim_state, train=dict(scaler=scaler.state_dict())
             )
             meta = dict(step=step, arch="lora", config=config, model_config=asdict(model_config), data=facts)
-            meta |= dict(lora=origin, ema_rates=[], loop=loop | {"step": step})
+            meta |= dict(lora=origin, ema_rates=[], loop=progress | {"step": step})
             saver.start(run_dir, step, tensors, meta, keep=2)
             print0(f"saved {path}: {path.stat().st_size / 2**20:.2f} MiB")
         saved_step = step
 
-    with stop.interrupts(), uncompiled():
-        if due(sample_every) and not stopping:
-            with autocast:
-                grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
-            log.grid(grid, step)
-    if stop.interrupted and not stopping:
-        stopping = stop.interrupted
-        continue
+    if due(sample_every) and not stopping:
+        with autocast, uncompiled():
+            grid = sample_grid(raw_model, process, train_set, codec, sample_settings, device_batch_size)
+        log.grid(grid, step)
 
-    leaving = step == num_iterations or bool(stopping)
+    leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(sample_every)):
         report.refresh(leaving)
     if leaving:
         break
 
     saver.check()
-    # base_train's step, line for line; it is explained there
-    t0 = time.perf_counter()
+    meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)
     t, t_weight = timestep_sampler.sample(u_t)
@@ -249,76 +242,47 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)
         flips = u_flip[rows] < 0.5 if flip else None
-        vae_noise = functools.partial(draw_rows, (seed, step, 2), first, draw_device)
+        vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
-        noise = draw_rows((seed, step, 1), first, draw_device, x0)
+        noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
-        loss_terms.add(t[rows], t_weight[rows], terms)
         images, labels = next(loader)
-        data_wait_since += loader.data_wait
-    timestep_sampler.update(*loss_terms.end_step())
+        meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
+    timestep_sampler.update(*meter.losses())
 
-    grad_norm, stopping = optim.sync_grads(stop.received)
+    grad_norm, stopping = optim.sync_grads(bool(stop.received))
     grad_norm *= scaler.inv_scale
-    overflow = not math.isfinite(grad_norm)
-    if overflow and not scaler.enabled:
+    is_finite = math.isfinite(grad_norm)
+    if not is_finite and not scaler.enabled:
         where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
+
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
-    if not overflow:
+    if is_finite:
         clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
-    scaler.update(overflow)
+    scaler.update(overflow=not is_finite)
     optim.zero_grad()
+
     step += 1
     log_now = step % log_every == 0 or step == num_iterations or stopping
-    first_of_shape = x0.shape not in shapes_trained
-    shapes_trained.add(x0.shape)
-    if log_now or first_of_shape:
-        synchronize(device)
-    dt = time.perf_counter() - t0
-    loop["train_time_s"] += dt
-    if first_of_shape and not log_now:
-        print0(f"first step: {dt:.1f} s (shape {len(shapes_trained)} of {len(codec.shapes)})")
-    else:
-        steps_since += 1
-        seconds_since += dt
+    meter.end_step(x0.shape, log_now)
     if log_now:
-        dt_ms = 1000 * seconds_since / steps_since
-        img_per_sec = 1000 * total_batch_size / dt_ms
-        mfu = 100 * flops_per_image * img_per_sec / (peak * world)
-        line = {
-            "step": step,
-            "images_seen": step * total_batch_size,
-            "total_training_flops": step * total_batch_size * flops_per_image,
-            "total_training_time_s": loop["train_time_s"],
-            "train/grad_norm": grad_norm,
-            "train/lrm": lrm,
-            "train/dt_ms": dt_ms,
-            "train/data_ms": 1000 * data_wait_since / steps_since,
-            "train/images_per_sec": img_per_sec,
-            "train/mfu": mfu,
-        }
-        line |= loss_terms.summary(loop, device)
+        line = meter.line(step, total_batch_size, flops_per_image, peak * world)
+        line["train/grad_norm"] = grad_norm
+        line["train/lrm"] = lrm
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
         log.metrics(line)
-        minutes, eta = loop["train_time_s"] / 60, (num_iterations - step) * dt_ms / 60_000
-        print0(
-            f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
-            f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | grad {grad_norm:.2f} | "
-            f"lr {lrm:.2f} | dt {dt_ms:.1f} ms | img/s {img_per_sec:,.0f} | mfu {mfu:.1f} | "
-            f"{minutes:.1f} m | eta {eta:.1f} m"
-        )
-        steps_since, seconds_since, data_wait_since = 0, 0.0, 0.0
+        print0(meter.console(line, num_iterations))
 
 loader.close()
 saver.wait()
-end(log, step, stopping, loop["train_time_s"], device)
+end(log, step, stopping, progress["train_time_s"], device, saved=saved_step == step)

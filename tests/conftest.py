@@ -48,10 +48,14 @@ def run_script(monkeypatch):
     gc.unfreeze()
 
 
-def base_train_settings(*argv):
-    """The settings of scripts/base_train.py with presets and arguments, without running it."""
-    path = ROOT / "scripts" / "base_train.py"
-    head = path.read_text().split("config = configure(globals())")[0]
+def script_settings(name, *argv):
+    """The settings of a script with presets and arguments, without running it."""
+    path = ROOT / "scripts" / f"{name}.py"
+    head = path.read_text().split("\nconfig = configure(globals())")[0]
     names = {"__file__": str(path)}
     exec(compile(head, str(path), "exec"), names)
     return configure(names, list(argv))
+
+
+def base_train_settings(*argv):
+    return script_settings("base_train", *argv)

@@ -1,9 +1,12 @@
 """The trainer as a whole: the same model whatever the ranks and micro-batches, and whether stopped or not."""
 
+import gc
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import time
 
 import numpy as np
@@ -123,28 +126,101 @@ def test_horizons(tiny, run_script):
     assert abs(b["step"] * 16 * 16 - 0.005 * b["num_params"]) <= 8 * 16  # 16 tokens an image
 
 
-def test_the_batch_follows_the_horizon_and_never_the_ranks(tiny, run_script, capsys):
+def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
     """64 images for 20 million tokens, the square root of that ratio times as many for others, as a power of two; rates
-    by the square root of the batch, AdamW's also by the width; the horizon in images stays."""
+    by the square root of the batch, AdamW's also by the width. A resumed run keeps its batch."""
     args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
-    args += ["--eval_every=-1", "--save_every=-1"]
+    args += ["--eval_every=-1"]
     for tokens, batch in ((5e6, 32), (1.25e6, 16), (20e6, 64)):
-        more = (f"--num_epochs={tokens / 16 / 72}", "--resume=changed", f"--model_tag=t{batch}", "--lr=0.001")
-        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanodiff.training.resume.cut_batch", interrupt)
-            run_script("base_train", *args, *more)
-        out = capsys.readouterr().out
+        more = (f"--num_epochs={tokens / 16 / 72}", "--save_every=-1", f"--model_tag=t{batch}", "--lr=0.001")
+        out = set_up(run_script, capsys, *args, *more)
         scale = math.sqrt(batch / 64)
-        assert f": {batch} images; lr x {scale * 256 / 64:.2f}, muon_lr x {scale:.2f}" in out
-    done = run_script("base_train", *args, "--num_iterations=2", "--save_every=0")
+        assert f": {batch} images\n" in out
+        assert f"lr x {scale * 256 / 64:.2f} = {0.001 * scale * 256 / 64:.3g}, muon_lr x {scale:.2f}" in out
+    done = run_script("base_train", *args, "--num_iterations=2")
     assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 * 4 / 2
-    # On resume the batch must be the same, whatever the new horizon would choose
+    # 20 million tokens would choose 64 images
+    out = set_up(run_script, capsys, *args, f"--num_epochs={20e6 / 16 / 72}", "--resume=changed")
+    assert "lr x 2.00 = 0.006" in out and "x 16 = " in out
     with pytest.raises(UserError, match="total_batch_size=32"):
-        run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32", "--save_every=0")
+        run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32")
 
 
-def interrupt(*_):
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_the_batch_is_a_multiple_of_any_number_of_ranks(tiny, run_script, capsys, monkeypatch, ranks):
+    args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1"]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    out = set_up(run_script, capsys, *args, "--num_epochs=100")
+    total = int(re.search(r"batch: (\d+) images, a multiple", out)[1])
+    assert total % ranks == 0 and abs(total - 16) <= ranks / 2
+
+
+def set_up(run_script, capsys, *args):
+    """What base_train prints up to the cut of the batch."""
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanodiff.training.optim.make_optimizer", interrupt)
+        run_script("base_train", *args)
+    gc.collect()  # the frames of the interrupt hold the run's lock
+    return capsys.readouterr().out
+
+
+def interrupt(*_, **__):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("script", ["base_train", "lora_train"])
+def test_a_horizon_behind_the_checkpoint_loses_nothing(tiny, run_script, script):
+    """It would train on for ever at a negative rate and delete the good checkpoints; 0 evaluates what there is."""
+    args = [*TINY, "--model_tag=base"]
+    if script == "lora_train":
+        run_script("base_train", *args)
+        args = ["--base=base", "--data=tiny", "--compile=False", "--device_type=cpu", "--total_batch_size=16"]
+        args += ["--num_iterations=6", "--model_tag=lora", "--sample_every=-1"]
+    run_dir = run_script(script, *args)["run_dir"]
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(UserError, match=r"num_iterations=4: .*step_000006 is at step 6; accepted: 6 or more"):
+        run_script(script, *args, "--num_iterations=4", "--resume=changed")
+    gc.collect()
+    assert sorted(run_dir.rglob("*")) == before
+    for resume in ("auto", "changed"):
+        done = run_script(
+            script, *args, "--num_iterations=0", f"--resume={resume}", "--sample_every=0", "--sample_steps=1"
+        )
+        assert done["step"] == 6
+    assert (run_dir / "samples" / "step_000006.png").exists()
+    assert run_script(script, *args)["step"] == 6  # the run's own command still ends where it ended
+
+
+def test_the_shortest_horizon_is_one_step(tiny, run_script):
+    args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1"]
+    assert run_script("base_train", *args, "--num_epochs=0.001")["step"] == 1
+
+
+def test_a_preset_with_an_interval_trains_without_labels(tiny, run_script, capsys):
+    """Scale and interval are ignored together, once said, and recorded as used."""
+    for more in ("--class_cond=False", "--label_drop=0"):
+        args = ("--cfg_interval=0.3,0.85", more, f"--model_tag=tag{more[2:7]}", "--num_iterations=1", "--eval_every=-1")
+        done = run_script("base_train", *TINY, *args, "--sample_every=0", "--sample_steps=2")
+        assert capsys.readouterr().out.count("not guided") == 1
+        config = json.loads((done["run_dir"] / "config.json").read_text())["config"]
+        assert (config["cfg_scale"], config["cfg_interval"]) == (1, "0,1")
+
+
+def test_a_run_that_saves_nothing_says_so(tiny, run_script, capsys, monkeypatch):
+    done = run_script("base_train", *TINY, "--save_every=-1", "--eval_every=-1")
+    assert "to sample:" not in capsys.readouterr().out and done["step"] == 6
+    honest = FlowMatching.losses
+
+    def losses(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(FlowMatching, "losses", losses)
+    run_script("base_train", *TINY, "--save_every=-1", "--eval_every=-1", "--model_tag=b")
+    out = capsys.readouterr().out
+    assert "after step 1: nothing was saved" in out and "resumes" not in out and "to sample:" not in out
 
 
 def test_learning_rate_warms_up_and_down(tiny, run_script):
@@ -205,7 +281,10 @@ def test_speed_and_eta_leave_out_the_first_step(tiny, run_script, capsys, monkey
     monkeypatch.setattr(FlowMatching, "losses", losses)
     run_script("base_train", *TINY, "--num_iterations=4", "--log_every=2", "--eval_every=-1", "--model_tag=a")
     lines = [json.loads(line) for line in (tiny / "runs/a/metrics.jsonl").read_text().splitlines()]
-    assert "first step: 1." in capsys.readouterr().out and max(line["train/dt_ms"] for line in lines) < 500
+    assert (
+        "first step with images of 3x16x16: 1." in capsys.readouterr().out
+        and max(line["train/dt_ms"] for line in lines) < 500
+    )
 
 
 def test_training_learns(tiny, run_script):

@@ -27,7 +27,6 @@ from nanodiff.common import (
     make_generator,
 )
 from nanodiff.files import read_small, write_atomic
-from nanodiff.png import terminal_preview
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,24 +77,11 @@ def test_a_mistake_is_one_line_with_exit_code_2():
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: lr=x is wrong\n")
 
 
-def test_a_mistake_cannot_steer_the_terminal():
-    assert str(common.UserError("a\x1b[2J\u202e\ud800.png\nis damaged")) == "a?[2J??.png is damaged"
-
-
-def test_only_pictures_colour_the_terminal(capsys):
-    """A line of nothing but coloured half blocks passes; a name that holds the same sequences does not."""
-    picture = terminal_preview(np.full((4, 3, 3), 7, np.uint8), width=3)
-    common.print0("class", f"\x1b]0;title\x07\r\x9b31m\ttab\n{picture}\nx{picture}", 3)
-    said = capsys.readouterr().out
-    assert said.startswith(f"class ?]0;title???31m\ttab\n{picture}\nx?[38;2;7;7;7;48;2;7;7;7m▀?[38")
-    assert said.endswith(f"?[0m\n{picture.splitlines()[1]} 3\n")
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing_is_one_line(number, capsys):
     with pytest.raises(SystemExit, match="2"):
-        common._excepthook(OSError, OSError(number, os.strerror(number), "runs/a\x1b"), None)
-    assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a?; completed files are intact\n"
+        common._excepthook(OSError, OSError(number, os.strerror(number), "runs/a"), None)
+    assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a; completed files are intact\n"
 
 
 def test_only_small_regular_files_are_read(tmp_path):
@@ -172,7 +158,25 @@ def test_the_first_signal_asks_and_the_second_ends(number):
         os.kill(os.getpid(), number)
         time.sleep(10)
 
-    assert Started(run, context=FORK).wait().returncode == 128 + number
+    done = Started(run, context=FORK).wait()
+    assert done.returncode == 128 + number
+    assert done.stderr == "stopping after this step; again to kill\n"  # at once, not when the step is over
+
+
+@pytest.mark.parametrize("when", ["import torch", "from nanodiff.common import print0"])
+def test_ctrl_c_before_the_loop_is_one_line(when):
+    code = f"import scripts\n{when}\nraise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+
+
+def test_out_of_memory_is_one_line_with_advice():
+    def run():
+        torch.empty(10**15)
+
+    done = Started(run, context=FORK).wait()
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("error: ") and "--device_batch_size=0" in line
 
 
 def test_errors_within_a_collective():

@@ -2,9 +2,7 @@
 
 import gc
 import gzip
-import hashlib
 import json
-import pickle
 import shutil
 
 import numpy as np
@@ -22,22 +20,6 @@ UNET = ("base_train", *(arg for arg in TINY if "patch_size" not in arg), "--arch
 SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1")
 EVAL = ("base_eval", "--device_type=cpu")
 PREPARE = ("prepare_data", "--workers=1")
-
-
-class Evil:
-    """Unpickling it would write a file."""
-
-    def __reduce__(self):
-        return (open, ("pwned", "w"))
-
-
-def forge(run, name, data):
-    """Replace a file of a checkpoint, hash and all, as an attacker would."""
-    folder = run / "checkpoints" / "step_000001"
-    (folder / name).write_bytes(data)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def damage_sets(root):
@@ -59,25 +41,8 @@ def damage_sets(root):
         writer.append("train", np.zeros((4, 3, 16, 16), np.uint8))
 
 
-def damage_runs(root):
-    """Copies of run a whose checkpoints verify, but are not what they should be."""
-    runs = root / "runs"
-    for name in ("evil", "swapped", "unknown", "partial"):
-        shutil.copytree(runs / "a", runs / name)
-    for file in ("model.pt", "ema_0.999.pt"):
-        forge(runs / "evil", file, pickle.dumps(Evil(), protocol=2))
-        torch.save({"patch_embed.weight": torch.zeros(1)}, root / "other_model.pt")
-        forge(runs / "swapped", file, (root / "other_model.pt").read_bytes())
-    meta = json.loads((runs / "a" / "checkpoints" / "step_000001" / "meta.json").read_text())
-    unknown = meta | {"model_config": meta["model_config"] | {"moe_experts": 8}}
-    forge(runs / "unknown", "meta.json", json.dumps(unknown).encode())
-    del meta["config"]
-    forge(runs / "partial", "meta.json", json.dumps(meta).encode())
-
-
 def damage_published(root):
     """Files that are almost in a published format."""
-    (root / "evil.pt").write_bytes(pickle.dumps(Evil()))
     torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
     torch.save({1: torch.zeros(1)}, root / "numbers.pt")
     torch.save({"ema": {"x_embedder.proj.weight": 3}}, root / "values.pt")
@@ -108,12 +73,11 @@ def place(tmp_path_factory):
         (root / "typo.py").write_text("depht = 2\n")
         (root / "call.py").write_text("depth = open('pwned', 'w')\n")
         make_folder(root / "mixed", sizes=((8, 8), (9, 9)))
-        np.savez(root / "objects.npz", arr_0=np.array([Evil()], dtype=object))
+        np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
         write_cifar(root / "cifar.tar.gz")
         (root / "cut.tar.gz").write_bytes((root / "cifar.tar.gz").read_bytes()[:-1000])
         (root / "idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 5))
         damage_sets(root)
-        damage_runs(root)
         damage_published(root)
         write_mnist(root / "mnist")
         (root / "mnist" / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(5, np.uint8))))
@@ -130,14 +94,14 @@ MISTAKES = [
     ((*TRAIN, "--total_batch_size=7", "--device_batch_size=2"), "total_batch_size=7"),
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
     ((*TRAIN, "--patch_size=5"), "patch_size=5"),
-    ((*TRAIN, "--sampler=ddim"), "ddim"),
+    ((*TRAIN, "--sampler=ddim", "--sample_every=0"), "ddim"),
     ((*TRAIN, "--timesteps=loss-second-moment"), "loss-second-moment"),
     ((*TRAIN, "--objective=eps", "--timesteps=logit-normal"), "logit-normal"),
     ((*TRAIN, "--bpd_every=1"), "bpd_every"),
     ((*TRAIN, "--label_drop=1"), "label_drop=1"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=10", "--noise_schedule=linear"), "num_timesteps=10"),
-    ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21"), "21"),
-    ((*TRAIN, "--cfg_interval=0.3,1.5"), "0.3,1.5"),
+    ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21", "--sample_every=0"), "21"),
+    ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
     ((*TRAIN, "--device_type=mps"), "mps"),
@@ -147,21 +111,14 @@ MISTAKES = [
     ((*TRAIN, "--data=garbled"), "meta.json"),
     ((*TRAIN, "--data=future"), "99"),
     ((*TRAIN, "--data=short"), "val_images_000.npy"),
-    ((*TRAIN, "--data=shuffled"), "train_labels.npy"),
     # runs
     ((*TRAIN, "--model_tag=a", "--resume=7"), "step 7"),
     ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
     ((*TRAIN, "--model_tag=a", "--depth=2"), "depth=2"),
     ((*TRAIN, "--model_tag=broken"), "broken"),
     ((*TRAIN, "--model_tag=torn"), "torn"),
-    ((*TRAIN, "--model_tag=evil", "--resume=changed"), "model.pt"),
-    ((*TRAIN, "--model_tag=swapped", "--resume=changed"), "does not fit"),
-    ((*TRAIN, "--model_tag=partial"), "'config'"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
     ((*SAMPLE, "--run=broken"), "broken"),
-    ((*SAMPLE, "--run=evil"), "ema_0.999.pt"),
-    ((*SAMPLE, "--run=swapped"), "does not fit"),
-    ((*SAMPLE, "--run=unknown"), "moe_experts"),
     ((*SAMPLE, f"--run={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--run=~nobody/x"), "~nobody/x"),
     ((*SAMPLE, "--run=unheard"), "unheard"),
@@ -178,7 +135,6 @@ MISTAKES = [
     ((*SAMPLE, "--run=a", "--eta=0.5"), "eta"),
     ((*SAMPLE, "--run=a", "--respacing=10"), "respacing"),
     ((*SAMPLE, "--run=a", "--out=file/x"), "see out"),
-    ((*SAMPLE, "--run=evil.pt"), "evil.pt"),
     ((*SAMPLE, "--run=other.pt"), "other.pt"),
     ((*SAMPLE, "--run=numbers.pt"), "numbers.pt"),
     ((*SAMPLE, "--run=values.pt"), "values.pt"),

@@ -1,22 +1,32 @@
 """A run's start and logs: the cut of a batch, the largest batch that fits, sums by quarter of t, where to resume."""
 
 import json
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from conftest import script_settings
 
 from configurator import Config
-from nanodiff.common import StopSignal, UserError, in_batches, rank_batches
+from nanodiff.common import UserError
 from nanodiff.models.build import compiled
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training.checkpoint import save_checkpoint
-from nanodiff.training.log import LossTerms, RunLog, check_wandb
-from nanodiff.training.resume import cut_batch, largest_batch, resume_point, run_folder
+from nanodiff.training.log import Meter, RunLog, check_wandb
+from nanodiff.training.resume import (
+    FREE,
+    RATES,
+    check_settings,
+    cut_batch,
+    largest_batch,
+    last_step,
+    resume_point,
+    run_folder,
+)
 
 
 def test_micro_steps_and_ranks_make_up_the_batch():
@@ -63,11 +73,13 @@ def find(memory, limit):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("limit, room, best", [(64, 20, 16), (64, 64, 64), (64, 1000, 64), (48, 1000, 16), (7, 9, 1)])
+@pytest.mark.parametrize(
+    "limit, room, best", [(64, 20, 16), (64, 64, 64), (64, 1000, 64), (48, 1000, 48), (63, 30, 21), (7, 5, 1)]
+)
 def test_the_largest_batch_that_fits(error, limit, room, best):
     memory = Memory(room, error)
     assert find(memory, limit) == best
-    assert memory.tried == [2**i for i in range(len(memory.tried))] and memory.tried[-1] <= 2 * best
+    assert memory.tried == [n for n in range(1, memory.tried[-1] + 1) if limit % n == 0]
     assert memory.cleared == len(memory.tried)  # after each try, the failed one as well
 
 
@@ -95,23 +107,55 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
 def test_means_since_the_last_log_line():
     """The mean loss is over all images of all steps, with their weights; means by quarter are weighted means; an empty
     quarter is NaN; the timestep sampler gets the present step alone, unweighted."""
-    terms = LossTerms(SimpleNamespace(num_timesteps=0))
-    terms.add(torch.tensor([0.1, 0.2]), torch.tensor([1.0, 3.0]), {"loss": torch.tensor([1.0, 2.0])})
-    t, losses = terms.end_step()
+    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
+    meter = Meter(SimpleNamespace(num_timesteps=0), torch.device("cpu"), progress)
+
+    def step(*micro_batches):
+        meter.start_step()
+        for t, weight, loss in micro_batches:
+            meter.add(torch.tensor(t), torch.tensor(weight), {"loss": torch.tensor(loss)}, 0.0)
+        return meter.losses()
+
+    t, losses = step(([0.1, 0.2], [1.0, 3.0], [1.0, 2.0]))
     assert losses.tolist() == [1, 2] and len(t) == 2
-    terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([2.0])})
-    terms.add(torch.tensor([1.0]), torch.tensor([0.5]), {"loss": torch.tensor([4.0])})
-    assert terms.end_step()[1].tolist() == [2, 4]
-    loop = {"lines": 0, "running_loss": 0.0}
-    found = terms.summary(loop, torch.device("cpu"))
+    assert step(([0.6], [1.0], [2.0]), ([1.0], [0.5], [4.0]))[1].tolist() == [2, 4]
+    found = meter.mean_losses()
     assert found.pop("train/loss_running") == pytest.approx(11 / 4)  # of one line it is the line's own mean
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
     assert found == {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
-    terms.add(torch.tensor([0.6]), torch.tensor([1.0]), {"loss": torch.tensor([3.0])})
-    terms.end_step()
-    found = terms.summary(loop, torch.device("cpu"))
+    meter.restart()
+    step(([0.6], [1.0], [3.0]))
+    found = meter.mean_losses()
     assert found["train/loss"] == 3  # it starts anew
     assert found["train/loss_running"] == pytest.approx((0.9 * 11 / 4 + 3) / 1.9)
+
+
+def test_times_leave_out_the_first_step_and_eta_counts_evaluations(monkeypatch):
+    """Steps of 0.1 s, 0.01 s of it for data, after a first one of 9 s; between two lines an evaluation of 4 s."""
+    clock = [100.0]
+    monkeypatch.setattr("nanodiff.training.log.time.perf_counter", lambda: clock[0])
+    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
+    meter = Meter(SimpleNamespace(num_timesteps=0), torch.device("cpu"), progress)
+    one = torch.ones(1)
+
+    def step(seconds, data_seconds, log_now=False):
+        meter.start_step()
+        clock[0] += seconds
+        meter.add(one / 2, one, {"loss": one}, data_seconds)
+        meter.losses()
+        meter.end_step(torch.Size([8, 3, 16, 16]), log_now)
+
+    step(9.0, 8.0)
+    for i in range(10):
+        step(0.1, 0.01, log_now=i == 9)
+    line = meter.line(11, total_batch_size=8, flops_per_image=1e6, peak_flops=1e9)
+    assert line["train/dt_ms"] == pytest.approx(100) and line["train/data_ms"] == pytest.approx(10)
+    assert line["train/images_per_sec"] == pytest.approx(80) and line["train/mfu"] == pytest.approx(8)
+    assert line["total_training_time_s"] == pytest.approx(10)
+    line |= {"train/grad_norm": 1.0, "train/lrm": 1.0}
+    assert meter.console(line, num_iterations=611).endswith("eta 1.0 m")
+    clock[0] += 4.0
+    assert meter.console(line, num_iterations=611).endswith("eta 5.0 m")  # 600 steps of (1 + 4) / 10 s
 
 
 @pytest.mark.parametrize("tag", ["a/b", "..", ".", "a\nb", "-a", "", "a b"])
@@ -136,23 +180,19 @@ def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch
     assert compiled(model, torch.device("cpu"), 3000) is model and "no compiler" in capsys.readouterr().out
 
 
-def test_a_signal_ends_an_evaluation_after_its_batch():
-    stop, done = StopSignal(), []
-    with stop.interrupts():
-        for ids in rank_batches(in_batches(np.arange(100), 10)):
-            done += ids.tolist()
-            if len(done) == 30:
-                stop.received = 15
-    assert stop.interrupted == 15 and done == list(range(30))
-    assert sum(len(ids) for ids in rank_batches(in_batches(np.arange(25), 10))) == 25  # outside, nothing stops it
-
-
 def test_wandb_without_a_login_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(wandb, "login", lambda **options: False)
+
+    def login(**options):
+        sys.excepthook = lambda *error: None  # as wandb does
+        return False
+
+    monkeypatch.setattr(wandb, "login", login)
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
+    hook = sys.excepthook
     with pytest.raises(UserError, match="no API key"):
         check_wandb("name")
+    assert sys.excepthook is hook  # wandb's own would print a traceback above the line
     check_wandb("dummy")
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline")))
     check_wandb("name")
@@ -168,7 +208,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     described = {"config": config_of({"lr": 1, "rank": 3}, lr=2), "num_iterations": 3}
     log = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 0, None)
     for step in (1, 2, 3):
-        log.metrics({"step": step, "train/loss": 0.0, "train/grad_norm": float("inf")})
+        log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})  # x0.std() works
     again = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 2, None)
     again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
@@ -186,19 +226,43 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
 
 
 def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
-    assert resume_point(tmp_path, "auto", {}, ()) == resume_point(tmp_path, "never", {}, ()) == (None, {})
+    """Settings are fixed unless a table says otherwise, so a new one is fixed too."""
+    assert resume_point(tmp_path, "auto", "base_train") == resume_point(tmp_path, "never", "base_train") == (None, {})
     with pytest.raises(UserError, match="no checkpoint of step 3"):
-        resume_point(tmp_path, "3", {}, ())
+        resume_point(tmp_path, "3", "base_train")
     meta = dict(step=1, config={"depth": 4, "gone": 1}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
     path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
-    defaults, fixed = {"lr": 1, "depth": 4, "new": 7}, ("depth", "new")
-    assert resume_point(tmp_path, "auto", config_of(defaults), fixed) == (path, meta)
-    for resume in ("1", "changed"):
-        resume_point(tmp_path, resume, config_of(defaults, lr=2), fixed)
-        assert capsys.readouterr().out.splitlines()[-1].endswith("now with lr=2 (was 1)")
-    with pytest.raises(UserError, match=r"lr=2 \(was 1\); give --model_tag=NAME .* or --resume=changed"):
-        resume_point(tmp_path, "auto", config_of(defaults, lr=2), fixed)
-    with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
-        resume_point(tmp_path, "auto", config_of(defaults, lr=2, depth=3, new=8), fixed)
+    assert resume_point(tmp_path, "auto", "base_train") == (path, meta)
+    with pytest.raises(UserError, match="a run of base_train"):
+        resume_point(tmp_path, "auto", "lora_train")
     with pytest.raises(UserError, match="resume=never"):
-        resume_point(tmp_path, "never", config_of(defaults), fixed)
+        resume_point(tmp_path, "never", "base_train")
+
+    def check(resume="auto", **changed):
+        defaults = {"lr": 1, "depth": 4, "new": 7, "num_iterations": -1, "log_every": 10, "resume": "auto"}
+        check_settings(path, meta, config_of(defaults, resume=resume, **changed))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert check() == f"resumed from {path}"
+    assert check(num_iterations=500) == f"resumed from {path}"  # the checkpoint's -1 was derived, too
+    assert check(log_every=1).endswith("now with log_every=1 (was 10)")
+    for resume in ("1", "changed"):
+        assert "now with lr=2 (was 1)" in check(resume, lr=2)
+        with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
+            check(resume, lr=2, depth=3, new=8)
+    with pytest.raises(UserError, match=r"lr=2 \(was 1\); give --model_tag=NAME .* or --resume=changed"):
+        check(lr=2)
+
+
+def test_the_tables_of_a_resume_name_settings():
+    assert not FREE & RATES
+    names = {name for script in ("base_train", "lora_train") for name in script_settings(script)}
+    assert names >= FREE | RATES
+
+
+def test_a_horizon_behind_the_checkpoint_is_refused():
+    assert last_step(None, 0, 10) == 10 and last_step(None, 0, 0) == 0
+    assert last_step("x", 30, 30) == 30
+    assert last_step("x", 30, 0) == 30  # trains nothing: evaluates, samples and saves what there is
+    with pytest.raises(UserError, match="num_iterations=15: x is at step 30; accepted: 30 or more"):
+        last_step("x", 30, 15)

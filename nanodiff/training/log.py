@@ -1,69 +1,129 @@
-"""A run's folder and logs: where it resumes, what it writes, how it ends."""
+"""What a run prints and writes: log lines, config.json, metrics.jsonl, grids, wandb."""
 
 import base64
 import json
 import math
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from nanodiff.common import UserError, get_dist, leave_together, print0, sum_over_ranks
-from nanodiff.device import environment, peak_memory_gb
+from nanodiff.device import environment, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.files import names_file, write_atomic
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import trim_metrics
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Start and resume
 
+class Meter:
+    """Losses and times between two log lines, and the lines themselves."""
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Logs
-
-
-class LossTerms:
-    """Sums of the loss terms since the last log line; those of the current step also per image."""
-
-    def __init__(self, process):
-        self.process = process
+    def __init__(self, process, device: torch.device, progress: dict):
+        self.process, self.device = process, device
+        self.progress = progress  # the counters that a resume restores
+        self.shapes = set()  # of images; the first step of each compiles, and is left out of speed and eta
         self.parts = []  # current step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
+        self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for eta
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what the last line has reported."""
         self.sums = {}  # name -> (2, 4): see quartile_sums
-        self.num_images = 0
+        self.num_images = 0  # of this rank
+        self.steps, self.seconds, self.data_seconds = 0, 0.0, 0.0
 
-    def add(self, t, weight, terms: dict[str, torch.Tensor]) -> None:
+    def start_step(self) -> None:
+        self.step_start = time.perf_counter()
+        self.step_data_seconds = 0.0
+
+    def add(self, t, weight, terms: dict[str, torch.Tensor], data_seconds: float) -> None:
+        """A micro-batch: its t, weights and loss terms, (B,) each, and how long it waited for the loader."""
         self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
+        self.step_data_seconds += data_seconds
 
-    def end_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
         step = {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
+        self.parts = []
         t, weight = step.pop("t"), step.pop("weight")
         for name, x in step.items():
             self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
         self.num_images += len(t)
-        self.parts = []
         return t, step["loss"]
 
-    def summary(self, loop: dict, device) -> dict[str, float]:
-        """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
-        importance weights; the same for the other terms. Then resets. A collective.
+    def end_step(self, shape: torch.Size, log_now: bool) -> None:
+        """Stop the clock. The device is waited for where its time will be read; elsewhere steps stay queued."""
+        is_first = shape not in self.shapes
+        self.shapes.add(shape)
+        if log_now or is_first:
+            synchronize(self.device)
+        now = time.perf_counter()
+        seconds = now - self.step_start
+        self.progress["train_time_s"] += seconds
+        self.wall_steps += 1
+        if is_first:
+            print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
+            self.wall_start, self.wall_steps = now, 0
+        if is_first and not log_now:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.data_seconds += self.step_data_seconds
 
-        "train/loss_running" is nanochat's running mean over about the last ten lines, debiased; `loop` keeps it.
-        """
-        total = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), device)
-        loss = float(total[0]) / (self.num_images * get_dist()[2])
-        if math.isfinite(loss):
-            loop["lines"] += 1
-            loop["running_loss"] += 0.1 * (loss - loop["running_loss"])
-        running = loop["running_loss"] / (1 - 0.9 ** max(loop["lines"], 1))
-        line = {"train/loss": loss, "train/loss_running": running}
-        for name, sums in self.sums.items():
-            weighted, weights = sum_over_ranks(sums.cpu().double(), device)
-            line |= {f"train/{name}_q{i}": float(weighted[i] / weights[i]) for i in range(4)}
-        self.sums, self.num_images = {}, 0
+    def line(self, step: int, total_batch_size: int, flops_per_image: float, peak_flops: float) -> dict:
+        """The metrics of the steps since the last line, and a restart. `peak_flops`: of all devices. A collective."""
+        dt_s = self.seconds / self.steps
+        img_per_sec = total_batch_size / dt_s
+        line = {
+            "step": step,
+            "images_seen": step * total_batch_size,
+            "total_training_flops": step * total_batch_size * flops_per_image,
+            "total_training_time_s": self.progress["train_time_s"],
+            "train/dt_ms": 1000 * dt_s,
+            "train/data_ms": 1000 * self.data_seconds / self.steps,
+            "train/images_per_sec": img_per_sec,
+            # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a
+            # percentage of the peak of all devices
+            "train/mfu": 100 * flops_per_image * img_per_sec / peak_flops,
+        }
+        line |= self.mean_losses()
+        self.restart()
         return line
+
+    def mean_losses(self) -> dict[str, float]:
+        """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
+        importance weights; the same for the other terms."""
+        total = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), self.device)
+        loss = float(total[0]) / (self.num_images * get_dist()[2])
+        # nanochat's running mean: exponential, over about ten lines, corrected for its start at 0
+        if math.isfinite(loss):
+            self.progress["lines"] += 1
+            self.progress["running_loss"] += 0.1 * (loss - self.progress["running_loss"])
+        running = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["lines"], 1))
+        found = {"train/loss": loss, "train/loss_running": running}
+        for name, sums in self.sums.items():
+            weighted, weights = sum_over_ranks(sums.cpu().double(), self.device)
+            for i in range(4):
+                found[f"train/{name}_q{i}"] = float(weighted[i] / weights[i])  # NaN without images
+        return found
+
+    def console(self, line: dict, num_iterations: int) -> str:
+        """The line to print. eta goes by the wall clock, so evaluations and saves count."""
+        step, dt_ms = line["step"], line["train/dt_ms"]
+        seconds_per_step = dt_ms / 1000
+        if self.wall_start and self.wall_steps:
+            seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
+        eta_m = (num_iterations - step) * seconds_per_step / 60
+        return (
+            f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
+            f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | "
+            f"grad {line['train/grad_norm']:.2f} | lr {line['train/lrm']:.2f} | dt {dt_ms:.1f} ms | "
+            f"img/s {line['train/images_per_sec']:,.0f} | mfu {line['train/mfu']:.1f} | "
+            f"{line['total_training_time_s'] / 60:.1f} m | eta {eta_m:.1f} m"
+        )
 
 
 def check_wandb(run: str) -> None:
@@ -74,7 +134,10 @@ def check_wandb(run: str) -> None:
         import wandb
     except ImportError:
         raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
-    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+    hook = sys.excepthook
+    has_key = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
+    sys.excepthook = hook  # wandb's own prints a traceback above our line
+    if not has_key:
         hint = "`wandb login`, WANDB_MODE=offline or --run=dummy"
         raise UserError(f"run={run!r} logs to wandb, which has no API key here; accepted: {hint}")
 
@@ -121,10 +184,12 @@ class RunLog:
             self.wandb_id, self.html = self.wandb.id, wandb.Html
 
     def metrics(self, line: dict) -> None:
-        """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity."""
+        """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity. Values: numbers, or tensors of one
+        element."""
+        numbers = {key: x.item() if isinstance(x, torch.Tensor) else x for key, x in line.items()}
         if self.file is None:
             return
-        line = {key: value for key, value in line.items() if math.isfinite(value)}
+        line = {key: x for key, x in numbers.items() if math.isfinite(x)}
         with names_file(self.file.name):
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
@@ -143,14 +208,15 @@ class RunLog:
         print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
 
 
-def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device) -> None:
-    """Print a summary, and leave together with the other ranks."""
+def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device, saved: bool) -> None:
+    """Print a summary, and leave together with the other ranks. `saved`: there is a checkpoint of this step."""
     if log.wandb:
         log.wandb.finish()
     if stopping:
-        print0(f"stopped by a signal after step {step}: the same command resumes")
+        how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
+        print0(f"stopped by a signal after step {step}: {how}")
     minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
-    name = shlex.quote(log.run_dir.name)
-    print0(f"everything is in {log.run_dir}; to sample: python -m scripts.sample --run={name}")
+    sample = f"; to sample: python -m scripts.sample --run={shlex.quote(log.run_dir.name)}" if saved else ""
+    print0(f"everything is in {log.run_dir}{sample}")
     leave_together()

@@ -6,17 +6,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, base_dir, collective, print0
+from nanodiff.common import UserError, base_dir, collective, is_out_of_memory, print0
 from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
-# Settings that do not shape the weights: they may change in a resume
+# Settings that a resumed run may change freely, since they do not shape the weights
 FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
     "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
     "save_epochs", "checkpoints_kept", "log_every",
+}  # fmt: skip
+
+# Those that it may change with --resume=changed or --resume=STEP. All others are fixed: they make the model what it is
+RATES = {
+    "num_iterations", "num_epochs", "target_flops", "target_param_data_ratio", "lr", "muon_lr", "weight_decay", "beta2",
+    "grad_clip", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "dtype", "grad_dtype",
 }  # fmt: skip
 
 
@@ -27,35 +33,54 @@ def run_folder(model_tag: str) -> Path:
     return base_dir() / "runs" / model_tag
 
 
-def resume_point(run_dir: Path, resume: str, config: dict, fixed: tuple[str, ...]) -> tuple[Path | None, dict]:
-    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start. `resume`: auto, never, changed,
-    a step.
+def resume_point(run_dir: Path, resume: str, script: str) -> tuple[Path | None, dict]:
+    """The checkpoint that a run of `script` resumes from and its meta.json, or (None, {}) to start.
 
-    Settings in `fixed` must agree with the checkpoint's. Others that shape the weights must agree unless `resume` is
-    "changed" or a step. A setting missing from the checkpoint had its default.
+    `resume`: auto, never, changed, or a step.
     """
     checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
     if checkpoint is None:
         return None, {}
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    meta, changed = load_meta(checkpoint), {}
-    if ("lora" in meta) != ("base" in config):
-        script = "lora_train" if "lora" in meta else "base_train"
-        raise UserError(f"{run_dir.name} is a run of {script}; use another model_tag")
+    meta = load_meta(checkpoint)
+    trained_by = "lora_train" if "lora" in meta else "base_train"
+    if trained_by != script:
+        raise UserError(f"{run_dir.name} is a run of {trained_by}; use another model_tag")
+    return checkpoint, meta
+
+
+def check_settings(checkpoint: Path, meta: dict, config) -> None:
+    """Refuse settings that differ from the checkpoint's, unless they are FREE or, on request, RATES.
+
+    `config` is a configurator.Config. A setting missing from the checkpoint had its default.
+    """
+    tag, changed = checkpoint.parents[1].name, {}
     for key, value in config.items():
         was = meta["config"].get(key, config.defaults[key])
-        if value != was:
+        # 0 steps train nothing; -1 was derived from the other settings of the horizon, which are compared
+        is_same_horizon = key == "num_iterations" and (value == 0 or was == -1)
+        if value != was and not is_same_horizon:
             changed[key] = f"{key}={value!r} (was {was!r})"
-    refused = ", ".join(changed[key] for key in fixed if key in changed)
-    if refused:
-        raise UserError(f"{run_dir.name} was trained with other settings: {refused}; use another model_tag")
-    differing = ", ".join(text for key, text in changed.items() if key not in FREE)
-    if differing and resume == "auto":
+    fixed = [text for key, text in changed.items() if key not in FREE | RATES]
+    if fixed:
+        raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
+    rates = [text for key, text in changed.items() if key in RATES]
+    if rates and config["resume"] == "auto":
         hint = "--model_tag=NAME for a new run, or --resume=changed to continue with them"
-        raise UserError(f"{run_dir.name} was trained with other settings: {differing}; give {hint}")
+        raise UserError(f"{tag} was trained with other settings: {', '.join(rates)}; give {hint}")
     print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
-    return checkpoint, meta
+
+
+def last_step(checkpoint: Path | None, step: int, num_iterations: int) -> int:
+    """The horizon of a run that stands at `step`: num_iterations, or `step` itself for 0, which trains nothing."""
+    if num_iterations == 0:
+        return step
+    if step > num_iterations:
+        raise UserError(
+            f"num_iterations={num_iterations}: {checkpoint} is at step {step}; accepted: {step} or more, or 0"
+        )
+    return num_iterations
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
@@ -67,11 +92,8 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
     return device_batch_size, total_batch_size // (device_batch_size * world)
 
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc")  # MPS; torch's CPU allocator; C++
-
-
 def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
-    """The largest power of two that divides `limit`, a rank's share of the step, and fits into memory on every rank.
+    """The largest divisor of `limit`, a rank's share of the step, that fits into memory on every rank.
 
     Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, after
     optimizer and averages have theirs. On a CPU, asking for too much mostly kills the process. A collective.
@@ -87,13 +109,13 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
             loss = process.losses(model, x0, t, x0, **conditioning(model.config, x0, y))["loss"]
         loss.mean().backward()
 
-    fits, n = 0, 1
-    while n <= limit and limit % n == 0:
+    fits = 0
+    for n in [n for n in range(1, limit + 1) if limit % n == 0]:
         try:
             try_batch(n)
             refused = False
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            refused = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error) for s in NO_MEMORY)
+            refused = is_out_of_memory(error)
             if not refused:
                 raise
         # Not in the except block: there the error's frames keep their tensors alive
@@ -102,7 +124,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
             torch.cuda.empty_cache()
         if refused:
             break
-        fits, n = n, 2 * n
+        fits = n
     if dist.is_initialized():
         least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with collective("the agreement on device_batch_size"):
