@@ -157,7 +157,7 @@ else:
         config |= settings.guidance  # the file's name says what was done
         small = open_low_res(low_res, loaded, device, autoencoder)
         measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
-        names = loaded.data["class_names"]
+        names = loaded.class_names
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}
     is_distance = metric in ("fid", "fd_classifier")  # to real images
