@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import urllib.request
 import warnings
-import zipfile
 from pathlib import Path
 
 import torch
@@ -163,15 +162,6 @@ def check_fields(record, source, /, **kinds) -> None:
         value = record.get(key) if isinstance(record, dict) else None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UserError(f"{source}: {key!r} is missing or not a {kind.__name__}")
-
-
-def check_zip(path: Path, most: int, ending: str | tuple = "") -> None:
-    """UserError if the files with this ending in a zip (.pt, .npz) unpack to more than `most` bytes."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            size = sum(info.file_size for info in archive.infolist() if info.filename.endswith(ending))
-        if size > most:
-            raise UserError(f"{path} unpacks to {size:,} bytes; accepted here: {most:,}")
 
 
 def load_tensors(path: Path):

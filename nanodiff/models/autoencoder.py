@@ -1,6 +1,6 @@
 """Latent autoencoders in plain torch, read from their published files: Stable Diffusion's VAE and the tiny TAESD.
 
-Both are frozen: a diffusion model learns their normalised latents (data/latents.py).
+Both are frozen: a diffusion model learns their normalised latents (data/codec.py).
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError
-from nanodiff.files import load_tensors
+from nanodiff.files import load_tensors, reading
 from nanodiff.safetensors import load_safetensors
 
 # Pixels per forward pass. The SD VAE's decoder takes 4.2 KB per pixel: 4 GB on a GPU. A CPU is fastest with one 256 px
@@ -82,7 +82,9 @@ class Attention(nn.Module):
     def __init__(self, channels: int, groups: int):
         super().__init__()
         self.group_norm = nn.GroupNorm(groups, channels, eps=1e-6)
-        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels) for _ in range(3))
+        self.to_q = nn.Linear(channels, channels)
+        self.to_k = nn.Linear(channels, channels)
+        self.to_v = nn.Linear(channels, channels)
         self.to_out = nn.Sequential(nn.Linear(channels, channels))
 
     def forward(self, x):
@@ -104,12 +106,16 @@ class MidBlock(nn.Module):
 def levels(widths, blocks: int, groups: int, name: str, resample) -> nn.Sequential:
     """`blocks` residual blocks per width; after each width but the last, `resample(width)` under `name`."""
     out = nn.Sequential()
+    c_in = widths[0]
     for i, width in enumerate(widths):
-        inputs = [widths[max(i - 1, 0)]] + [width] * (blocks - 1)
-        layers = {"resnets": nn.Sequential(*[ResnetBlock(c_in, width, groups) for c_in in inputs])}
+        resnets = nn.Sequential()
+        for _ in range(blocks):
+            resnets.append(ResnetBlock(c_in, width, groups))
+            c_in = width
+        level = named(resnets=resnets)
         if i < len(widths) - 1:
-            layers[name] = nn.Sequential(resample(width))
-        out.append(named(**layers))
+            level.add_module(name, nn.Sequential(resample(width)))
+        out.append(level)
     return out
 
 
@@ -162,13 +168,21 @@ class TinyBlock(nn.Module):
 
     def __init__(self, width: int, pool: bool = False):
         super().__init__()
-        conv = lambda: conv3(width, width)
-        self.conv = nn.Sequential(conv(), nn.ReLU(), conv(), nn.ReLU(), conv())
+        self.conv = nn.Sequential(
+            conv3(width, width),
+            nn.ReLU(),
+            conv3(width, width),
+            nn.ReLU(),
+            conv3(width, width),
+        )
         self.pool = None
         if pool:
-            up = nn.Conv2d(width, 4 * width, 1, bias=False)
-            down = nn.Conv2d(4 * width, width, 1, bias=False)
-            self.pool = nn.Sequential(up, nn.GroupNorm(4, 4 * width), nn.ReLU(), down)
+            self.pool = nn.Sequential(
+                nn.Conv2d(width, 4 * width, 1, bias=False),
+                nn.GroupNorm(4, 4 * width),
+                nn.ReLU(),
+                nn.Conv2d(4 * width, width, 1, bias=False),
+            )
 
     def forward(self, x):
         if self.pool is not None:
@@ -235,23 +249,27 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     path = Path(path)
     files = find_weights(path)
     first = next(iter(files.values()))
-    weights, digest = {}, hashlib.sha256()
-    try:
+    settings = first.with_name("config.json")
+    weights = {}
+    digest = hashlib.sha256()
+    with reading(path, "holds neither an SD VAE nor both halves of a TAESD"):
         for prefix, file in files.items():
             tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
-            weights |= {prefix + name: w for name, w in tensors.get("state_dict", tensors).items()}
+            tensors = tensors.get("state_dict", tensors)
+            weights |= {prefix + name: w for name, w in tensors.items()}
             digest.update(np.memmap(file, np.uint8, "r"))
-        settings = first.with_name("config.json")
-        config = json.loads(settings.read_text()) if settings.is_file() else {}
         weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
+        config = {}
+        if settings.is_file():
+            config = json.loads(settings.read_text())
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)
         ae.scale = float(config.get("scaling_factor") or ae.scale)  # null in some files
         ae.shift = float(config.get("shift_factor") or ae.shift)
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{path} holds neither an SD VAE nor both halves of a TAESD: {str(error)[:300]}") from None
-    ae.name = path.resolve().name if path.is_dir() else re.sub(r"[-_.]encoder$", "", first.stem)
+    ae.name = path.resolve().name
+    if path.is_file():
+        ae.name = re.sub(r"[-_.]encoder$", "", first.stem)
     ae.sha256 = digest.hexdigest()
     return ae.eval().requires_grad_(False)
 
@@ -261,12 +279,15 @@ def find_weights(path: Path) -> dict[str, Path]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        files = [file for file in files if file.stem == "diffusion_pytorch_model"][-1:] or files  # .safetensors if any
+        preferred = [file for file in files if file.stem == "diffusion_pytorch_model"]
+        files = preferred[-1:] or files  # .safetensors if any
     if files:
-        encoder = files[0].with_name(files[0].name.replace("decoder", "encoder"))
-        decoder = files[0].with_name(files[0].name.replace("encoder", "decoder"))
-        pair = encoder != decoder and encoder.is_file() and decoder.is_file()
-        found = {"encoder.": encoder, "decoder.": decoder} if pair else {"": files[0]}
+        first = files[0]
+        encoder = first.with_name(first.name.replace("decoder", "encoder"))
+        decoder = first.with_name(first.name.replace("encoder", "decoder"))
+        found = {"": first}
+        if encoder != decoder and encoder.is_file() and decoder.is_file():
+            found = {"encoder.": encoder, "decoder.": decoder}
         if set(files) <= set(found.values()):
             return found
     names = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
@@ -276,25 +297,31 @@ def find_weights(path: Path) -> dict[str, Path]:
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of any published layout under the names above, without other networks'."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
-    top = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
+    levels_up = {name.split(".")[2] for name in weights if name.startswith("decoder.up.")}
+    finest = len(levels_up) - 1
     renamed = {}
     for name, w in weights.items():
-        if name.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")):
-            # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
-            name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{top - int(m[1])}.", name)
-            for pattern, ours in RENAMES:
-                name = re.sub(pattern, ours, name)
-            linear = ".attentions.0.to_" in name  # CompVis': 1x1 convolutions
-            renamed[name] = w.flatten(1) if linear and w.ndim == 4 else w
+        if not name.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")):
+            continue
+        # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
+        name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{finest - int(m[1])}.", name)
+        for pattern, ours in RENAMES:
+            name = re.sub(pattern, ours, name)
+        if ".attentions.0.to_" in name and w.ndim == 4:  # CompVis': 1x1 convolutions
+            w = w.flatten(1)
+        renamed[name] = w
     return renamed
 
 
 def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
     """An autoencoder of the shape that the weights show."""
     if "encoder.0.weight" in weights:
-        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], any(".pool." in name for name in weights))
+        latent_channels = weights["decoder.0.weight"].shape[1]
+        has_pool = any(".pool." in name for name in weights)
+        return TinyAutoencoder(latent_channels, has_pool)
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
     pattern = r"encoder\.down_blocks\.(\d)\.resnets\.(\d)\.conv1\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
     widths = [len(weights[name]) for name in convs if ".resnets.0." in name]
-    return AutoencoderKL(widths, len(convs) // len(widths), latent_channels, groups, "quant_conv.weight" in weights)
+    blocks = len(convs) // len(widths)
+    return AutoencoderKL(widths, blocks, latent_channels, groups, quant_conv="quant_conv.weight" in weights)

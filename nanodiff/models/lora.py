@@ -25,12 +25,15 @@ class LoRALinear(nn.Linear):
         self.lora_scale = alpha / rank
         self.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
         self.lora_B = nn.Linear(rank, n_out, bias=False, device=device)
-        with torch.no_grad():  # uniform within 1/sqrt(in), as in peft; drawn on the CPU, alike for every device
-            self.lora_A.weight.copy_((2 * torch.rand(rank, n_in, generator=generator) - 1) * n_in**-0.5)
+        # Uniform within 1/sqrt(in), as in peft; drawn on the CPU, alike for every device
+        u = torch.rand(rank, n_in, generator=generator)
+        with torch.no_grad():
+            self.lora_A.weight.copy_((2 * u - 1) * n_in**-0.5)
             self.lora_B.weight.zero_()
 
     def forward(self, x):  # (..., in) -> (..., out)
-        return super().forward(x) + self.lora_scale * self.lora_B(self.lora_A(x))
+        change = self.lora_B(self.lora_A(x))
+        return super().forward(x) + self.lora_scale * change
 
 
 class ClassTable(nn.Embedding):
@@ -44,7 +47,8 @@ class ClassTable(nn.Embedding):
         self.delta = nn.Parameter(torch.zeros(len(rows), table.embedding_dim, device=device))
 
     def forward(self, y):  # (N,) -> (N, C)
-        return F.embedding(y, self.weight.index_add(0, self.rows, self.delta))
+        table = self.weight.index_add(0, self.rows, self.delta)
+        return F.embedding(y, table)
 
 
 def find_layers(model: nn.Module, targets: str) -> list[str]:
@@ -52,12 +56,15 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if targets == "all":
         return layers
-    ends = tuple(f".{target.strip()}" for target in targets.split(","))
-    for end in ends:
-        if not any(f".{name}".endswith(end) for name in layers):
+    chosen = set()
+    for target in targets.split(","):
+        end = "." + target.strip()
+        matching = [name for name in layers if f".{name}".endswith(end)]
+        if not matching:
             known = sorted({re.search(r"[a-z]\w*(\.\d+)?$", name)[0] for name in layers})
             raise UserError(f"targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
-    return [name for name in layers if f".{name}".endswith(ends)]
+        chosen.update(matching)
+    return [name for name in layers if name in chosen]
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
@@ -71,7 +78,8 @@ def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     for name in find_layers(model, targets):
-        model.set_submodule(name, LoRALinear(model.get_submodule(name), rank, alpha, generator))
+        layer = LoRALinear(model.get_submodule(name), rank, alpha, generator)
+        model.set_submodule(name, layer)
     if rows:
         name, table = class_table(model)
         model.set_submodule(name, ClassTable(table, list(rows)))
@@ -84,7 +92,10 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
     """Name and module of a conditional model's class table."""
-    return next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            return name, module
+    raise UserError("the model has no classes")
 
 
 def add_classes(model: nn.Module, count: int) -> None:

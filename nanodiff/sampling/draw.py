@@ -76,9 +76,8 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
         noise = generator.randn((len(part), *shape), device)
         inputs = {name: value[part].to(device) for name, value in cond.items()}
         denoiser = make_denoiser(model, inputs, settings, process.t_end)
-        images.append(
-            process.sample(denoiser, noise, settings.steps, settings.sampler, generator, on_step, settings.eta)
-        )
+        how = (settings.steps, settings.sampler, generator, on_step, settings.eta)
+        images.append(process.sample(denoiser, noise, *how))
     return torch.cat(images)
 
 
@@ -146,7 +145,10 @@ class ModelSamples:
         by_shape = {}
         for i in ids:
             by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
-        return [part for alike in by_shape.values() for part in in_batches(np.array(alike), batch_size)]
+        batches = []
+        for alike in by_shape.values():
+            batches += in_batches(np.array(alike), batch_size)
+        return batches
 
     def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
         """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
@@ -155,9 +157,10 @@ class ModelSamples:
             cond["low_res"] = self.small.images(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
         shape = shape or self.codec.sample_shape(ids[0])
-        how = (self.settings, batch_size or len(ids), on_step)
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, *how)
-        self.not_finite += int((~x0.isfinite()).flatten(1).any(1).sum())
+        batch_size = batch_size or len(ids)
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, batch_size, on_step)
+        is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
+        self.not_finite += int((~is_finite).sum())
         return x0
 
     def images(self, ids) -> torch.Tensor:
@@ -171,16 +174,22 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With bucketed data each row has one
     shape. All ranks draw; None except on the first.
     """
-    num_classes, low_res = model.config.num_classes, model.config.low_res
+    num_classes = model.config.num_classes
+    low_res = model.config.low_res
+    rank, _, world = get_dist()
     columns = 8 if codec.image_size <= 128 else 4
+    cond = {}
     if low_res:
         n = 24
-        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
         cond = conditioning(model.config, truth, labels)
     else:
-        n = columns * (num_classes if 0 < num_classes <= 10 else columns)
-        cond = {"y": torch.arange(n) * num_classes // n} if num_classes else {}
-    per_batch = min(batch_size, -(-n // get_dist()[2]))  # every rank draws something
+        rows = num_classes if 0 < num_classes <= 10 else columns
+        n = columns * rows
+        if num_classes:
+            cond["y"] = torch.arange(n) * num_classes // n
+    per_batch = min(batch_size, -(-n // world))  # every rank draws something
     batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
 
     def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
@@ -188,9 +197,12 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         shape = codec.sample_shape(ids[0])
         images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
         if low_res:
-            low = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
-            images = torch.stack([low, images, truth[ids]], dim=1).flatten(0, 1)
+            small = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
+            images = torch.stack([small, images, truth[ids]], dim=1).flatten(0, 1)
         return codec.to_pixels(images).numpy()
 
-    pictures = [picture for batch in gather_batches(draw, batches, "grid") for picture in batch]
-    return None if get_dist()[0] > 0 else make_grid(pictures, 9 if low_res else columns)
+    parts = gather_batches(draw, batches, "grid")
+    if rank > 0:
+        return None
+    pictures = [picture for part in parts for picture in part]
+    return make_grid(pictures, 9 if low_res else columns)

@@ -23,34 +23,37 @@ class LowRes:
     """
 
     def __init__(self, where: str, loaded, device, autoencoder: str):
-        self.config, self.device = loaded.model.config, device
-        name, dataset = loaded.data["name"], None
-        if where not in ("", "val"):
-            images, labels = read_inputs(where, loaded.data["class_names"][: loaded.num_classes])
-            shapes = [(self.config.in_channels, side, side) for side in (self.config.low_res, self.config.image_size)]
+        self.config = loaded.model.config
+        self.device = device
+        dataset = None
+        if where in ("", "val"):
+            dataset = own_images(where, loaded)
+            labels = dataset.labels(range(len(dataset)))
+            self.stored = dataset.images  # ids (n,) -> images (n, C, h, w)
+            self.described = f"{dataset.name}, {dataset.split}"
+        else:
+            images, labels = read_inputs(where, loaded.class_names)
+            sides = (self.config.low_res, self.config.image_size)
+            shapes = [(self.config.in_channels, side, side) for side in sides]
             if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
                 accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
                 raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
-            self.stored = images.__getitem__  # ids (n,) -> images (n, C, h, w)
+            self.stored = images.__getitem__
             self.described = f"{where}, SHA-256 {hashlib.sha256(images.tobytes()).hexdigest()}"
-        elif not name:
-            raise UserError(f"{loaded.source} names no data set to take small images from: give --low_res=FILE.npz")
-        else:
-            has_val = "val" in open_dataset(name).meta["splits"]
-            dataset = open_dataset(name, "val" if where or has_val else "train")
-            self.stored, labels = dataset.images, dataset.labels(range(len(dataset)))
-            self.described = f"{name}, {dataset.split}"
         self.codec = load_codec(loaded.data, device, autoencoder, dataset)
         self.labels = torch.from_numpy(labels)  # (number of images,) int64
 
     def images(self, ids) -> torch.Tensor:
         """The model's input low_res (n, C, h, w)."""
-        stored = torch.from_numpy(self.stored(np.asarray(ids) % len(self.labels))).to(self.device)
-        return conditioning(self.config, self.codec.to_x0(stored), None)["low_res"]
+        numbers = np.asarray(ids) % len(self.labels)
+        stored = torch.from_numpy(self.stored(numbers)).to(self.device)
+        x0 = self.codec.to_x0(stored)
+        return conditioning(self.config, x0, None)["low_res"]
 
     def pixels(self, ids) -> torch.Tensor:
         """The same for display: (n, C, H, W) uint8 on the CPU, as large as the samples."""
-        return self.codec.to_pixels(F.interpolate(self.images(ids), size=self.config.image_size, mode="nearest"))
+        large = F.interpolate(self.images(ids), size=self.config.image_size, mode="nearest")
+        return self.codec.to_pixels(large)
 
 
 def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | None:
@@ -61,13 +64,26 @@ def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | 
         raise UserError(f"low_res={where!r} would do nothing: {loaded.source} is no super-resolution model")
 
 
+def own_images(where: str, loaded):
+    """The validation images of the set that the model was trained on; for "", its training images if it has none."""
+    name = loaded.data["name"]
+    if not name:
+        raise UserError(f"{loaded.source} names no data set to take small images from: give --low_res=FILE.npz")
+    train_set = open_dataset(name, "train")
+    if where == "" and "val" not in train_set.meta["splits"]:
+        return train_set
+    return open_dataset(name, "val")
+
+
 def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, C, H, W) uint8 and labels (n,) of an .npz or a folder."""
     path, options = Path(where).expanduser(), Options(val_fraction=0)
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
         raise UserError(f"low_res={where!r} is not there; accepted: an .npz file, a folder of images, val")
     source = open_source("folder" if path.is_dir() else "npz", str(path), options)
-    images, labels, _ = (np.concatenate(arrays) for arrays in zip(*source.blocks))
+    blocks = list(source.blocks)  # (images, labels, ...) each
+    images = np.concatenate([block[0] for block in blocks])
+    labels = np.concatenate([block[1] for block in blocks])
     if source.skipped:  # once the blocks are read
         raise UserError(f"low_res={where!r}: {source.skipped[0]}")
     given, known = len(source.class_names), len(class_names)
