@@ -109,14 +109,16 @@ def test_importance_weights_are_unbiased():
 
 
 def test_state_round_trip(tmp_path):
-    """A sampler resumed from a file goes on exactly like the one that was saved."""
+    """A sampler resumed from a file goes on exactly like the one that was saved, whose state is a copy."""
     sampler = warmed_up()
     torch.save(sampler.state_dict(), tmp_path / "state.pt")
     resumed = LossSecondMoment(gaussian(6), history=3)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    state = sampler.state_dict()
     for each in (sampler, resumed):
         each.update(torch.tensor([3, 3, 0, 5]), torch.tensor([9.0, 8.0, 7.0, 6.0]))
     assert torch.equal(sampler.history, resumed.history) and torch.equal(sampler.seen, resumed.seen)
+    assert not torch.equal(state["history"], sampler.history)
 
 
 def test_all_ranks_hold_the_history_of_one(monkeypatch):
