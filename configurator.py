@@ -3,7 +3,6 @@
     depth = 12                        # >= 1: layers; the one dial of model size
     dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
     sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
-    max_images: int | None = None     # > 0: None has no type of its own, so the annotation gives it
     #                                   a comment continues on lines starting with "#" and three spaces
     # Only arch=unet                    a heading; "Only" refuses the settings below it where they do nothing
     dropout = 0.0                     # [0, 1): dropout rate
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = {"bool": "True or False", "int": "an integer", "float": "a finite number", "str": "a string"}
-WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None}
+WORDS = {"True": True, "true": True, "False": False, "false": False}
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.lt}
@@ -42,9 +41,8 @@ ONLY = re.compile(r"Only (\w+)=([\w|]+)")
 
 
 class Setting(NamedTuple):
-    default: bool | int | float | str | None
+    default: bool | int | float | str
     kind: str  # a key of KINDS
-    optional: bool  # None is accepted
     rule: str  # "" if the comment starts with none
     comment: list[str]  # its lines
     heading: list[str]  # lines of comment above the setting
@@ -52,7 +50,7 @@ class Setting(NamedTuple):
 
     @property
     def accepted(self) -> str:
-        return ", ".join(filter(None, (KINDS[self.kind], self.rule, self.optional and "or None")))
+        return f"{KINDS[self.kind]}, {self.rule}" if self.rule else KINDS[self.kind]
 
 
 def find_rule(comment: str) -> str:
@@ -64,18 +62,22 @@ def find_rule(comment: str) -> str:
 
 def satisfies(value, rule: str) -> bool:
     """Whether a value of the right type meets any part of a rule."""
-    text, number = isinstance(value, str), literal(str(value))
-    for part in re.split(r"\|| or ", rule):
-        signs, bounds = re.findall(r"[<>]=?|[\[\]()]", part), map(float, re.findall(NUMBER, part))
-        if signs and type(number) in (int, float) and all(COMPARE[s](number, b) for s, b in zip(signs, bounds)):
-            return True
-        if not signs and value == (part.strip('"') if text else literal(part)):
-            return True
-    return False
+    return any(satisfies_part(value, part) for part in re.split(r"\|| or ", rule))
+
+
+def satisfies_part(value, part: str) -> bool:
+    signs = re.findall(r"[<>]=?|[\[\]()]", part)
+    if not signs:  # a plain value
+        return value == (part.strip('"') if isinstance(value, str) else literal(part))
+    number = literal(str(value))
+    if type(number) not in (int, float):
+        return False
+    bounds = [float(text) for text in re.findall(NUMBER, part)]
+    return all(COMPARE[sign](number, bound) for sign, bound in zip(signs, bounds))
 
 
 def literal(text: str):
-    """Command-line text of a setting that is not a string -> bool, None, int, float, or unchanged."""
+    """Command-line text of a setting that is not a string -> bool, int, float, or unchanged."""
     if text in WORDS:
         return WORDS[text]
     for kind in (int, float):
@@ -86,23 +88,21 @@ def literal(text: str):
 
 def cast(kind: str, value):
     """Convert to the setting's type; None if that would lose information or be a guess."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "bool" and (isinstance(value, bool) or (number and value in (0, 1))):
-        return bool(value)
-    if kind == "int" and number and value % 1 == 0 and abs(value) < 2**63:  # 1e6 is an integer, 1.5 and inf are not
-        return int(value)
-    if kind == "float" and number and abs(value) <= sys.float_info.max:  # false for inf, nan and 10**400
-        return float(value)
-    if kind == "str" and isinstance(value, list | tuple):  # flat: a comma string cannot nest
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool":
+        return bool(value) if isinstance(value, bool) or (is_number and value in (0, 1)) else None
+    if kind == "int":  # 1e6 is an integer, 1.5 and inf are not
+        return int(value) if is_number and value % 1 == 0 and abs(value) < 2**63 else None
+    if kind == "float":  # false for inf, nan and 10**400
+        return float(value) if is_number and abs(value) <= sys.float_info.max else None
+    if isinstance(value, list | tuple):  # flat: a comma string cannot nest
         items = [None if isinstance(item, list | tuple) else cast("str", item) for item in value]
         return None if None in items else ",".join(items)
-    return str(value) if kind == "str" and (number or isinstance(value, str)) else None
+    return str(value) if is_number or isinstance(value, str) else None
 
 
 def check(name: str, setting: Setting, value, where: str = ""):
     """The value that the setting gets. Raises ValueError with the line for the user."""
-    if value is None and setting.optional:
-        return None
     result = cast(setting.kind, value)
     if result is None or (setting.rule and not satisfies(result, setting.rule)):
         raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {setting.accepted}")
@@ -128,15 +128,13 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         if any(isinstance(n, ast.Name) and n.id == "configure" for n in ast.walk(node)):
             break
         above, last_row = range(last_row + 1, node.lineno), node.end_lineno
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
+        if not isinstance(node, ast.Assign):
             continue
-        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        name = ast.unparse(node.targets[0])
         default = globals_.get(name, ...)  # tuples, attributes and items are not in it
-        if name.startswith("_") or not isinstance(default, bool | int | float | str | None):
+        if name.startswith("_") or not isinstance(default, bool | int | float | str):
             continue
-        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
-        kinds = re.findall(rf"\b({'|'.join(KINDS)})\b", annotation)
-        assert len(kinds) == 1, f"{name}: give its type in an annotation, such as `{name}: int | None = None`"
+        kind = type(default).__name__
         comment = [comments.get(last_row, "").strip("# ")]
         while comments.get(last_row + 1, "").startswith("#   "):
             last_row += 1
@@ -145,8 +143,8 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         if heading:
             condition = ONLY.search(" ".join(heading))
             only = condition and condition.groups()
-        setting = Setting(default, kinds[0], default is None, find_rule(comment[0]), comment, heading, only)
-        settings[name] = setting._replace(default=check(name, setting, default, "default: "))
+        settings[name] = Setting(default, kind, find_rule(comment[0]), comment, heading, only)
+        check(name, settings[name], default, "default: ")
     return settings
 
 
@@ -192,15 +190,17 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
     setting = lookup(settings, name)
     if not equals and setting.kind != "bool":
         raise ValueError(f"--{name} needs a value, --{name}=...; accepted: {setting.accepted}")
-    verbatim = setting.kind == "str" and not (setting.optional and text == "None")
-    return {name: check(name, setting, text if verbatim else literal(text) if equals else True)}
+    value = text if setting.kind == "str" else literal(text)
+    return {name: check(name, setting, value if equals else True)}
 
 
 def check_used(settings: dict[str, Setting], config: dict) -> None:
     """Raises ValueError for a changed setting that does nothing, given the others."""
     for name, setting in settings.items():
-        key, values = setting.only or (None, "")
-        if key and config[name] != setting.default and str(config[key]) not in values.split("|"):
+        if not setting.only or config[name] == setting.default:
+            continue
+        key, values = setting.only
+        if str(config[key]) not in values.split("|"):
             used = f"only {key}={values} uses it, and {key}={config[key]!r}"
             raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
 

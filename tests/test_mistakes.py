@@ -205,6 +205,6 @@ def test_more_ranks_than_images(place, run_script):
 
 def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(place / "file" / "under"))
-    for arguments in ((*TRAIN, "--data=shapes"), (*PREPARE, "--source=shapes")):
+    for arguments in ((*TRAIN, "--data=shapes"), (*PREPARE, "--source=shapes", "--name=mine")):
         with pytest.raises(UserError, match="under"):
             run_script(*arguments)
