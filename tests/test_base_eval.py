@@ -82,6 +82,14 @@ def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_scri
         assert figures[1:] == figures[:1] * len(settings)
 
 
+def test_quarters_of_t_without_an_image_are_left_out(base, run_script, capsys):
+    make_data()
+    settings = [setting for setting in TINY if not setting.startswith("--eval_every")]
+    run_script("base_train", *settings, "--eval_images=1", "--model_tag=a")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "quarter of t" in line)
+    assert line.split("quarter of t")[1].split().count("-") == 3 and "nan" not in line
+
+
 def test_bits_per_dim(base, run_script):
     make_data()
     more = ("--num_timesteps=25", "--variance=learned_range", "--low_res_size=8")
