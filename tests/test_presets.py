@@ -1,15 +1,16 @@
-"""The presets in runs/: settings that base_train knows, and models of the published sizes."""
+"""Presets and commands: settings that the scripts know, and models of the published sizes."""
 
 import ast
-from pathlib import Path
+import re
+import shlex
 
 import pytest
-from conftest import base_train_settings
+from conftest import ROOT, base_train_settings, script_settings
 
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
 
-RUNS = Path(__file__).parents[1] / "runs"
+RUNS = ROOT / "runs"
 PRESETS = sorted(path.name for path in RUNS.glob("*.py"))
 IMAGES = dict(kind="images", channels=3, resolution=32, num_classes=10)
 IMAGENET64 = IMAGES | dict(resolution=64, num_classes=1000)
@@ -41,3 +42,37 @@ def test_published_sizes(preset, data, parameters):
     process = make_process(config, data)
     model = empty_model(make_model_config(config, data, process.out_channels(data["channels"])))
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def commands(path):
+    """[(script, [argument, ...])] of the commands in a document, in its order."""
+    text = path.read_text().replace("\\\n", " ")
+    return [
+        (match[1], [arg for arg in shlex.split(match[2], comments=True) if arg != "--"])
+        for match in re.finditer(r"-m scripts\.(\w+)([^`\n|>]*)", text)
+        if match[1] != "report"  # takes no settings
+    ]
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted(RUNS.glob("*.sh")), *sorted(RUNS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_commands_that_we_tell_users_are_accepted(path):
+    """Scripts, presets, names and values; what the commands do has tests of its own."""
+    for script, args in commands(path):
+        settings = [arg for arg in args if arg.startswith("--") or arg.endswith(".py")]
+        settings = [arg for arg in settings if "$" not in arg and "..." not in arg]
+        config = script_settings(script, *settings)
+        assert all(arg.partition("=")[0][2:] in config for arg in settings if arg.startswith("--")), (script, args)
+
+
+def test_the_readme_prepares_a_set_before_it_trains_on_it():
+    made = {"shapes"}
+    for script, args in commands(ROOT / "README.md"):
+        values = dict(arg[2:].split("=", 1) for arg in args if "=" in arg)
+        if script in ("prepare_data", "cache_latents"):
+            made.add(values["name"])
+        elif script in ("base_train", "cache_latents", "lora_train"):
+            data = values.get("data") or script_settings(script, *args)["data"]
+            assert data in made, f"{script} {args}: {data} is made later, or never"
