@@ -68,14 +68,13 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
         assert torch.equal(network.features(images)[0], x)
 
 
-def test_the_features_kept_are_a_random_choice(monkeypatch):
+def test_the_features_kept_are_a_random_choice_in_random_order(monkeypatch):
     monkeypatch.setattr(features_module, "KEPT", 20)
     network, images = make_network(), draw_shapes(60, seed=0)[0]
     one, other = (collect(images, network, n) for n in (60, 7))
     close(one, other)
     where = torch.cdist(one.some, network.features(images)[0]).argmin(1).tolist()
-    assert len(set(where)) == 20 and max(where) > 40
-    assert where != sorted(where)  # so that the first few are a random choice, too
+    assert len(set(where)) == 20 and max(where) > 40 and where != sorted(where)
 
 
 @pytest.mark.slow
@@ -110,20 +109,18 @@ def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base,
     make_data()
     dataset, network = open_dataset("tiny"), make_network()
     first, again = reference_features(dataset, network), reference_features(dataset, network)
-    assert len(computations) == 1 and distance(first, again) < 1e-6 and torch.equal(first.some, again.some)
+    assert len(computations) == 1
+    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("mu", "sigma", "some"))
     path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
     mu, sigma = load_stats(path, network.num_features)  # it is a file of reference statistics
     assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
-    reference_features(open_dataset("tiny", "val"), network)
-    assert len(computations) == 2 and (dataset.path / "stats_classifier_val.npz").exists()
-
     reference_features(dataset, make_network(seed=1))
-    meta.write_text(json.dumps(json.loads(meta.read_text())))  # without its line breaks
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"source": "another"}))
     reference_features(dataset, network)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     reference_features(dataset, network)
-    assert len(computations) == 5 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
+    assert len(computations) == 4 and path.read_bytes() == whole and "computed again" in capsys.readouterr().out
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
