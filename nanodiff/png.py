@@ -27,25 +27,6 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     return data + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)) + _chunk(b"IEND", b"")
 
 
-def decode_png(data: bytes) -> np.ndarray:
-    """(H, W, C) uint8; ValueError unless encode_png wrote the file."""
-    try:
-        chunks, at = {}, 8
-        while at < len(data):
-            size, kind = struct.unpack_from(">I4s", data, at)
-            chunks[kind] = data[at + 8 : at + 8 + size]
-            at += 12 + size
-        width, height, _, colour_type = struct.unpack_from(">IIBB", chunks[b"IHDR"])
-        row = 1 + width * {0: 1, 2: 3, 6: 4}[colour_type]
-        pixels = zlib.decompressobj().decompress(chunks[b"IDAT"], min(height * row + 1, 2**28))  # not 12 GB
-        rows = np.frombuffer(pixels, np.uint8).reshape(height, row)
-        if (rows[:, 0] != 1).any():
-            raise ValueError("another filter")
-        return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
-    except (KeyError, ValueError, struct.error, zlib.error) as e:
-        raise ValueError(f"not a PNG that encode_png wrote: {e}") from e
-
-
 def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
     """Images (C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
 

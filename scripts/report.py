@@ -3,21 +3,29 @@ Write the report of a run, or one page that overlays several; print its path.
 
     python -m scripts.report                     # the newest run: runs/<tag>/report.html
     python -m scripts.report RUN                 # a run by its tag or folder
-    python -m scripts.report RUN_A RUN_B ...     # up to eight: compare_RUN_A_RUN_B.html beside RUN_A
+    python -m scripts.report RUN_A RUN_B ...     # overlaid: compare_RUN_A_RUN_B.html beside RUN_A
 """
 
 import sys
+from pathlib import Path
 
+from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.formats.load import find_run
 from nanodiff.web.report import write_report
 
-args = sys.argv[1:]
-if any(arg.startswith("-") for arg in args) or len(args) > 8:
-    raise UserError(f"{' '.join(args)!r}; accepted: tags or folders of up to 8 runs, or nothing for the newest run")
-run_dirs = list(dict.fromkeys(find_run(arg).resolve() for arg in args or [""]))
+out = ""  # path of the page; "" = in or beside the first run's folder
+configure(globals(), [arg for arg in sys.argv[1:] if arg.startswith("-")])  # the other arguments are runs
+
+runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [""]
+run_dirs = list(dict.fromkeys(find_run(run).resolve() for run in runs))
 path = run_dirs[0] / "report.html"
 if len(run_dirs) > 1:
-    path = run_dirs[0].parent / f"compare_{'_'.join(folder.name for folder in run_dirs)[:200]}.html"
+    name = "_".join(folder.name for folder in run_dirs)
+    path = run_dirs[0].parent / f"compare_{name[:200]}.html"
+if out:
+    path = Path(out).expanduser()
+if path.is_dir() or not path.parent.is_dir():
+    raise UserError(f"out={out!r}; accepted: the path of a file in a folder that exists")
 write_report(run_dirs, path)
 print0(path)

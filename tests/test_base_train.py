@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_process
-from tiny_runs import assert_identical, make_data, make_run, run_script
+from tiny_runs import assert_identical, decode_png, make_data, make_run, run_script
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -21,7 +21,6 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
-from nanodiff.png import decode_png
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (

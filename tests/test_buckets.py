@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import run_process
-from tiny_runs import assert_identical, make_autoencoder
+from tiny_runs import assert_identical, decode_png, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.archives import Options, choose_sizes
@@ -25,7 +25,6 @@ from nanodiff.formats.load import load_run
 from nanodiff.metrics import classifier
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table, rotation_table
-from nanodiff.png import decode_png
 
 PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
 

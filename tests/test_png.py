@@ -2,14 +2,11 @@
 
 import io
 import re
-import struct
-import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
 
-from nanodiff.png import _chunk, decode_png, encode_png, make_grid, terminal_preview
+from nanodiff.png import encode_png, make_grid, terminal_preview
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 1), (16, 16, 1), (33, 20, 3), (4, 9, 4)])
@@ -22,29 +19,6 @@ def test_pillow_reads_back_pixels_and_text(shape):
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(np.asarray(image), array.squeeze(2) if shape[2:] == (1,) else array)
         assert image.text == text
-
-
-def test_only_what_was_encoded_is_read_back():
-    rng = np.random.default_rng(0)
-    for shape in ((5, 7), (1, 1, 3), (33, 20, 3), (4, 9, 4)):
-        array = rng.integers(0, 256, shape, np.uint8)
-        data = encode_png(array, {"seed": "3"})
-        np.testing.assert_array_equal(decode_png(data), array.reshape(*shape[:2], -1))
-    for broken in (b"", b"GIF89a", data[:-30], data[:20], data.replace(b"IDAT", b"JDAT")):
-        with pytest.raises(ValueError, match="not a PNG that"):
-            decode_png(broken)
-
-
-def test_a_file_that_inflates_beyond_its_pixels_is_refused_before_it_does():
-    bomb = zlib.compressobj()
-    zeros = b"".join([bomb.compress(bytes(2**20)) for _ in range(32)] + [bomb.flush()])  # 32 MB
-    tracemalloc.start()
-    for width, height in ((4, 4), (0, 4), (4, 0), (500, 500)):  # 2**28 bytes at most, whatever the header says
-        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-        with pytest.raises(ValueError, match="not a PNG that"):
-            decode_png(encode_png(np.zeros((1, 1)))[:8] + _chunk(b"IHDR", header) + _chunk(b"IDAT", zeros))
-    assert tracemalloc.get_traced_memory()[1] < 2**22
-    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("channels", [1, 3])

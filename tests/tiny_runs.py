@@ -2,8 +2,11 @@
 
 import json
 import runpy
+import struct
 import sys
+import zlib
 
+import numpy as np
 import torch
 from processes import run_process
 
@@ -25,6 +28,16 @@ def make_data(name="tiny", resolution=16, **sizes):
     with DatasetWriter(name, CLASS_NAMES) as writer:
         for split, n in ({"train": 24, "val": 24} | sizes).items():
             writer.append(split, *draw_shapes(n, seed=n, resolution=resolution))
+
+
+def decode_png(data):
+    """(H, W, C) uint8 of a file that encode_png wrote."""
+    width, height = struct.unpack_from(">II", data, 16)
+    at = data.index(b"IDAT")
+    size = int.from_bytes(data[at - 4 : at])
+    rows = np.frombuffer(zlib.decompress(data[at + 4 : at + 4 + size]), np.uint8).reshape(height, -1)
+    assert (rows[:, 0] == 1).all()  # PNG's filter 1: differences to the left
+    return rows[:, 1:].reshape(height, width, -1).cumsum(1, dtype=np.uint8)  # modulo 256
 
 
 def make_autoencoder(folder, seed=0):

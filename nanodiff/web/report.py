@@ -1,17 +1,16 @@
-"""The report of a run, or of several overlaid: one HTML file below 5 MB that opens offline.
+"""The report of a run, or of several overlaid: one HTML file that opens offline.
 
-It shows config.json, metrics.jsonl, samples/step_*.png and eval_*.json of the run folders. Every logged number becomes
-a chart, drawn by report.html; a part with a damaged file becomes one line.
+It shows config.json, metrics.jsonl, samples/step_*.png and eval_*.json of the run folders. Every logged number but
+the counters becomes a chart, drawn by report.html.
 """
 
 import base64
-import fcntl
 import json
+import math
 import re
 import shlex
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -19,15 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, brief, print0
-from nanodiff.files import read_small, write_atomic
-from nanodiff.png import decode_png, encode_png
+from nanodiff.files import write_atomic
 
-MAX_BYTES = 5_000_000  # of the page
-MAX_METRICS, MAX_LINE, MAX_KEYS = 2**26, 2**20, 100  # of metrics.jsonl: bytes read, bytes of a line, curves
-FEWEST_GRIDS = 12  # shrink the grids rather than show fewer
-BINS = 300  # long curves are thinned to the minimum and maximum of this many parts
+BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
+MOST_GRIDS = 24  # of a run; report.html holds them all
+BY_QUARTER = " by quarter of t, q0 next to the images"
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
-    "loss": ("Loss", ""),
+    "loss": ("Loss", "log"),
+    "loss" + BY_QUARTER: ("Loss" + BY_QUARTER, "log"),
     "fid": ("FID", ""),
     "fd_classifier": ("Fréchet distance in a classifier's features", ""),
     "bpd": ("Bits per dimension", ""),
@@ -36,59 +34,49 @@ CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "images_per_sec": ("Images per second", "zero"),
     "mfu": ("MFU, percent of the peak", "zero"),
 }
-COUNTERS = ("images_seen", "total_training_flops", "total_training_time_s")  # straight lines, not worth a chart
+# Not worth a chart: straight lines, and the loss, which the chart of train/loss smooths
+NOT_DRAWN = ("step", "images_seen", "total_training_flops", "total_training_time_s", "train/loss_running")
 
 
 @dataclass
 class Run:
     folder: Path
     facts: dict  # config.json
-    step: int = 0  # the last one logged
-    skipped: int = 0  # lines of metrics.jsonl that are torn
-    logged: dict[str, dict[int, float]] = field(default_factory=dict)  # key of metrics.jsonl -> {step: finite value}
-    per_step: int = 1  # what the x axis counts: 1 for steps, the batch size for images
+    logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
+    per_step: int  # what the x axis counts: 1 for steps, the batch size for images
 
-
-def read_json(text: bytes) -> dict:
-    """The object in `text`; {} for anything else, such as the torn last line of a killed process."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
-def count_of(facts, key: str, default: int) -> int:
-    value = facts.get(key) if isinstance(facts, dict) else default
-    return value if type(value) is int and 0 <= value < 2**53 else default  # exact in JavaScript
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
-    run = Run(folder.resolve(), read_json(read_small(folder / "config.json")))
-    run.per_step = count_of(run.facts.get("config"), "total_batch_size", 1) if over_images else 1
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
+    facts = json.loads(config.read_text())
+    logged = {}
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        return run
-    with open(metrics, "rb") as file:
-        file.seek(max(0, metrics.stat().st_size - MAX_METRICS))
-        while text := file.readline(MAX_LINE):  # a longer line arrives in parts, none of them an object
-            line = read_json(text)
-            step = count_of(line, "step", -1)
-            if step < 0:
-                run.skipped += 1
-                continue
-            run.step = max(run.step, step)
-            for key, value in line.items():
-                known = key in run.logged or (len(run.logged) < MAX_KEYS and len(key) <= 100 and key != "step")
-                if known and type(value) in (int, float) and abs(value) < 1e99:  # false for NaN
-                    run.logged.setdefault(key, {})[step] = float(value)
-    run.logged = {key: dict(sorted(points.items())) for key, points in run.logged.items()}
-    return run
+    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:  # a killed process leaves its last line torn
+            continue
+        for key, value in line.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                logged.setdefault(key, {})[line["step"]] = value
+    per_step = facts["config"]["total_batch_size"] if over_images else 1
+    return Run(folder.resolve(), facts, logged, per_step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Charts
 
 
 def chart_of(key: str) -> str:
     """The chart "loss" shows train/loss, val/loss and val/loss_ema; another one their quarters loss_q0 to loss_q3."""
     name = key.split("/")[-1].removesuffix("_ema")
-    return re.sub("_q[0-3]$", " by quarter of t, q0 next to the images", name)
+    return re.sub("_q[0-3]$", BY_QUARTER, name)
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -107,215 +95,179 @@ def thin(y: np.ndarray) -> np.ndarray:
     """Indices to draw: both ends, and the extremes of each of BINS parts, so that a spike of one step stays visible."""
     keep = [0, len(y) - 1]
     for part in np.array_split(np.arange(len(y)), min(BINS, len(y))):
-        keep += [part[y[part].argmin()], part[y[part].argmax()]]
+        keep.append(part[y[part].argmin()])
+        keep.append(part[y[part].argmax()])
     return np.unique(keep)
 
 
-def curve(label: str, points: dict[int, float], colour: int, style: str = "") -> dict:
-    """A curve for report.html. `style`: raw is faint and thin; dots marks each value."""
-    x = np.array(list(points))
-    y = np.array(list(points.values()))
+def curve(label: str, x: np.ndarray, y: np.ndarray, colour: int, style: str) -> dict:
+    """A curve for report.html. `style`: "line", "raw" is faint and thin, "dots" marks each value."""
     rows = thin(y)
     y = [float(f"{value:.6g}") for value in y[rows]]
     return {"label": label, "colour": colour % 8, "style": style, "x": x[rows].tolist(), "y": y}
 
 
-def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
-    """Curves over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
-    data = {"title": title, "unit": unit, "axis": axis, "curves": curves}
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n' if curves else ""
+def curves_of(run: Run, key: str, label: str, colour: int, show_raw: bool) -> list[dict]:
+    """A metric's curve, none if it was not logged. Noisy ones are smoothed; `show_raw` adds what was logged."""
+    points = sorted(run.logged.get(key, {}).items())
+    if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
+        return []
+    x = np.array([step * run.per_step for step, _ in points])
+    y = np.array([value for _, value in points])
+    if not key.startswith("train/"):
+        return [curve(label, x, y, colour, "dots")]
+    if key == "train/lrm":
+        return [curve(label, x, y, colour, "line")]
+    smoothed = curve(label, x, smooth(y), colour, "line")
+    return [curve("not smoothed", x, y, colour, "raw"), smoothed] if show_raw else [smoothed]
 
 
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     overlay = len(runs) > 1
-    keys = sorted({key for run in runs for key in run.logged if key not in COUNTERS})
+    keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
     page = ""
     for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
         title, axis = CHARTS.get(name, (name, ""))
-        curves = {}  # title -> curves
-        for i, key in enumerate(key for key in keys if chart_of(key) == name):
-            style = "" if key.startswith("train/") else "dots"
+        drawn = {}  # title -> curves
+        shown = [key for key in keys if chart_of(key) == name]
+        is_only_noisy = sum(key.startswith("train/") for key in shown) == 1
+        for i, key in enumerate(shown):
             for j, run in enumerate(runs):
-                logged = run.logged.get(key, {}).items()
-                points = {step * run.per_step: value for step, value in logged if value > 0 or axis != "log"}
-                if not any(points.values()):  # not logged, or an MFU of 0: the peak of the device is not known
-                    continue
-                drawn = curves.setdefault(key if overlay else title, [])
-                if not style and key != "train/lrm":  # noisy
-                    if name in CHARTS and not overlay:
-                        drawn.append(curve("not smoothed", points, i, "raw"))
-                    points = dict(zip(points, smooth(points.values())))
-                label, colour = (run.folder.name, j) if overlay else (key, i)
-                drawn.append(curve(label, points, colour, style))
-        page += "".join(chart(title, curves[title], axis, "images" if overlay else "step") for title in curves)
+                if overlay:
+                    drawn.setdefault(key, []).extend(curves_of(run, key, run.name, j, show_raw=False))
+                else:
+                    drawn.setdefault(title, []).extend(curves_of(run, key, key, i, show_raw=is_only_noisy))
+        for heading, curves in drawn.items():
+            page += chart(heading, curves, axis, "images" if overlay else "step") if curves else ""
     return page or "<p>Nothing has been logged so far.</p>"
+
+
+def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
+    """Curves over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
+    text = json.dumps({"title": title, "unit": unit, "axis": axis, "curves": curves}, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # nothing in it ends the script element
+    return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
+
+
+def strip(run: Run) -> str:
+    """A run's grids, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
+    paths = sorted(run.folder.glob("samples/step_*.png"))
+    shown = np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS)).round().astype(int)
+    images = ""
+    for i in shown:
+        step = int(paths[i].stem.removeprefix("step_"))
+        png = base64.b64encode(paths[i].read_bytes()).decode()
+        images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
+        images += f'src="data:image/png;base64,{png}" hidden>'
+    last = len(shown) - 1
+    page = f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>
+{images}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
+<small>{len(shown)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
+    return page if images else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text and tables: whatever comes from a file goes through escape
 
 
-def part(make, *args) -> str:
-    """The HTML that `make` gives, or one line if bad file contents break it: they must not end a run."""
-    try:
-        return make(*args)
-    except Exception as error:
-        return f'<p class="muted">{make.__name__} skipped: {type(error).__name__}: {escape(str(error)[:200])}</p>'
-
-
-def number(value) -> str:
+def cell(value) -> str:
     """For the eye: commas in integers and from 1,000 up, else four digits."""
+    if value is None or value == "":
+        return ""
+    if type(value) is int:
+        return f"{value:,}"
     if type(value) is float:
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else escape(str(brief(value, 20))[:500]) or '""'
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    value = brief(value, 20)
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return escape(str(value))
 
 
 def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
     """A row for each key, or only for those whose values differ."""
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))]
-    for key in list(dict.fromkeys(key for column in columns for key in column))[:500]:
-        values = ["" if column.get(key) is None else number(column[key]) for column in columns]
-        if not differing or len(set(values)) > 1:
-            lines.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
-    return f'<div class="scroll"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+    rows = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))] if any(head) else []
+    for key in dict.fromkeys(key for column in columns for key in column):
+        values = [cell(column.get(key)) for column in columns]
+        if len(set(values)) > 1 if differing else any(values):
+            rows.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
+    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
 
 
-def progress(run: Run, has_ended: bool) -> str:
-    """A run's state (running if its trainer holds the lock), last step and time."""
-    total = count_of([run.facts, *run.facts.get("changes", [])][-1], "num_iterations", 0)
-    state = "finished" if run.step >= total else "stopped"
-    lock, metrics = run.folder / ".lock", run.folder / "metrics.jsonl"
-    if state == "stopped" and not has_ended and lock.is_file():
-        with open(lock) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                state = "running"
-    at = datetime.fromtimestamp((metrics if metrics.is_file() else run.folder).stat().st_mtime)
-    text = f"{run.folder.name}: {state}, step {run.step:,} of {total:,}, {at:%Y-%m-%d %H:%M}"
-    return f"<p>{escape(text)}{f'; {run.skipped:,} torn lines skipped' if run.skipped else ''}</p>"
-
-
-def flat(facts: dict) -> dict:  # config.json without its nesting
+def flat(facts: dict, prefix: str = "") -> dict:
+    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}."""
     pairs = {}
     for key, value in facts.items():
-        if key not in ("changed_from", "changes", "command"):
-            pairs |= flat(value) if isinstance(value, dict) else {key: value}
+        if isinstance(value, dict):
+            pairs |= flat(value, f"{prefix}{key} ")
+        else:
+            pairs[prefix + key] = value
     return pairs
 
 
-def commands(run: Run) -> str:
-    environment = run.facts.get("environment", {})
-    script, *args = environment.get("command", ["base_train"])
-    world = environment.get("world_size", 1)
-    launcher = f"torchrun --standalone --nproc_per_node={world} -m" if world > 1 else "python -m"
-    resume = shlex.join([f"scripts.{Path(script).stem}", *(arg for arg in args if not arg.startswith("--resume"))])
-    text = f"""export NANODIFF_BASE_DIR={shlex.quote(str(run.folder.parent.parent))}
-{launcher} {resume}
-python -m scripts.sample --run={shlex.quote(run.folder.name)}"""
-    return f"<h2>Resume {escape(run.folder.name)}, and sample</h2><pre>{escape(text)}</pre>"
+def progress(run: Run) -> str:
+    latest = [run.facts, *run.facts.get("changes", [])][-1]
+    step = max(run.logged.get("step", [0]))
+    total = latest["num_iterations"]
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}</p>"
 
 
 def evaluation(path: Path, run: Run) -> str:
-    """Results of base_eval or compare_samplers: floats except cfg_scale were measured, the rest is protocol."""
-    e = read_json(read_small(path))
-    rows = e.pop("rows", [])
-    step = e.pop("step") if "step" in e else e["samples_protocol"]["step"]  # of a file of samples
-    heading = f"{e.pop('metric')} of {run.folder.name}, step {step}"
-    measured = {key: value for key, value in e.items() if type(value) is float and key != "cfg_scale"}
-    protocol = " · ".join(f"{key} {str(brief(value))[:500]}" for key, value in e.items() if key not in measured)
-    shown = table(list(measured), [{"": value} for value in measured.values()])
-    return f'<h2>{escape(heading)}</h2>{shown}{samplers(rows) if rows else ""}<p class="muted">{escape(protocol)}</p>'
+    """Results of base_eval or compare_samplers: floats except settings were measured, the rest is protocol."""
+    result = {key: brief(value) for key, value in json.loads(path.read_text()).items()}
+    metric = result.pop("metric")
+    rows = result.pop("rows", [])  # of compare_samplers
+    measured, protocol = {}, {}
+    for key, value in flat(result).items():
+        is_setting = type(value) is not float or key.endswith(("cfg_scale", "eta"))
+        group = protocol if is_setting else measured
+        group[key] = value
+    step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
+    shown = table([""], [measured]) if measured else ""
+    if rows:
+        shown += table([f"{row.pop('sampler')}, {row.pop('steps')} steps" for row in rows], rows)
+    return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{shown}
+<details><summary>Protocol</summary>{table([""], [protocol])}</details>"""
 
 
-def samplers(rows: list[dict]) -> str:
-    """The rows of compare_samplers: two charts over evaluations of the network, and a table."""
-    pictures = ""
-    for measured in ("fd_classifier", "error"):
-        curves = {}  # sampler -> {evaluations: value}
-        for row in rows:
-            if row["evaluations"] <= 100 and (row.get(measured) or 0) > 0:  # the axis is logarithmic
-                curves.setdefault(row["sampler"], {})[row["evaluations"]] = row[measured]
-        drawn = [curve(name, curves[name], i, "dots") for i, name in enumerate(curves)]
-        pictures += chart(f"{measured}, up to 100 evaluations", drawn, "log", "evaluations")
-    head = [key for key in rows[0] if key not in ("sampler", "steps")]
-    columns = [{f"{row['sampler']}, {row['steps']}": row[key] for row in rows} for key in head]
-    return f'<div class="charts">{pictures}</div>{table(head, columns)}'
+def settings(runs: list[Run]) -> str:
+    """Settings that differ between runs or from the defaults; then all of config.json."""
+    names = [run.name for run in runs]
+    facts = []
+    for run in runs:
+        kept = {key: value for key, value in run.facts.items() if key not in ("changed_from", "changes")}
+        facts.append(flat(kept))
+    differing = table(names, facts, differing=True)
+    if len(runs) == 1:
+        config = runs[0].facts["config"]
+        head = ["default", "here"]
+        columns = [config | runs[0].facts["changed_from"], config]
+        for change in runs[0].facts.get("changes", []):  # the run resumed with other settings
+            head.append(f"from step {change['step']:,}")
+            columns.append(columns[-1] | change["config"])
+        differing = table(head, columns, differing=True)
+    return f"""<h2>What differs</h2>{differing}
+<details><summary>All settings, sizes, machine</summary>{table(names, facts)}</details>"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 
 
-def data_url(png: bytes, max_bytes: int) -> str:
-    """A PNG as a data URL, halved until it fits. Raises ValueError if that fails."""
-    while len(url := f"data:image/png;base64,{base64.b64encode(png).decode()}") > max_bytes:
-        pixels = decode_png(png)
-        h, w = pixels.shape[0] // 2, pixels.shape[1] // 2
-        blocks = pixels[: 2 * h, : 2 * w].reshape(h, 2, w, 2, -1)
-        png = encode_png(blocks.mean((1, 3)).round().astype(np.uint8))
-    return url
-
-
-def strip(run: Run, budget: int) -> str:
-    """A run's grids in `budget` bytes, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
-    paths = sorted(run.folder.glob("samples/step_*.png"))
-    paths = [path for path in paths if re.fullmatch("[0-9]{1,15}", path.stem[5:]) and path.is_file()]
-    largest = max((path.stat().st_size for path in paths), default=0)
-    count = min(len(paths), max(FEWEST_GRIDS, budget // (100 + 4 * largest // 3)))  # base64: 4 bytes for 3
-    images = []
-    for i in np.linspace(0, len(paths) - 1, count).round().astype(int):
-        step = int(paths[i].stem[5:])
-        with suppress(ValueError):  # the line below the grids says how many are shown
-            url = data_url(read_small(paths[i], 2**27), budget // count)
-            where = f'data-step="{step}" data-x="{step * run.per_step}"'
-            images.append(f'<img alt="samples at step {step}" {where} src="{url}" hidden>')
-    last = len(images) - 1
-    page = f"""<figure class="strip"><figcaption>{escape(run.folder.name)}<output></output></figcaption>
-{"".join(images)}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
-<small>{len(images)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
-    return page if images else ""
-
-
-def settings(runs: list[Run]) -> str:
-    """Settings that differ between runs or from the defaults; then all of config.json."""
-    names = [run.folder.name for run in runs]
-    everything = [flat(run.facts) for run in runs]
-    differing = table(names, everything, differing=True)
-    if len(runs) == 1:
-        config = runs[0].facts.get("config", {})
-        head, columns = ["default", "here"], [config | runs[0].facts.get("changed_from", {}), config]
-        for change in runs[0].facts.get("changes", []):  # the run resumed with other settings
-            head.append(f"from step {change['step']:,}")
-            columns.append(columns[-1] | change["config"])
-        differing = table(head, columns, differing=True)
-    return f"""<h2>What differs</h2>{differing}
-<details><summary>All settings, sizes, machine</summary>{table(names, everything)}</details>"""
-
-
-def write_report(run_dirs: list[Path], path: Path, has_ended: bool = False) -> None:
-    """`has_ended`: this process holds the lock and has finished training."""
+def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
-    title = escape(" and ".join(run.folder.name for run in runs))
-    head = f"<h1>{title}</h1>" + "".join(part(progress, run, has_ended) for run in runs)
-    drawn = part(charts, runs)
-    foot = ""
+    title = escape(" and ".join(run.name for run in runs))
+    body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs)
+    strips = "".join(strip(run) for run in runs)
+    body += f'<div class="charts">{strips}{charts(runs)}</div>'
     for run in runs:
-        foot += "".join(part(evaluation, file, run) for file in sorted(run.folder.glob("eval_*.json")))
-    foot += part(settings, runs) + "".join(part(commands, run) for run in runs)
-
+        for file in sorted(run.folder.glob("eval_*.json")):
+            body += evaluation(file, run)
+    body += settings(runs)
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
-    top, bottom = template.replace("$title", title, 1).rsplit("$body", 1)
-    text_bytes = len((top + head + drawn + foot + bottom).encode("utf-8", "replace"))
-    budget = (MAX_BYTES - 100_000 - text_bytes) // len(runs)  # 100,000 for the markup around the grids
-    strips = "".join(part(strip, run, budget) for run in runs)
-    page = f'{top}{head}<div class="charts">{strips}{drawn}</div>{foot}{bottom}'
-    page = page.encode("utf-8", "replace")  # JSON can hold a lone surrogate, UTF-8 cannot: it becomes a question mark
-    if len(page) > MAX_BYTES:
-        raise UserError(f"{path} would have {len(page):,} bytes; accepted: {MAX_BYTES:,}")
-    write_atomic(path, page)
+    page = template.replace("$body", body, 1).replace("$title", title, 1)
+    write_atomic(path, page.encode())
 
 
 class LiveReport:
@@ -332,7 +284,7 @@ class LiveReport:
         if start < self.due and not last:
             return
         try:
-            write_report([self.run_dir], self.run_dir / "report.html", has_ended=last)
+            write_report([self.run_dir], self.run_dir / "report.html")
         except Exception as e:
             print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(self.run_dir))}")
-        self.due = start + 100 * (time.monotonic() - start)  # it takes seconds if metrics.jsonl is long
+        self.due = start + 100 * (time.monotonic() - start)  # writing takes seconds for long logs
