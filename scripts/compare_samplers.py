@@ -1,5 +1,5 @@
 """
-Steps against quality: a table of a run's samplers, and a chart in its report.
+Steps against quality: a table of a run's samplers, also in its report.
 
     python -m scripts.compare_samplers --run=shapes_cpu
     python -m scripts.compare_samplers --run=cifar10 --samplers=euler,heun --steps=10,25 --num_images=2000
@@ -121,4 +121,4 @@ if loaded.run_dir:
     path = loaded.run_dir / (name_of_settings(f"eval_samplers_{loaded.step:06d}", config, *apart) + ".json")
     write_atomic(path, json.dumps(result, indent=1).encode())
     LiveReport(loaded.run_dir).refresh()
-    print0(f"written to {path} and, with a chart, to {loaded.run_dir / 'report.html'}")
+    print0(f"written to {path} and {loaded.run_dir / 'report.html'}")

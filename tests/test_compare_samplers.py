@@ -34,7 +34,7 @@ def test_gaussian_samplers_with_distances_in_the_report(base, run_script, quick_
     assert [(row["sampler"], row["steps"]) for row in rows] == [(s, n) for s in ("ddim", "ddpm") for n in (2, 40)]
     assert all(row["fd_classifier"] > 0 and 0 <= row["class_accuracy"] <= 1 for row in rows)
     page = (run_dir / "report.html").read_text()
-    assert "fd_classifier, up to 100 evaluations" in page and "<th>ddim, 40</th>" in page
+    assert "<th>fd_classifier</th>" in page and "<th>ddim, 40</th>" in page
 
 
 def test_mistakes(base, run_script):

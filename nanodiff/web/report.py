@@ -226,7 +226,9 @@ def evaluation(path: Path, run: Run) -> str:
     step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
     shown = table([""], [measured]) if measured else ""
     if rows:
-        shown += table([f"{row.pop('sampler')}, {row.pop('steps')} steps" for row in rows], rows)
+        names = [f"{row['sampler']}, {row['steps']}" for row in rows]
+        head = [key for key in rows[0] if key not in ("sampler", "steps")]
+        shown += table(head, [dict(zip(names, [row[key] for row in rows])) for key in head])
     return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{shown}
 <details><summary>Protocol</summary>{table([""], [protocol])}</details>"""
 
