@@ -40,6 +40,7 @@ from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import PUBLISHED, check_guide, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations, parse_classes, parse_size
+from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
 from nanodiff.sampling.store import SampleStore
 
@@ -56,6 +57,10 @@ classes = ""  # class numbers or names, comma-separated, used in turn; "" = all,
 size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 seed = 0  # >= 0: of the images
+# From given images
+from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; "" = from noise
+strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, from noise; 0 = none
+mask = ""  # an image file: white parts of from_images are kept
 # Sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 50  # >= 1: of the sampler
@@ -120,11 +125,20 @@ settings = SampleSettings(
 config |= settings.guidance  # the name and the protocol say what was done
 shape = parse_size(size, model.config, codec)
 is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
+given = None
+if from_images:
+    given = GivenImages(from_images, strength, mask, codec, device)
+    shape, is_mixed = codec.shape, False
+    if size:
+        raise UserError(f"size={size!r} with from_images; accepted: the model's own size")
+elif mask or strength != config.defaults["strength"]:
+    raise UserError(f"mask={mask!r} and strength={strength} would do nothing without from_images")
 if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
-samples = ModelSamples(model, process, codec, settings, seed, small, parse_classes(classes, loaded.class_names))
+chosen = parse_classes(classes, loaded.class_names)
+samples = ModelSamples(model, process, codec, settings, seed, small, chosen, given)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
@@ -144,7 +158,8 @@ protocol = loaded.described() | {
     "sampler": sampler,
     "steps": settings.steps,
     "eta": eta,
-    "network_evaluations": network_evaluations(model, process, settings),
+    "network_evaluations": network_evaluations(model, process, settings, strength if given else 1.0),
+    **(given.described if given else {}),
     **settings.guidance,
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,

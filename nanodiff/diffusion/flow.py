@@ -81,24 +81,35 @@ class FlowMatching:
             return out
         return (x_t - out) / t.view(-1, 1, 1, 1).clamp(min=MIN_T)
 
+    def noised(self, x0, t, noise):
+        """x_t; t is a float or broadcasts."""
+        return (1 - t) * x0 + t * noise
+
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,)."""
         w = t.view(-1, 1, 1, 1)
-        x_t = (1 - w) * x0 + w * noise
+        x_t = self.noised(x0, w, noise)
         error = self.velocity(model, x_t, t, **cond) - (noise - x0)
         return {"loss": error.square().flatten(1).mean(1)}
 
     @torch.no_grad()
-    def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0):
+    def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0, known=None):
         """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
 
-        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone.
+        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
+        sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
         """
         velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
+        if known is not None and known.strength < 1:
+            steps = round(known.strength * steps)
+            times = times[-1 - steps :]
+            x = self.noised(known.x0, times[0], x)
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = SAMPLERS[sampler](velocity, x, t, t_next, generator)
+            if known is not None:
+                x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
             if progress is not None:
                 progress(i, steps, x0)
         return x

@@ -219,6 +219,14 @@ class GaussianDiffusion:
         """x_t ~ q(x_t | x_0) (Ho et al. eq. 4)."""
         return self.at("sqrt_alpha_bar", t) * x0 + self.at("sqrt_one_minus_alpha_bar", t) * noise
 
+    def noised(self, x0, i: int, noise):
+        """x0 at timestep i of sampling: the image itself at -1, pure noise at T - 1."""
+        if i == -1:
+            return x0
+        if i == self.num_timesteps - 1:
+            return noise
+        return self.q_sample(x0, full(x0, i), noise)
+
     def q_posterior(self, x0, x_t, t):
         """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0)."""
         mean = self.at("posterior_mean_coef1", t) * x0 + self.at("posterior_mean_coef2", t) * x_t
@@ -330,10 +338,21 @@ class GaussianDiffusion:
         return {"total_bpd": vb.sum(1) + prior, "prior_bpd": prior, "vb": vb, "xstart_mse": xstart_mse, "mse": mse}
 
     @torch.no_grad()
-    def sample(self, denoiser, noise, steps: int | str = "", sampler="ddpm", generator=torch, progress=None, eta=0.0):
+    def sample(
+        self,
+        denoiser,
+        noise,
+        steps: int | str = "",
+        sampler="ddpm",
+        generator=torch,
+        progress=None,
+        eta=0.0,
+        known=None,
+    ):
         """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t) -> prediction.
 
-        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0).
+        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`, of
+        sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps
@@ -341,8 +360,13 @@ class GaussianDiffusion:
         if sampler == "ddim":
             step = functools.partial(ddim, eta=eta)
         x_t, x0 = noise, None
+        if known is not None:
+            T = round(known.strength * T)
+            x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
             x_t, x0 = step(process, denoiser, x_t, i, x0, generator)
+            if known is not None:
+                x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
             if progress is not None:
                 progress(T - i, T, x0)
         return x_t

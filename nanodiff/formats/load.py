@@ -25,6 +25,7 @@ from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
+from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
@@ -79,6 +80,9 @@ class Loaded:
         sampler: str = "auto",
         cfg_scale: float = 2.0,
         cfg_interval: str = "0,1",
+        from_images: str = "",
+        strength: float = 0.6,
+        mask: str = "",
         autoencoder: str = "",
         batch_size: int = 64,
     ) -> np.ndarray:
@@ -89,7 +93,10 @@ class Loaded:
         guidance = choose_guidance(cfg_scale, cfg_interval, self.has_null_class)
         settings = SampleSettings(steps, sampler, *guidance)
         chosen = parse_classes(classes, self.class_names)
-        samples = ModelSamples(self.model, self.process, codec, settings, seed, small, chosen)
+        given = None
+        if from_images:
+            given = GivenImages(from_images, strength, mask, codec, self.device)
+        samples = ModelSamples(self.model, self.process, codec, settings, seed, small, chosen, given)
         autocast = autocast_to(self.device, choose_dtype("auto", self.device))
         images = []
         for ids in in_batches(np.arange(num_images), batch_size):

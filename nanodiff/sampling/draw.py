@@ -10,6 +10,7 @@ from nanodiff.common import StackedGenerator, UserError, gather_batches, get_dis
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.guidance import conditioning, make_denoiser
 from nanodiff.png import make_grid
+from nanodiff.sampling.given import Known
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
 
 
 @torch.no_grad()
-def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None):
+def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None, given=None):
     """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0).
+    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0). `given(i)`: the Known that
+    images i start from.
     """
     device = next(model.parameters()).device
     images = []
@@ -76,12 +78,13 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
         noise = generator.randn((len(part), *shape), device)
         inputs = {name: value[part].to(device) for name, value in cond.items()}
         denoiser = make_denoiser(model, inputs, settings, process.t_end)
-        how = (settings.steps, settings.sampler, generator, on_step, settings.eta)
+        known = given(part) if given else None
+        how = (settings.steps, settings.sampler, generator, on_step, settings.eta, known)
         images.append(process.sample(denoiser, noise, *how))
     return torch.cat(images)
 
 
-def network_evaluations(model, process, settings: SampleSettings) -> int:
+def network_evaluations(model, process, settings: SampleSettings, strength: float = 1.0) -> int:
     """Forward passes per image in sample_images, including the guide's; counted on a dummy model."""
     num_images = []
 
@@ -94,7 +97,8 @@ def network_evaluations(model, process, settings: SampleSettings) -> int:
     settings = replace(settings, weak_model=settings.weak_model and stand_in)
     denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
-    process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta)
+    known = Known(noise, strength, torch.zeros(1, dtype=torch.bool))
+    process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, known=known)
     return sum(num_images)
 
 
@@ -103,10 +107,12 @@ class ModelSamples:
     every script. The caller enters autocast.
 
     `small`: a LowRes, the input of a super-resolution model. Samples cycle through `classes`, by default those of the
-    small images or all.
+    small images or all. `given`: GivenImages to start from.
     """
 
-    def __init__(self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None):
+    def __init__(
+        self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None, given=None
+    ):
         self.model = model
         self.process = process
         self.codec = codec
@@ -114,6 +120,7 @@ class ModelSamples:
         self.settings = settings
         self.seed = seed
         self.small = small
+        self.given = given
         all_classes = small.labels if small else range(max(self.num_classes, 1))
         self.turns = torch.as_tensor(classes or all_classes)
         self.not_finite = 0  # images drawn with NaN or infinity
@@ -158,7 +165,10 @@ class ModelSamples:
         seeds = [(self.seed << 32) + int(i) for i in ids]
         shape = shape or self.codec.sample_shape(ids[0])
         batch_size = batch_size or len(ids)
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, batch_size, on_step)
+        given = None
+        if self.given:
+            given = lambda part: self.given.known([ids[i] for i in part])
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, batch_size, on_step, given)
         is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
         self.not_finite += int((~is_finite).sum())
         return x0

@@ -77,18 +77,27 @@ def own_images(where: str, loaded):
 
 def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, C, H, W) uint8 and labels (n,) of an .npz or a folder."""
-    path, options = Path(where).expanduser(), Options(val_fraction=0)
-    if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
-        raise UserError(f"low_res={where!r} is not there; accepted: an .npz file, a folder of images, val")
-    source = open_source("folder" if path.is_dir() else "npz", str(path), options)
-    blocks = list(source.blocks)  # (images, labels, ...) each
-    images = np.concatenate([block[0] for block in blocks])
-    labels = np.concatenate([block[1] for block in blocks])
-    if source.skipped:  # once the blocks are read
-        raise UserError(f"low_res={where!r}: {source.skipped[0]}")
-    given, known = len(source.class_names), len(class_names)
+    images, labels, given_names = read_images("low_res", where)
+    given, known = len(given_names), len(class_names)
     if known and not 1 <= given <= known:
         raise UserError(f"low_res={where!r} has {given} classes, the model {known}; see arr_1, or sub-folders")
-    if known and path.is_dir():  # classes go by name
-        labels = np.array(match_labels(source.class_names, class_names, f"low_res={where!r}"))[labels]
+    if known and Path(where).expanduser().is_dir():  # classes go by name
+        labels = np.array(match_labels(given_names, class_names, f"low_res={where!r}"))[labels]
     return images, labels
+
+
+def read_images(setting: str, where: str, resolution: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Images (n, C, H, W) uint8, labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`."""
+    path = Path(where).expanduser()
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
+        raise UserError(f"{setting}={where!r} is not there; accepted: an .npz file, a folder of images, val")
+    kind, options = "npz", Options(val_fraction=0)
+    if path.is_dir():
+        kind, options = "folder", Options(val_fraction=0, resolution=resolution)
+    source = open_source(kind, str(path), options)
+    blocks = list(source.blocks)  # (images, labels, ...) each
+    if source.skipped:  # once the blocks are read
+        raise UserError(f"{setting}={where!r}: {source.skipped[0]}")
+    images = np.concatenate([block[0] for block in blocks])
+    labels = np.concatenate([block[1] for block in blocks])
+    return images, labels, source.class_names

@@ -1,0 +1,67 @@
+"""Samples that start from a given image (SDEdit) or keep a part of it (inpainting)."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanodiff.common import UserError
+from nanodiff.data.decode import open_image
+from nanodiff.files import reading
+from nanodiff.sampling.low_res import read_images
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a batch of samples starts from and keeps.
+
+    At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
+    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that
+    each step reaches, is put back after the step (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
+    """
+
+    x0: torch.Tensor  # (N, C, H, W)
+    strength: float
+    mask: torch.Tensor  # (1, 1, H, W) bool
+
+
+class GivenImages:
+    """Sample i starts from image i of an .npz (arr_0) or a folder, modulo their number. `mask`: path of an image."""
+
+    def __init__(self, where: str, strength: float, mask: str, codec, device):
+        if codec.undecodable:
+            raise UserError(f"from_images={where!r}: {codec.undecodable}")
+        codec.keep_loaded()
+        self.images, _, _ = read_images("from_images", where, codec.image_size)
+        side = codec.image_size
+        if self.images.shape[2:] != (side, side):
+            height, width = self.images.shape[2:]
+            raise UserError(f"from_images={where!r} holds images of {height}x{width}; accepted: {side}x{side}")
+        self.codec, self.device, self.strength = codec, device, strength
+        self.mask = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool, device=device)
+        self.described = {"from_images": f"{where}, SHA-256 {hashlib.sha256(self.images.tobytes()).hexdigest()}"}
+        self.described["strength"] = strength
+        if mask:
+            pixels = read_mask(mask, side)
+            self.described["mask"] = f"{mask}, SHA-256 {hashlib.sha256(pixels.tobytes()).hexdigest()}"
+            known = torch.from_numpy(pixels).float()[None, None]
+            share = F.interpolate(known, size=codec.shape[1:], mode="area")
+            self.mask = (share == 1).to(device)  # a latent is known where all its pixels are
+
+    def known(self, ids) -> Known:
+        numbers = np.asarray(ids) % len(self.images)
+        stored = torch.from_numpy(self.images[numbers]).to(self.device)
+        return Known(self.codec.to_x0(stored), self.strength, self.mask)
+
+
+def read_mask(path: str, side: int) -> np.ndarray:
+    """(side, side) bool of an image file: white is known."""
+    file = Path(path).expanduser()
+    with reading(file, "is no image"):
+        image = open_image(str(file)).convert("L")
+        if image.size != (side, side):
+            image = image.resize((side, side), resample=0)  # nearest
+        return np.asarray(image) >= 128

@@ -1,0 +1,117 @@
+"""Samples from given images: strength 1 is plain sampling, strength 0 and a mask of ones the image."""
+
+import numpy as np
+import pytest
+import torch
+from test_sample import assert_same, draw, runs  # noqa: F401
+from tiny_runs import TIMELESS, make_autoencoder, make_run
+
+import nanodiff
+from nanodiff.common import UserError
+from nanodiff.data.dataset import open_dataset
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.png import encode_png
+from nanodiff.sampling.given import Known
+
+SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
+
+
+@pytest.fixture
+def images(runs, tmp_path):  # noqa: F811
+    """Three validation images as arr_0 of given.npz; (3, 16, 16, 3)."""
+    images = open_dataset("tiny", "val").images([0, 1, 2]).transpose(0, 2, 3, 1)
+    np.savez(tmp_path / "given.npz", images)
+    return images
+
+
+@pytest.mark.parametrize("run, sampler", SAMPLERS)
+def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
+    """Also that less strength means fewer evaluations, and an image that is nearer to the given one."""
+    some = (f"--run={run}", f"--sampler={sampler}", "--num_images=5", "--steps=10")
+    given = (*some, f"--from_images={tmp_path / 'given.npz'}")
+    plain, _, protocol = draw(*some)
+    all_of_it, _, same = draw(*given, "--strength=1")
+    assert all_of_it.tobytes() == plain.tobytes() and same["network_evaluations"] == protocol["network_evaluations"]
+    expected = images[[0, 1, 2, 0, 1]]
+    unchanged, _, none = draw(*given, "--strength=0")
+    assert (unchanged == expected).all() and none["network_evaluations"] == 0 and "SHA-256" in none["from_images"]
+    some_of_it, _, half = draw(*given, "--strength=0.3")
+    distance = lambda x: np.square(x.astype(float) - expected).mean()
+    assert 0 < distance(some_of_it) < distance(plain)
+    assert 0 < half["network_evaluations"] < protocol["network_evaluations"]
+
+    white = np.full((16, 16, 1), 255, np.uint8)
+    (tmp_path / "white.png").write_bytes(encode_png(white))
+    white[:, 8:] = 0
+    (tmp_path / "left.png").write_bytes(encode_png(white))
+    kept, _, _ = draw(*given, "--strength=1", f"--mask={tmp_path / 'white.png'}")
+    assert (kept == expected).all()
+    left, _, protocol = draw(*given, "--strength=1", f"--mask={tmp_path / 'left.png'}")
+    assert (left[:, :, :8] == expected[:, :, :8]).all() and (left[:, :, 8:] != expected[:, :, 8:]).any()
+    assert "left.png, SHA-256" in protocol["mask"]
+
+
+@pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
+def test_the_known_part_has_the_noise_of_each_step(process):
+    """With the model that knows x0 = 0 elsewhere and v = noise, every x_t is the forward process's."""
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = (torch.randn(2, 1, 4, 4, generator=generator) for _ in range(2))
+    known = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    seen = []
+
+    def denoiser(x_t, t):
+        seen.append(x_t.clone())
+        return torch.zeros_like(x_t)
+
+    sampler = "euler" if process.num_timesteps == 0 else "ddim"
+    process.sample(denoiser, noise, 5, sampler, known=known)
+    assert len(seen) == 5
+    for x_t in seen:  # a combination of x0 and noise: alpha x0 + sigma noise
+        columns = torch.stack([x0.flatten(), noise.flatten()], 1)
+        solution = torch.linalg.lstsq(columns, x_t.flatten()[:, None]).solution
+        torch.testing.assert_close(columns @ solution, x_t.flatten()[:, None], rtol=1e-4, atol=1e-5)
+
+
+def test_latents_go_through_their_autoencoder(draw, run_script, images, tmp_path):  # noqa: F811
+    vae = make_autoencoder(tmp_path / "vae")
+    make_run(run_script, "given_latents", f"--autoencoder={vae}", "--patch_size=2")
+    args = ("--run=given_latents", "--num_images=3", f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
+    drawn, _, _ = draw(*args)
+    autoencoder = open_autoencoder(vae)
+    mean, _ = autoencoder.encode(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
+    decoded = ((autoencoder.decode(mean) + 1) * 127.5).round().clamp(0, 255).permute(0, 2, 3, 1)
+    assert_same(drawn, decoded.numpy().astype(np.uint8))
+
+
+def test_a_folder_of_images_of_any_size(draw, tmp_path):  # noqa: F811
+    Image = pytest.importorskip("PIL.Image", reason="Pillow writes the images")
+    (tmp_path / "folder").mkdir()
+    for name, colour in (("a", (9, 99, 199)), ("b", (200, 100, 0))):
+        Image.new("RGB", (40, 25), colour).save(tmp_path / "folder" / f"{name}.png")
+    drawn, _, _ = draw("--num_images=3", f"--from_images={tmp_path / 'folder'}", "--strength=0")
+    assert drawn.shape == (3, 16, 16, 3)
+    assert drawn[:, 4, 4].tolist() == [[9, 99, 199], [200, 100, 0], [9, 99, 199]]
+
+
+def test_python_starts_from_images_too(draw, images, tmp_path):  # noqa: F811
+    settings = dict(num_images=3, steps=3, from_images=str(tmp_path / "given.npz"), strength=0.7)
+    drawn = nanodiff.load("flow", device_type="cpu").sample(**settings)
+    expected, _, _ = draw("--dtype=auto", *(f"--{key}={value}" for key, value in settings.items()))
+    assert drawn.tobytes() == expected.tobytes()
+
+
+def test_images_that_cannot_be_started_from(run_script, images, tmp_path):
+    np.savez(tmp_path / "small.npz", images[:, :8, :8])
+    (tmp_path / "text.png").write_text("no image")
+    given = f"--from_images={tmp_path / 'given.npz'}"
+    for args, message in (
+        ([f"--from_images={tmp_path / 'absent'}"], "absent' is not there; accepted: an .npz file, a folder"),
+        ([f"--from_images={tmp_path / 'small.npz'}"], "images of 8x8; accepted: 16x16"),
+        ([given, f"--mask={tmp_path / 'text.png'}"], r"text\.png is no image"),
+        ([given, "--size=16x32"], "size='16x32' with from_images"),
+        (["--strength=0.2"], "would do nothing without from_images"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_script("sample", *TIMELESS, "--run=flow", "--num_images=2", *args)
