@@ -234,7 +234,7 @@ if world == 1 and grad_dtype != "float32":
 if latent_norm != "channels" and codec.description["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
 if bpd_every >= 0 and codec.description["kind"] != "images":
-    raise UserError(f"bpd_every={bpd_every}: bits/dim are of pixels, and {data} holds latents; -1 = never")
+    raise UserError(f"bpd_every={bpd_every}: bits/dim need uint8 images, not {codec.description['kind']}; -1 = never")
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
@@ -325,7 +325,7 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
+images, labels, vectors = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 meter = Meter(process, device, progress)
@@ -433,7 +433,7 @@ while True:
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
-        images, labels = next(loader)
+        images, labels, vectors = next(loader)
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     # loss-second-moment learns here at which t the losses are large; other distributions ignore it
     timestep_sampler.update(*meter.losses())

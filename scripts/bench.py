@@ -167,7 +167,7 @@ def open_data(spec: dict, device):
         if not spec["online"]:
             stored = torch.randn(n, encoder.parts * codec.shape[0], *codec.shapes[0][1:], generator=g).half()
     labels = torch.arange(n) % max(spec["num_classes"], 1)
-    return codec, itertools.repeat((stored.to(device), labels.to(device)))
+    return codec, itertools.repeat((stored.to(device), labels.to(device), None))
 
 
 def open_model(spec: dict, facts: dict, device):
@@ -209,7 +209,7 @@ def train(spec: dict, device):
         facts["bytes_per_step"] = optim.bytes_per_step
     yield facts
 
-    images, labels = next(batches)
+    images, labels, _ = next(batches)
     while True:
         cond = {"y": labels} if codec.description["num_classes"] else {}
         x0 = codec.to_x0(images, randn_like=lambda mean: noise[mean.shape[1:]])
@@ -221,7 +221,7 @@ def train(spec: dict, device):
             optim.last_micro_step = True
         scaler.scale(loss).backward()
         yield "backward"
-        images, labels = next(batches)
+        images, labels, _ = next(batches)
         yield "data"
         if spec["reference"]:
             optim.step()

@@ -11,17 +11,18 @@ one to a hidden folder, renamed at the end: after a kill the same command resume
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, collective, get_dist, leave_together, print0
+from nanodiff.common import Progress, UserError, collective, get_dist, in_batches, leave_together, print0
 from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
 from nanodiff.device import init_device
-from nanodiff.files import fsync_dir, sha256_of, write_atomic
+from nanodiff.files import fsync_dir, sha256_of, write_atomic, writing
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
@@ -52,16 +53,32 @@ copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * channels * latent_size**2  # fp16
-per_shard = min(8192, max(64, len(source) // 64), max(1, MAX_SHARD_BYTES // latent_bytes))
+per_shard = min(8192, max(64, len(source) // 64))
+per_shard = min(per_shard, max(1, MAX_SHARD_BYTES // latent_bytes))
 parts_dir = path.with_name(f".{path.name}.parts")
 notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
+
+
+class Shard(NamedTuple):
+    split: str
+    rows: np.ndarray
+    file: Path
+    note: Path
+
+
 shards = []
 for split, dataset in splits.items():
     for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
-        shards.append((split, rows, parts_dir / f"{split}_images_{k:03d}.npy", notes_dir / f"{split}_{k:03d}.json"))
+        file = parts_dir / f"{split}_images_{k:03d}.npy"
+        shards.append(Shard(split, rows, file, notes_dir / f"{split}_{k:03d}.json"))
 
 if rank == 0:
-    plan = dict(source=sha256_of(source.path / "meta.json"), autoencoder=encoder.sha256, flip=flip, per_shard=per_shard)
+    plan = {
+        "source": sha256_of(source.path / "meta.json"),
+        "autoencoder": encoder.sha256,
+        "flip": flip,
+        "per_shard": per_shard,
+    }
     plan = json.dumps(plan).encode()
     plan_file = notes_dir / "plan.json"
     if parts_dir.exists() and not (plan_file.is_file() and plan_file.read_bytes() == plan):
@@ -69,9 +86,10 @@ if rank == 0:
         shutil.rmtree(parts_dir)
     notes_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(plan_file, plan)
-    todo = [rows for _, rows, _, note_file in shards if not note_file.is_file()]
+    todo = [shard for shard in shards if not shard.note.is_file()]
+    num_todo = sum(len(shard.rows) for shard in todo)
     num_images = sum(len(dataset) for dataset in splits.values())
-    work = f"{sum(len(rows) for rows in todo):,} to encode, in {len(todo)} shards of up to {per_shard:,} images"
+    work = f"{num_todo:,} to encode, in {len(todo)} shards of up to {per_shard:,} images"
     print0(f"{num_images:,} images of {data!r}, {work}")
 if world > 1:
     with collective("the wait for the plan"):
@@ -80,31 +98,34 @@ if world > 1:
 # ---------------------------------------------------------------------------------------------------------------------
 # Encode: each rank its shards. A shard is done once its note is on the disk.
 
-mine = [shard for shard in shards[rank::world] if not shard[-1].is_file()]
-with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as bar:
-    for split, rows, file, note_file in mine:
+mine = [shard for shard in shards[rank::world] if not shard.note.is_file()]
+with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as bar:
+    for shard in mine:
         encoded = []  # (B, channels, h, w) fp16
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # of z and z^2, by channel
-        for first in range(0, len(rows), batch_size):
-            x = to_model_range(torch.from_numpy(splits[split].images(rows[first : first + batch_size])).to(device))
+        for ids in in_batches(shard.rows, batch_size):
+            images = torch.from_numpy(splits[shard.split].images(ids)).to(device)
+            images = to_model_range(images)
             blocks = []
-            for images in (x, x.flip(3))[:copies]:
-                mean, std = encoder.encode(images)  # (B, C, h, w) fp32
+            for x in [images, images.flip(3)][:copies]:
+                mean, std = encoder.encode(x)  # (B, C, h, w) fp32
                 blocks += [mean, std][: encoder.parts]
                 mean, std = mean.cpu().double(), std.cpu().double()
-                sums += torch.stack([mean.sum((0, 2, 3)), (mean**2 + std**2).sum((0, 2, 3))])
+                sums[0] += mean.sum((0, 2, 3))
+                sums[1] += (mean**2 + std**2).sum((0, 2, 3))
             encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
-            bar.update(len(x))
+            bar.update(len(ids))
         latents = np.ascontiguousarray(np.concatenate(encoded))
         if not np.isfinite(latents).all():
-            raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {split} {rows[0]}..{rows[-1]}")
-        note = {"entry": write_npy(file, [latents])}
+            which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
+            raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
+        entry = write_npy(shard.file, [latents])
         fsync_dir(parts_dir)  # shards must precede their notes
-        note |= {"sums": sums.tolist(), "count": latents.size / channels * copies}
-        write_atomic(note_file, json.dumps(note).encode())
+        count = latents.size / channels * copies
+        write_atomic(shard.note, json.dumps({"entry": entry, "sums": sums.tolist(), "count": count}).encode())
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Labels, statistics, the name
+# Labels, vectors, statistics, the name
 
 if world > 1:
     with collective("the wait for the other ranks' shards"):
@@ -112,23 +133,37 @@ if world > 1:
 if rank == 0:
     for leftover in parts_dir.glob(".*"):  # of killed runs
         leftover.unlink()
-    meta = {"kind": "latents", "channels": channels, "resolution": latent_size}
-    meta |= {"source": source.name, "seed": source.meta["seed"], "class_names": source.class_names, "splits": {}}
-    sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
+    meta = {
+        "kind": "latents",
+        "channels": channels,
+        "resolution": latent_size,
+        "source": source.name,
+        "seed": source.meta["seed"],
+        "class_names": source.class_names,
+        "splits": {},
+    }
+    if source.vector_dim:
+        meta["vectors"] = source.meta["vectors"]
     for split, dataset in splits.items():
         part = meta["splits"][split] = {"num_images": len(dataset), "labels": None, "shards": []}
-        if source.class_names:
-            part["labels"] = write_npy(parts_dir / f"{split}_labels.npy", [dataset.labels(np.arange(len(dataset)))])
-    for split, _, _, note_file in shards:
-        note = json.loads(note_file.read_bytes())
-        meta["splits"][split]["shards"].append(note["entry"])
-        if split == "train":
+        for key in ("labels", "vectors"):  # in the same order, also in buckets
+            entry = source.meta["splits"][split].get(key)
+            if entry:
+                with open(source.path / entry["file"], "rb") as original, writing(parts_dir / entry["file"]) as copy:
+                    shutil.copyfileobj(original, copy)
+                part[key] = entry
+    sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
+    for shard in shards:
+        note = json.loads(shard.note.read_bytes())
+        meta["splits"][shard.split]["shards"].append(note["entry"])
+        if shard.split == "train":
             sums += torch.tensor(note["sums"], dtype=torch.float64)
             count += note["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
     meta["latents"] = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
-    meta["latents"] |= {"mean": mean.tolist(), "std": std.tolist()}
+    meta["latents"]["mean"] = mean.tolist()
+    meta["latents"]["std"] = std.tolist()
     publish_set(parts_dir, path, meta)
     shutil.rmtree(path / "notes")  # only now, so that a kill before loses nothing
     print0(

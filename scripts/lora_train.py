@@ -198,7 +198,7 @@ raw_model.train()
 model = compiled(raw_model, device, num_iterations) if compile else raw_model
 draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels = next(loader)  # (B, C, H, W) as stored, (B,)
+images, labels, vectors = next(loader)  # (B, C, H, W) as stored, (B,)
 stop = StopSignal()
 stopping = False
 meter = Meter(process, device, progress)
@@ -251,7 +251,7 @@ while True:
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
-        images, labels = next(loader)
+        images, labels, vectors = next(loader)
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     timestep_sampler.update(*meter.losses())
 

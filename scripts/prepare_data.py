@@ -4,12 +4,14 @@ python -m scripts.prepare_data --source=cifar10                                 
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
 python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
+python -m scripts.prepare_data --path=scans.npy --range=-1000,3000                 (N, H, W), any numbers
 python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two       some of the classes
 python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
 Transparency becomes white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
 """
 
+import math
 import os
 import re
 import shutil
@@ -26,15 +28,15 @@ from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
-source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|folder|tar|zip: auto looks at the path
+source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|npy|folder|tar|zip: auto looks at the path
 path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
-labels = (
-    "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv file with rows
-)
-#                  of file,class. auto = EDM's dataset.json if there is one, else folder
+labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv file of rows
+#                  file,class. auto = EDM's dataset.json if there is one, else folder
 classes = ""  # names of the classes to take, comma-separated; "" = all
+vectors = ""  # .npz of names, matched like those in labels, and vectors, one (D) or a sequence (L, D) for each; for
+#               arrays of images also an .npy, in their order. A model is conditioned on them
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
@@ -42,6 +44,8 @@ workers = 0  # >= 0: processes that decode image files; 0 = one per core
 sha256 = "auto"  # path's checksum; auto = as published for cifar10, unchecked for others; "" = unchecked
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
+# Arrays of uint16, floats, ... in .npz or .npy
+range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the data's own
 # Only aspect_buckets=True
 bucket_images = 0  # >= 0: minimum images per bucket; 0 = a tenth of the set, at most 64
 side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
@@ -64,7 +68,8 @@ def main():
         unit = side_unit or max(2, resolution // 16)
         if resolution == 0 or resolution % (side_unit or 16):
             raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-    options = Options(resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images)
+    settings = resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images, vectors, parse_range()
+    options = Options(*settings)
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options, sha256)
@@ -72,19 +77,24 @@ def main():
             choose_classes(images_in)
         writer.meta["class_names"] = images_in.class_names
         writer.meta["resolution"] = resolution
+        if images_in.dtype != "uint8":
+            writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
+            print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
         need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
         free_mb = shutil.disk_usage(writer.folder).free / 1e6
         if need_mb > free_mb:
             raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
         per_class = np.zeros(len(images_in.class_names), np.int64)
-        largest_value = 0
+        largest_value = 255 if images_in.dtype != "uint8" else 0
         with Progress(images_in.num_images, "images", "preparing") as bar:
-            for images, ids, is_val in images_in.blocks:
+            for images, ids, is_val, rows in images_in.blocks:
                 if images_in.class_names:
                     per_class += np.bincount(ids, minlength=len(per_class))
                 largest_value = max(largest_value, images.max())
-                writer.append("train", images[~is_val], ids[~is_val])
-                writer.append("val", images[is_val], ids[is_val])
+                conditions = None if images_in.vectors is None else images_in.vectors[rows]
+                for split, chosen in (("train", ~is_val), ("val", is_val)):
+                    part = None if conditions is None else conditions[chosen]
+                    writer.append(split, images[chosen], ids[chosen], part)
                 bar.update(len(images))
         print_findings(images_in, per_class)
         if images_in.skipped:
@@ -98,6 +108,9 @@ def main():
     made = dataset.open_dataset(writer.path)
     sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
     labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
+    if made.vector_dim:
+        labelled += f", vectors of {made.vector_dim}"
+        labelled += f" in sequences of {made.vector_len}" if made.vector_len else ""
     dark = ""
     if largest_value < 64:
         dark = f"; nearly black: the largest value is {largest_value} of 255 (as of 12 bits in a 16-bit file)"
@@ -115,10 +128,24 @@ def print_findings(images_in, per_class: np.ndarray) -> None:
         print0(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
     if images_in.num_enlarged:
         print0(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
+    if images_in.num_clipped:
+        print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if images_in.class_names:
         found = ", ".join(f"{name} {n:,}" for name, n in zip(images_in.class_names[:20], per_class))
         more = f", ...: {per_class.min():,} to {per_class.max():,} images per class" if len(per_class) > 20 else ""
         print0(f"classes: {found}{more}")
+
+
+def parse_range() -> tuple[float, float] | None:
+    if not range:
+        return None
+    try:
+        low, high = (float(x) for x in range.split(","))
+    except ValueError:
+        low = high = 0.0
+    if not -math.inf < low < high < math.inf:
+        raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
+    return low, high
 
 
 def default_name() -> str:

@@ -43,6 +43,9 @@ class Buckets:
         (size,) = {size for size, bucket in self.buckets.items() if any(i in bucket for i in indices)}  # only one
         return np.broadcast_to(np.asarray(indices, np.int64)[:, None, None, None], (len(indices), 1, *size)).copy()
 
+    def vectors(self, indices):
+        return None
+
     def labels(self, indices):
         return np.asarray(indices)
 
@@ -55,7 +58,7 @@ def take(counts, steps, batch, total, world=1, start_step=0, seed=3):
         taken.append([])
         for _ in range(total // (batch * world)):
             for loader in loaders:
-                images, labels = next(loader)
+                images, labels, _ = next(loader)
                 assert (images.flatten(1) == labels[:, None]).all()
                 taken[-1] += labels.tolist()
     for loader in loaders:

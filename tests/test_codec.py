@@ -10,7 +10,7 @@ from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
 from nanodiff.data.codec import load_codec, make_codec, to_model_range, to_uint8
-from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.models.autoencoder import open_autoencoder
 
 CPU = torch.device("cpu")
@@ -41,6 +41,27 @@ def test_cached_latents_are_those_made_on_the_fly(vae):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-3 * float(a.std()))
     mirrored = online.to_x0(stored("tiny").flip(3))
     assert torch.equal(mirrored, online.to_x0(stored("tiny"), torch.ones(24, dtype=torch.bool)))
+
+
+def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script, tmp_path):
+    source = open_dataset("tiny")
+    with DatasetWriter("told", source.class_names) as writer:
+        labels = source.labels(range(24))
+        writer.append("train", source.images(range(24)), labels, np.stack([labels, 3 - labels], 1))
+    run_script("cache_latents", "--data=told", f"--autoencoder={vae}", "--name=told_latents")
+    told, latents = open_dataset("told"), open_dataset("told_latents")
+    assert verify(latents) and (latents.vector_dim, latents.vector_len) == (2, 0)
+    np.testing.assert_array_equal(latents.vectors(range(24)), told.vectors(range(24)))
+    description = make_codec(latents, CPU).description
+    assert (description["vector_dim"], description["vector_len"]) == (2, 0)
+    with DatasetWriter("other", source.class_names) as writer:
+        writer.append("train", source.images([0, 1]), labels[:2], np.array([[0, 0], [9, 9]]))
+    other = open_dataset("other")
+    load_codec(make_codec(told, CPU).description, CPU, dataset=other)
+    mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
+    np.testing.assert_allclose(other.vectors([1]), [(9 - mean) / std], rtol=1e-5)
+    with pytest.raises(UserError, match=r"vectors of \(dim, len\) \(0, 0\), the model wants \(2, 0\)"):
+        load_codec(make_codec(told, CPU).description, CPU, dataset=source)
 
 
 def test_model_range_and_back():

@@ -25,6 +25,9 @@ class Memory:
     def images(self, indices):
         return np.asarray(indices, ">i4").view(np.uint8).reshape(-1, 1, 2, 2)
 
+    def vectors(self, indices):
+        return np.stack([indices, -indices], 1).astype(np.float32)
+
     def labels(self, indices):
         return np.asarray(indices) % 10
 
@@ -41,7 +44,8 @@ def take(n, steps, device_batch_size, total, world=1, seed=0, start_step=0):
         rows = []
         for _ in range(total // (device_batch_size * world)):
             for loader in loaders:
-                images, labels = next(loader)
+                images, labels, vectors = next(loader)
+                assert vectors.tolist() == [[i, -i] for i in shown(images)]
                 assert images.dtype == torch.uint8 and labels.dtype == torch.int64
                 assert labels.tolist() == [i % 10 for i in shown(images)]
                 rows += shown(images)

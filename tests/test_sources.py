@@ -1,21 +1,19 @@
-"""CIFAR-10, IDX and npz files come out as they went in."""
+"""CIFAR-10, IDX and npz files come out as they went in; vectors stay with their images."""
 
 import gzip
 import hashlib
 
 import numpy as np
 import pytest
-from image_helpers import RNG, everything, prepare, reference_crop, write_cifar, write_mnist
+import torch
+from image_helpers import RNG, everything, make_folder, prepare, reference_crop, report, write_cifar, write_mnist
 
 from nanodiff.common import UserError
 from nanodiff.data import sources
+from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 
-
-@pytest.fixture(autouse=True)
-def base(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
+pytestmark = pytest.mark.usefixtures("base")
 
 
 @pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, ".gz"), (bytes, "")])
@@ -78,3 +76,156 @@ def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
     (base / "downloads" / file.name).unlink()
     with pytest.raises(UserError, match=r"could not download.*--path"):
         prepare(source="cifar10")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays of any numbers
+
+ARRAYS = {
+    "12 bits": RNG.integers(0, 4096, (30, 8, 8)).astype(np.uint16),
+    "signed": RNG.integers(-1000, 3000, (30, 8, 8, 1)).astype(np.int16),
+    "five bands": RNG.normal(size=(30, 8, 8, 5)).astype(np.float32),
+    "bytes in four bands": RNG.integers(0, 256, (30, 8, 8, 4), np.uint8),
+}
+
+
+@pytest.mark.parametrize("what", ARRAYS)
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_arrays_come_back_in_their_range(tmp_path, what, suffix):
+    """To fp16's 11 bits of the range; bytes exactly. A picture of them has one or three channels."""
+    array = ARRAYS[what]
+    file = tmp_path / f"a.{suffix}"
+    np.save(file, array) if suffix == "npy" else np.savez(file, arr_0=array)
+    line = report(file, val_fraction=0)
+    data = open_dataset("toy")
+    codec = make_codec(data, torch.device("cpu"))
+    x0 = codec.to_x0(torch.from_numpy(data.images(range(30))))
+    assert x0.dtype == torch.float32 and -1 <= x0.min() < -0.99 and 0.99 < x0.max() <= 1
+    found = codec.to_output(x0)
+    expected = array.reshape(30, 8, 8, -1).transpose(0, 3, 1, 2).astype(float)
+    span = float(array.max()) - float(array.min())
+    assert found.dtype == array.dtype
+    np.testing.assert_allclose(found, expected, atol=0 if array.dtype == np.uint8 else span / 2**11)
+    assert codec.to_pixels(x0).shape == (30, 3 if array.shape[3:] and array.shape[3] >= 3 else 1, 8, 8)
+    assert ("become -1 to 1" in line) == (array.dtype != np.uint8)
+
+
+def test_a_given_range_is_that_of_every_set(tmp_path):
+    """Sets of one range can be compared; values beyond it are clipped, and counted."""
+    np.save(tmp_path / "a.npy", np.array([0, 50, 100, 150] * 16, np.float32).reshape(4, 4, 4))
+    out = report(tmp_path / "a.npy", val_fraction=0, range="0,100")
+    assert "clipped 16 values" in out
+    assert sorted(set(everything()[0].ravel().tolist())) == [-1, 0, 1]
+    codec = make_codec(open_dataset("toy"), torch.device("cpu"))
+    prepare(tmp_path / "a.npy", val_fraction=0)
+    with pytest.raises(UserError, match=r"was scaled from \[0.0, 150.0\], the model wants \[0.0, 100.0\]"):
+        load_codec(codec.description, torch.device("cpu"), dataset=open_dataset("toy"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vectors
+
+
+def pairs(name="toy", split="train"):
+    """{image: its vector as stored}"""
+    data = open_dataset(name, split)
+    ids = np.arange(len(data))
+    stored = np.load(data.path / f"{split}_vectors.npy")
+    assert stored.dtype == np.float16
+    return {image.tobytes(): vector.tobytes() for image, vector in zip(data.images(ids), stored)}
+
+
+@pytest.mark.parametrize("shape", [(30, 5), (30, 4, 5)])
+def test_permuting_images_and_vectors_together_changes_nothing(tmp_path, shape):
+    images, vectors = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), RNG.normal(3, 2, shape).astype(np.float32)
+    if len(shape) == 3:
+        vectors[:, 2:] *= RNG.integers(0, 2, (30, 1, 1))  # zeros behind the end
+    found = []
+    for order in (np.arange(30), RNG.permutation(30)):
+        np.savez(tmp_path / "a.npz", arr_0=images[order])
+        np.save(tmp_path / "v.npy", vectors[order])
+        line = prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"), val_fraction=0)
+        assert "vectors of 5" in line and ("in sequences of 4" in line) == (len(shape) == 3)
+        stats = open_dataset("toy").meta["vectors"]
+        found.append((pairs(), stats["dim"], stats["len"]))
+        tokens = vectors[vectors.any(-1)].astype(np.float16).astype(float)
+        np.testing.assert_allclose(stats["mean"], tokens.mean(0))
+        np.testing.assert_allclose(stats["std"], tokens.std(0))
+    assert found[0] == found[1]
+    normal = open_dataset("toy").vectors(np.arange(30))
+    assert normal.dtype == np.float32
+    np.testing.assert_array_equal(normal.any(-1), vectors[order].any(-1))  # what is behind the end stays zero
+    np.testing.assert_allclose(normal[normal.any(-1)].mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(normal[normal.any(-1)].std(0), 1, atol=1e-5)
+
+
+def test_vectors_of_files_go_by_name_into_either_split(tmp_path):
+    arrays = make_folder(tmp_path / "in", per_class=8)
+    vectors = {name: np.full(3, i, np.float16) for i, name in enumerate(arrays)}
+    names = RNG.permutation(list(arrays))
+    file = tmp_path / "v.npz"
+    np.savez(file, names=np.append(names, "cat/absent.png"), vectors=np.stack([vectors[n] for n in names] + [[9] * 3]))
+    (tmp_path / "in" / "cat" / "2.png").write_bytes(b"broken")
+    prepare(tmp_path / "in", vectors=str(file), val_fraction=0.25)
+    found = pairs() | pairs(split="val")
+    expected = {a.transpose(2, 0, 1).tobytes(): vectors[name].tobytes() for name, a in arrays.items()}
+    assert len(found) == 15 and found.items() <= expected.items()
+    assert np.isfinite(open_dataset("toy").vectors([0])).all()
+    prepare(tmp_path / "in", vectors=str(file), name="some", classes="dog", val_fraction=0)
+    assert pairs("some").items() <= expected.items() and len(pairs("some")) == 8
+
+
+def test_constant_dimensions_are_zero(tmp_path):
+    np.savez(tmp_path / "a.npz", arr_0=np.zeros((30, 8, 8, 3), np.uint8))
+    np.save(tmp_path / "v.npy", np.stack([np.full(30, 0.1), np.arange(30.0)], 1))
+    prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
+    assert (open_dataset("toy").vectors([0, 7])[:, 0] == 0).all()
+
+
+WRONG_VECTORS = {
+    "a name missing": (
+        dict(names=["cat/0.png"], vectors=np.ones((1, 2))),
+        r"lacks 7 of 8 images, such as 'cat/1\.png'",
+    ),
+    "a name twice": (dict(names=["cat/0.png"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
+    "no names": (dict(vectors=np.ones((8, 2))), "has no array `names`"),
+    "one number": (dict(names=["a"], vectors=np.ones(1)), r"float64 of shape \(1,\); accepted: floats of shape"),
+    "integers": (dict(names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
+    "NaN": ("NaN", "vectors hold NaN, infinity"),
+    "too large for fp16": (1e5, "beyond 65,504"),
+    "no vectors": (dict(names=["a"]), "vectors.*not a file in the archive"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_VECTORS)
+def test_mistakes_with_vectors(tmp_path, what):
+    arrays = make_folder(tmp_path / "in")
+    given, line = WRONG_VECTORS[what]
+    if not isinstance(given, dict):
+        given = dict(names=list(arrays), vectors=np.full((8, 2), float(given)))
+    np.savez(tmp_path / "v.npz", **given)
+    with pytest.raises(UserError, match=line):
+        prepare(tmp_path / "in", vectors=str(tmp_path / "v.npz"))
+    np.save(tmp_path / "v.npy", np.ones((9, 2)))
+    np.savez(tmp_path / "a.npz", arr_0=np.zeros((8, 8, 8, 3), np.uint8))
+    with pytest.raises(UserError, match="9 vectors for 8 images"):
+        prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
+
+
+@pytest.mark.parametrize(
+    ("array", "settings", "line"),
+    [
+        (np.full((4, 8, 8), np.nan), {}, "image 0 holds NaN"),
+        (np.full((4, 8, 8), np.nan), {"range": "0,1"}, "image 0 holds NaN"),
+        (np.ones((4, 8, 8)), {}, "the value 1 alone"),
+        (np.ones((4, 8, 8)), {"range": "1,0"}, "accepted: two numbers LOW,HIGH"),
+        (np.ones((4, 8, 8), np.uint8), {"range": "0,1"}, "is for arrays beyond 8 bits"),
+        (np.eye(8).reshape(1, 8, 8), {"resolution": 4}, "only uint8 with 1 or 3 channels can be scaled, not float16"),
+        (np.ones((4, 8)), {}, r"accepted: numbers of shape \(N, H, W\)"),
+        (np.asfortranarray(RNG.normal(size=(4, 8, 8))), {}, "Fortran"),
+    ],
+)
+def test_mistakes_with_arrays(tmp_path, array, settings, line):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(UserError, match=line):
+        prepare(tmp_path / "a.npy", **settings)

@@ -37,6 +37,8 @@ class Options:
     workers: int = 1
     side_unit: int = 0  # of the buckets; 0 = no buckets
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most BUCKET_IMAGES
+    vectors: str = ""  # file of a vector per image
+    range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
 
 
 @dataclass
@@ -46,11 +48,16 @@ class Source:
     num_images: int
     class_names: list[str]  # [] = unlabelled
     items: Iterator[Item]
+    names: list[str] = field(default_factory=list)  # of image files
     blocks: Iterator = ()  # of the decoded items, see decode.decode_all
     skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
     left_out: int = 0  # images in none of the splits
     num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets
+    vectors: np.ndarray | None = None  # (rows, D) or (rows, L, D)
+    dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
+    range: tuple[float, float] = (0, 255)
+    num_clipped: int = 0  # values beyond the range; grows with the blocks
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:
@@ -327,4 +334,4 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         is_val = val_mask(len(names), options)
     index = {name: i for i, name in enumerate(names)}
     items = (Item(name, payload, numbers[index[name]], is_val[index[name]]) for name, payload in fetch(names))
-    return Source(len(names), class_names, items, left_out=len(images) - len(names), sizes=sizes)
+    return Source(len(names), class_names, items, names, left_out=len(images) - len(names), sizes=sizes)

@@ -1,4 +1,4 @@
-"""Codecs between stored data, x0 and pixels: images as they are, or latents of an autoencoder.
+"""Codecs between stored data, x0 and pixels: images or other arrays as they are, or latents of an autoencoder.
 
 Checkpoints keep a codec's `description`. make_codec makes a codec for training; load_codec makes a trained model's.
 """
@@ -14,7 +14,11 @@ from nanodiff.models.autoencoder import open_autoencoder
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 (N, C, H, W) -> float32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
-    x = images.float() / 127.5 - 1
+    return mirror(images.float() / 127.5 - 1, flip)
+
+
+def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
+    """(N, C, H, W), mirrored left-right where `flip` (N,) is True."""
     return x if flip is None else torch.where(flip.to(x.device)[:, None, None, None], x.flip(3), x)
 
 
@@ -23,8 +27,13 @@ def to_uint8(x: torch.Tensor) -> torch.Tensor:
     return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
+def visible(x: torch.Tensor) -> torch.Tensor:
+    """(N, C, H, W) -> its first three channels as colours, or the first as gray."""
+    return x[:, :3] if x.shape[1] >= 3 else x[:, :1]
+
+
 class Codec:
-    """Stored data <-> x0 <-> uint8 images; see Pixels and Latents.
+    """Stored data <-> x0 <-> uint8 images; see Pixels, Arrays and Latents.
 
     `undecodable`: why there are no pixels, or "".
     """
@@ -53,8 +62,12 @@ class Codec:
         raise NotImplementedError
 
     def to_pixels(self, x0) -> torch.Tensor:
-        """x0 -> uint8 images (N, C, H, W) on the CPU."""
+        """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""
         raise NotImplementedError
+
+    def to_output(self, x0) -> np.ndarray:
+        """x0 -> (N, C, H, W) as the source of the data had them: all channels, dtype and range."""
+        return self.to_pixels(x0).numpy()
 
     def preview(self, x0) -> torch.Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
@@ -71,10 +84,26 @@ class Pixels(Codec):
         return to_model_range(stored, flip)
 
     def to_pixels(self, x0):
-        return to_uint8(x0).cpu()
+        return to_uint8(visible(x0)).cpu()
+
+    def to_output(self, x0):
+        return to_uint8(x0).cpu().numpy()
 
     def preview(self, x0):
         return self.to_pixels(x0)
+
+
+class Arrays(Pixels):
+    """Arrays beyond 8 bits: fp16 (N, C, H, W) in [-1, 1] <-> x0. `range` of the source's values became [-1, 1]."""
+
+    def to_x0(self, stored, flip=None, randn_like=None):
+        return mirror(stored.float(), flip)
+
+    def to_output(self, x0):
+        low, high = self.description["range"]
+        dtype = np.dtype(self.description["dtype"])
+        values = low + (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2 * (high - low)
+        return (np.rint(values) if dtype.kind in "ui" else values).astype(dtype)
 
 
 class Latents(Codec):
@@ -128,9 +157,7 @@ class Latents(Codec):
             return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
 
     def preview(self, x0):
-        """The first three channels as colours, or one as gray."""
-        shown = x0[:, :3] if x0.shape[1] >= 3 else x0[:, :1]
-        return to_uint8(shown / 2).cpu()
+        return to_uint8(visible(x0) / 2).cpu()
 
     def keep_loaded(self):
         if not self.undecodable:
@@ -163,7 +190,15 @@ def describe_data(dataset, unit: int = 1) -> dict:
         "sha256": dataset.sha256,
         "num_classes": dataset.num_classes,
         "class_names": list(dataset.class_names),
+        "vector_dim": dataset.vector_dim,  # 0 = no vectors
+        "vector_len": dataset.vector_len,  # of a sequence per image; 0 = one vector
     }
+    if dataset.vector_dim:
+        stats = dataset.meta["vectors"]
+        description["vectors"] = {"mean": stats["mean"], "std": stats["std"]}
+    if description["kind"] == "arrays":
+        description["range"] = dataset.meta["range"]
+        description["dtype"] = dataset.meta["dtype"]
     if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:
         description["sizes"] = [
             [height // unit, width // unit, len(bucket)] for (height, width), bucket in dataset.buckets.items()
@@ -193,6 +228,7 @@ def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     if old_latents.get("sha256") != new_latents.get("sha256"):
         names = [latents.get("autoencoder", "no autoencoder") for latents in (old_latents, new_latents)]
         raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
+    old = {"vector_dim": 0, "vector_len": 0} | old  # a checkpoint without them was trained without vectors
     changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
     changed += [key for key in ("offset", "scale") if new_latents.get(key) != old_latents.get(key)]
     if changed:
@@ -217,7 +253,7 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
         description["latents"] = info
         return Latents(description, device, path=autoencoder)
     if not autoencoder:
-        return Pixels(description)
+        return make_pixels(description)
     model = open_autoencoder(autoencoder).to(device)
     check_sides(dataset, model)
     description = describe_data(dataset, model.downsample)
@@ -227,16 +263,26 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
     return Latents(description, device, model)
 
 
+def make_pixels(description: dict) -> Pixels:
+    return Arrays(description) if description["kind"] == "arrays" else Pixels(description)
+
+
 def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -> Codec:
     """A trained model's codec, from the description in its checkpoint; with `dataset`, it reads that set.
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
     channels, size = description["channels"], description["resolution"]
-    if description["kind"] == "images":
+    if dataset is not None and description.get("vector_dim"):
+        check_vectors(dataset, description)
+        dataset.normalise_vectors_by(description["vectors"])
+    if description["kind"] != "latents":
         if dataset is not None:
-            check_images(dataset, "images", channels, size)
-        return Pixels(description)
+            check_images(dataset, description["kind"], channels, size)
+            if dataset.meta.get("range") != description.get("range"):
+                ranges = f"{dataset.meta['range']}, the model wants {description['range']}"
+                raise UserError(f"data={dataset.name!r} was scaled from {ranges}; see prepare_data's --range")
+        return make_pixels(description)
     if "latents" in description:
         info = dict(description["latents"])
     elif autoencoder:
@@ -276,7 +322,20 @@ def check_images(dataset, *wanted) -> None:
         raise UserError(f"data={dataset.name!r} has (kind, channels, pixels) {given}, the model wants {wanted}")
 
 
+def check_vectors(dataset, description: dict) -> None:
+    """UserError unless the set has vectors as the model wants them."""
+    wanted = description["vector_dim"], description["vector_len"]
+    found = dataset.vector_dim, dataset.vector_len
+    if found != wanted:
+        raise UserError(f"data={dataset.name!r} has vectors of (dim, len) {found}, the model wants {wanted}; 0 = none")
+
+
 def stored_images(dataset, ids, codec, device, randn_like=None):
-    """x0 (N, C, H, W) and labels (N,); latents are samples if `randn_like` is given, else means."""
+    """x0 (N, C, H, W), labels (N,) and vectors or None; latents are samples if `randn_like` is given, else means."""
     stored = torch.from_numpy(dataset.images(ids)).to(device)
-    return codec.to_x0(stored, None, randn_like), torch.from_numpy(dataset.labels(ids)).to(device)
+    x0 = codec.to_x0(stored, None, randn_like)
+    labels = torch.from_numpy(dataset.labels(ids)).to(device)
+    vectors = dataset.vectors(ids)
+    if vectors is not None:
+        vectors = torch.from_numpy(vectors).to(device)
+    return x0, labels, vectors

@@ -14,7 +14,8 @@ from nanodiff.common import UserError
 
 
 class DataLoader:
-    """`images, labels = next(loader)`: (B, C, H, W) as stored and (B,) int64 on `device`, B = device_batch_size.
+    """`images, labels, vectors = next(loader)`: (B, C, H, W) as stored, (B,) int64, and (B, D) or (B, L, D) fp32 or
+    None; on `device`, B = device_batch_size.
 
     Position p of the stream is image perm[p % n] of epoch p // n; perm depends on (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
@@ -41,7 +42,7 @@ class DataLoader:
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
         self._thread.start()
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         assert not self._stop.is_set(), "the loader is closed"
         start = time.perf_counter()
         item = self._queue.get()
@@ -50,7 +51,8 @@ class DataLoader:
             self._queue.put(item)  # for later calls
             raise item
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
-        return tuple(tensor.to(self.device, non_blocking=self.device.type == "cuda") for tensor in item)
+        is_cuda = self.device.type == "cuda"
+        return tuple(None if x is None else x.to(self.device, non_blocking=is_cuda) for x in item)
 
     def close(self) -> None:
         self._stop.set()
@@ -92,6 +94,14 @@ class DataLoader:
         entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
         return np.random.Generator(np.random.PCG64(entropy)).permutation(num)
 
+    def _read(self, indices: np.ndarray) -> list[torch.Tensor | None]:
+        """Images, labels and vectors on the CPU."""
+        arrays = self.dataset.images(indices), self.dataset.labels(indices), self.dataset.vectors(indices)
+        tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
+        if self.device.type == "cuda":
+            tensors = [None if x is None else x.pin_memory() for x in tensors]
+        return tensors
+
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""
         micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
@@ -100,10 +110,6 @@ class DataLoader:
                 if self._stop.is_set():
                     return
                 indices = self.indices(*divmod(number, micro_steps))
-                images = torch.from_numpy(self.dataset.images(indices))
-                labels = torch.from_numpy(self.dataset.labels(indices))
-                if self.device.type == "cuda":
-                    images, labels = images.pin_memory(), labels.pin_memory()
-                self._queue.put((images, labels))
+                self._queue.put(self._read(indices))
         except BaseException as error:
             self._queue.put(error)

@@ -1,8 +1,9 @@
 """Data sets on disk: written whole or not at all, read in any order through mmap.
 
 $NANODIFF_BASE_DIR/data/<name>/
-    train_images_000.npy ...   (n, C, H, W) uint8 images or fp16 latents, at most 128 MiB per file
+    train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file
     train_labels.npy           (N,) int64; absent if the set is unlabelled
+    train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, and the size and SHA-256 of each file; written last
 
@@ -85,6 +86,12 @@ class Dataset:
         self._labels = np.zeros(self.num_images, np.int64)
         if self.num_classes:
             self._labels = np.array(open_npy(path / part["labels"]["file"]))
+        self.vector_dim = self.vector_len = 0
+        if "vectors" in self.meta:
+            self.vector_dim = self.meta["vectors"]["dim"]
+            self.vector_len = self.meta["vectors"]["len"]  # 0 = one vector per image
+            self.normalise_vectors_by(self.meta["vectors"])
+            self._vectors = open_npy(path / part["vectors"]["file"])
 
     def __len__(self) -> int:
         return self.num_images
@@ -120,11 +127,32 @@ class Dataset:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
         return self._labels[np.asarray(indices, np.int64)]
 
+    def normalise_vectors_by(self, stats: dict) -> None:
+        """`stats`: "mean" and "std" (D), of this set or of the set that a model was trained on."""
+        self._vector_mean = np.array(stats["mean"], np.float32)
+        self._vector_std = np.array(stats["std"], np.float32)
+
+    def vectors(self, indices) -> np.ndarray | None:
+        """(n,) integers -> (n, D) or (n, L, D) float32 of mean 0 and deviation 1; None if the set has none."""
+        if not self.vector_dim:
+            return None
+        vectors = np.asarray(self._vectors[np.asarray(indices, np.int64)], np.float32)
+        return normal_vectors(vectors, self._vector_mean, self._vector_std)
+
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         other = copy.copy(self)
         other._labels = np.asarray(numbers, np.int64)[self._labels]
         return other
+
+
+def normal_vectors(vectors: np.ndarray, mean, std) -> np.ndarray:
+    """float32 (n, D) or (n, L, D), of mean 0 and deviation 1 in each of D; zeros behind a sequence's end stay zeros."""
+    vectors = np.asarray(vectors, np.float32)
+    normal = (vectors - np.float32(mean)) / np.float32(std)
+    if vectors.ndim == 3:
+        normal[~vectors.any(2)] = 0
+    return normal
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
@@ -179,8 +207,7 @@ def verify(dataset: Dataset) -> tuple[int, int]:
     entries = []
     for part in dataset.meta["splits"].values():
         entries += part["shards"]
-        if part["labels"]:
-            entries.append(part["labels"])
+        entries += [part[key] for key in ("labels", "vectors") if part.get(key)]
     for entry in entries:
         path = dataset.path / entry["file"]
         digest = sha256_of(path)
@@ -253,6 +280,16 @@ class Bucket:
     images: list = field(default_factory=list)  # (1, C, H, W) arrays that are in no shard yet
     shards: list = field(default_factory=list)  # entries of meta.json
     labels: list = field(default_factory=list)  # (n,) arrays
+    vectors: list = field(default_factory=list)  # (n, D) or (n, L, D) fp16 arrays
+
+
+def mean_and_std(count, total, squares) -> tuple[np.ndarray, np.ndarray]:
+    """From sums (D,) over vectors; the deviation of what is constant is 1."""
+    mean = total / count
+    square = squares / count
+    variance = square - mean**2
+    is_constant = variance <= 1e-14 * square  # by float64's rounding
+    return mean, np.sqrt(np.where(is_constant, 1.0, variance))
 
 
 class DatasetWriter:
@@ -278,33 +315,56 @@ class DatasetWriter:
         }
         self.num_images = dict.fromkeys(SPLITS, 0)
         self._buckets = {split: {} for split in SPLITS}  # split -> (H, W) -> Bucket
+        self._vector_sums = 0.0  # (3, D) over the training split: number of vectors, sum, sum of squares
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
         self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         return self
 
-    def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Add (n, C, H, W) uint8 images of one of the buckets, and (n,) labels below len(class_names)."""
+    def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None, vectors=None) -> None:
+        """Add (n, C, H, W) images of one of the buckets, and (n,) labels below len(class_names).
+
+        `vectors`: (n, D) or (n, L, D), kept in fp16; either for all images or for none.
+        """
         if len(images) == 0:
             return
         _, channels, height, width = images.shape
         if not any(self.num_images.values()):
             self.meta["channels"] = channels
             self.meta["resolution"] = self.meta["resolution"] or height
-        assert images.dtype == np.uint8 and channels == self.meta["channels"]
+        assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
+        assert channels == self.meta["channels"]
         buckets = self._buckets[split]
         bucket = buckets.setdefault((height, width), Bucket())
         if self.meta["class_names"]:
             labels = np.array(labels, np.int64)
             assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
             bucket.labels.append(labels)
+        if vectors is not None:
+            bucket.vectors.append(self._check_vectors(split, np.asarray(vectors)))
         self.num_images[split] += len(images)
         bucket.images.extend(images.copy()[:, None])
         shard_bytes = MAX_SHARD_BYTES // len(buckets) - 128  # without the header
         per_shard = max(1, shard_bytes // images[0].nbytes)
         while len(bucket.images) > per_shard:
             self._write_shard(split, bucket, per_shard)
+
+    def _check_vectors(self, split: str, vectors: np.ndarray) -> np.ndarray:
+        """(n, D) or (n, L, D) in fp16; those of the training split count for the statistics."""
+        with np.errstate(over="ignore"):
+            stored = vectors.astype(np.float16)
+        if not np.isfinite(stored).all():
+            raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
+        dim = stored.shape[-1]
+        self.meta.setdefault("vectors", {"dim": dim, "len": stored.shape[1] if stored.ndim == 3 else 0})
+        if split == "train":
+            tokens = stored.reshape(-1, dim).astype(np.float64)
+            if stored.ndim == 3:
+                tokens = tokens[tokens.any(1)]
+            count = np.full(dim, len(tokens))
+            self._vector_sums = self._vector_sums + np.stack([count, tokens.sum(0), (tokens**2).sum(0)])
+        return stored
 
     def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
         number = sum(len(other.shards) for other in self._buckets[split].values())
@@ -317,16 +377,22 @@ class DatasetWriter:
             if not buckets:
                 continue
             part = {"num_images": self.num_images[split], "labels": None, "shards": []}
-            labels = []
+            labels, vectors = [], []
             for size in sorted(buckets, key=lambda size: size[1] / size[0]):  # tall ones first
                 bucket = buckets[size]
                 if bucket.images:
                     self._write_shard(split, bucket, len(bucket.images))
                 part["shards"] += bucket.shards
                 labels += bucket.labels
+                vectors += bucket.vectors
             if labels:
                 part["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
+            if vectors:
+                part["vectors"] = write_npy(self.folder / f"{split}_vectors.npy", vectors)
             self.meta["splits"][split] = part
+        if "vectors" in self.meta:
+            mean, std = mean_and_std(*self._vector_sums)
+            self.meta["vectors"] |= {"mean": mean.tolist(), "std": std.tolist()}
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

@@ -1,4 +1,4 @@
-"""Image files and arrays -> blocks of uint8 images of one size, decoded by worker processes."""
+"""Image files and arrays -> blocks of images of one size, decoded by worker processes."""
 
 import functools
 import io
@@ -37,9 +37,10 @@ class Item(NamedTuple):
     """An image of a source."""
 
     name: str
-    payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8
+    payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
     label: int
     is_val: bool
+    row: int = 0  # of the array of vectors
 
 
 def import_pillow():
@@ -129,7 +130,7 @@ def to_rgb(image):
 
 
 def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, int]:
-    """-> (C, H, W) uint8, and the image's shorter side before scaling.
+    """-> (C, H, W) uint8, or fp16 for an array of it, and the image's shorter side before scaling.
 
     C = 3 for files. The image gets the one of `sizes`, (H, W), nearest to it in shape; without sizes it keeps its own.
     Needs Pillow for files and for scaling.
@@ -138,6 +139,9 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
         height, width, channels = payload.shape
         if not sizes or (height, width) in sizes:
             return payload.transpose(2, 0, 1), min(height, width)
+        if payload.dtype != np.uint8 or channels not in (1, 3):
+            given = f"{payload.dtype} of {width}x{height} with {channels} channels"
+            raise UserError(f"resolution: only uint8 with 1 or 3 channels can be scaled, not {given}")
         image = import_pillow().fromarray(payload.squeeze(2) if channels == 1 else payload)
     else:
         image = to_rgb(open_image(payload))
@@ -156,9 +160,10 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
 
 
 def decode_all(source, options, workers: int) -> Iterator:
-    """The images of a Source, in blocks of one shape: images (n, C, H, W) uint8, labels (n,) int64, is_val (n,) bool.
+    """The images of a Source, in blocks of one shape.
 
-    Adds to its `skipped` and `num_enlarged`.
+    -> images (n, C, H, W), labels (n,) int64, is_val (n,) bool, rows (n,) int64 of the array of vectors. Adds to the
+    source's `skipped` and `num_enlarged`.
     """
     sizes = source.sizes
     if options.resolution and not sizes:
@@ -181,8 +186,9 @@ def decode_all(source, options, workers: int) -> Iterator:
         for items in by_shape.values():
             images = np.stack([item.payload for item in items])
             labels = np.array([item.label for item in items], np.int64)
+            rows = np.array([item.row for item in items], np.int64)
             is_val = np.array([item.is_val for item in items], bool)
-            yield images, labels, is_val
+            yield images, labels, is_val, rows
 
 
 def make_tasks(items: Iterable[Item], image_bytes: int) -> Iterator[list[Item]]:

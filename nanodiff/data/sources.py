@@ -1,9 +1,10 @@
-"""Image sources: detection by path, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz)."""
+"""Image sources: detection by path, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz, .npy), vectors."""
 
 import itertools
 import math
 import posixpath
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def detect(path: Path) -> str:
         return "idx" if idx_files(path) else "folder"
     if path.name == posixpath.basename(CIFAR10_URL):
         return "cifar10"
-    if path.suffix in (".npz", ".zip"):
+    if path.suffix in (".npz", ".npy", ".zip"):
         return path.suffix[1:]
     if path.name.endswith((".tar", ".tar.gz", ".tgz")):
         return "tar"
@@ -67,6 +68,10 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         found = READERS[source](file, options)
     if options.labels == "none":
         found.class_names = []
+    if options.range and found.dtype == "uint8":
+        raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
+    if options.vectors:
+        add_vectors(found, Path(options.vectors).expanduser())
     found.blocks = decode_all(found, options, workers)
     return found
 
@@ -102,21 +107,25 @@ def read_cifar10(path: Path, options: Options) -> Source:
     return Source(60_000, list(CIFAR10_CLASSES), items())
 
 
-def array_source(file, shape: tuple, labels: np.ndarray | None, is_val: np.ndarray, path: Path) -> Source:
-    """Images (N, H, W) or (N, H, W, C) uint8 in an open file, read one by one."""
+def read_arrays(path: Path, file, shape: tuple, dtype=np.uint8) -> Iterator[np.ndarray]:
+    """The images (H, W, C) of an array (N, H, W) or (N, H, W, C) in an open file, one by one."""
+    image_shape = (*shape[1:], 1)[:3]
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(image_shape) * dtype.itemsize
+    with reading(path), file:
+        for _ in range(shape[0]):
+            yield np.frombuffer(file.read(num_bytes), dtype).reshape(image_shape)
+        if file.read(1):  # also checks the checksum of a compressed file
+            raise EOFError("data follow the last image")
 
+
+def array_source(images: Iterator[np.ndarray], labels: np.ndarray | None, is_val: np.ndarray) -> Source:
     def items():
-        image_shape = (*shape[1:], 1)[:3]
-        with reading(path):
-            for i in range(shape[0]):
-                data = file.read(math.prod(image_shape))
-                image = np.frombuffer(data, np.uint8).reshape(image_shape)
-                yield Item(f"image {i}", image, 0 if labels is None else labels[i], is_val[i])
-            if file.read(1):  # also checks the checksum of a compressed file
-                raise EOFError("data follow the last image")
+        for i, image in enumerate(images):
+            yield Item(f"image {i}", image, 0 if labels is None else labels[i], is_val[i])
 
     class_names = [] if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
-    return Source(shape[0], class_names, items())
+    return Source(len(is_val), class_names, items())
 
 
 def idx_files(folder: Path) -> dict[str, Path]:
@@ -151,7 +160,7 @@ def read_idx(path: Path, options: Options) -> Source:
         opened, shape = open_idx(file, 3)
         labels = read_idx_labels(file, shape[0])
         is_val = np.full(shape[0], split == "val") if len(files) == 2 else val_mask(shape[0], options)
-        sources.append(array_source(opened, shape, labels, is_val, file))
+        sources.append(array_source(read_arrays(file, opened, shape), labels, is_val))
         kinds.add((shape[1:], labels is None))
     if len(kinds) > 1:
         raise UserError(f"{path}: train and test images differ in size, or only one has a file of labels")
@@ -174,35 +183,132 @@ def read_idx_labels(images: Path, num: int) -> np.ndarray | None:
     return None
 
 
-def open_npz(path: Path):
-    """ADM's and EDM's sample files: `arr_0` (N, H, W, C) uint8, perhaps labels (N,) in `labels` or `arr_1`.
+def open_array(file):
+    """A file open at the start of an .npy -> its shape and dtype; the file is then at its data."""
+    np.lib.format.read_magic(file)
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    if fortran:
+        raise UserError(f"{file.name}: in Fortran's order; accepted: C's, as of numpy.ascontiguousarray")
+    return shape, dtype
 
-    -> arr_0 as a file open after its header, its shape, the labels as int64 or None.
+
+def open_npz(path: Path):
+    """An .npy of images, or ADM's and EDM's sample files: `arr_0`, perhaps labels (N,) in `labels` or `arr_1`.
+
+    -> the images as a file open after its header, their shape (N, H, W) or (N, H, W, C) and dtype, the labels as int64
+    or None.
     """
     with reading(path):
+        if path.suffix == ".npy":
+            file = open(path, "rb")
+            return file, *open_array(file), None
         archive = zipfile.ZipFile(path)
         names = archive.namelist()
         if "arr_0.npy" not in names:
             raise UserError(f"{path} has no array arr_0, but: {', '.join(names[:5])!r}")
         file = archive.open("arr_0.npy")
-        np.lib.format.read_magic(file)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        if dtype != np.uint8 or len(shape) != 4 or fortran or shape[3] not in (1, 3):
-            raise UserError(f"{path}: arr_0 is {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, 1 or 3)")
+        shape, dtype = open_array(file)
         key = next((name for name in ("labels.npy", "arr_1.npy") if name in names), None)
         if key is None:
-            return file, shape, None
+            return file, shape, dtype, None
         labels = np.lib.format.read_array(archive.open(key), allow_pickle=False)
         if labels.dtype.kind not in "iu" or labels.shape != shape[:1] or labels.min() < 0:
             raise UserError(f"{path}: {key} does not hold {shape[0]:,} class numbers 0, 1, ...")
-        return file, shape, labels.astype(np.int64)
+        return file, shape, dtype, labels.astype(np.int64)
 
 
 def read_npz(path: Path, options: Options) -> Source:
-    file, shape, labels = open_npz(path)
-    return array_source(file, shape, labels, val_mask(shape[0], options), path)
+    """uint8 as it is; other numbers as fp16, options.range becoming [-1, 1]."""
+    file, shape, dtype, labels = open_npz(path)
+    if dtype.kind not in "uif" or len(shape) not in (3, 4):
+        raise UserError(f"{path} holds {dtype} of shape {shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
+    images = read_arrays(path, file, shape, dtype)
+    is_val = val_mask(shape[0], options)
+    if dtype == np.uint8:
+        return array_source(images, labels, is_val)
+    low, high = options.range or value_range(path, images)
+    if options.range is None:  # the images have been read
+        images = read_arrays(path, open_npz(path)[0], shape, dtype)
+
+    def scaled():
+        for i, image in enumerate(images):
+            check_finite(path, i, image)
+            x = (image.astype(np.float64) - low) / (high - low) * 2 - 1
+            source.num_clipped += int(np.sum(abs(x) > 1 + 1e-9))
+            yield x.clip(-1, 1).astype(np.float16)
+
+    source = array_source(scaled(), labels, is_val)
+    source.dtype, source.range = str(dtype), (low, high)
+    return source
+
+
+def value_range(path: Path, images: Iterator[np.ndarray]) -> tuple[float, float]:
+    low, high = math.inf, -math.inf
+    for i, image in enumerate(images):
+        check_finite(path, i, image)
+        low, high = min(low, float(image.min())), max(high, float(image.max()))
+    if low == high:
+        raise UserError(f"{path} holds the value {low:g} alone; give --range=LOW,HIGH")
+    return low, high
+
+
+def check_finite(path: Path, number: int, image: np.ndarray) -> None:
+    if not np.isfinite(image).all():
+        raise UserError(f"{path}: image {number} holds NaN or infinity")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vectors
+
+
+def open_vectors(path: Path) -> tuple[list[str] | None, np.ndarray]:
+    """Names, if the file has them, and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
+    if path.suffix not in (".npy", ".npz") or not path.is_file():
+        raise UserError(f"vectors={str(path)!r}; accepted: an .npz with arrays names and vectors, or an .npy")
+    names = None
+    with reading(path):
+        if path.suffix == ".npy":
+            vectors = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            with np.load(path, allow_pickle=False) as file:
+                vectors = file["vectors"]
+                if "names" in file:
+                    names = [posixpath.normpath(str(name)) for name in file["names"]]
+    if vectors.dtype.kind != "f" or vectors.ndim not in (2, 3):
+        found = f"{vectors.dtype} of shape {vectors.shape}"
+        raise UserError(f"vectors={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
+    if names is not None and len(set(names)) != len(vectors):
+        raise UserError(f"vectors={str(path)!r} has {len(set(names)):,} different names for {len(vectors):,} vectors")
+    return names, vectors
+
+
+def add_vectors(source: Source, path: Path) -> None:
+    """Give each item its row of the vectors in a file: by its name or, for arrays, in order."""
+    names, source.vectors = open_vectors(path)
+    items = source.items
+    if not source.names:
+        num_vectors, num_images = len(source.vectors), source.num_images
+        if num_vectors != num_images:
+            raise UserError(f"vectors={str(path)!r} has {num_vectors:,} vectors for {num_images:,} images")
+        source.items = (item._replace(row=row) for row, item in enumerate(items))
+        return
+    if names is None:
+        raise UserError(f"vectors={str(path)!r} has no array `names` to match with the names of image files")
+    rows = {name: row for row, name in enumerate(names)}
+    missing = [name for name in source.names if name not in rows]
+    if missing:
+        total = f"{len(missing):,} of {len(source.names):,}"
+        raise UserError(f"vectors={str(path)!r} lacks {total} images, such as {missing[0]!r}")
+    source.items = (item._replace(row=rows[item.name]) for item in items)
 
 
 # A new source is one such function and its entry here
-READERS = {"shapes": read_shapes, "cifar10": read_cifar10, "mnist": read_idx, "idx": read_idx, "npz": read_npz}
+READERS = {
+    "shapes": read_shapes,
+    "cifar10": read_cifar10,
+    "mnist": read_idx,
+    "idx": read_idx,
+    "npz": read_npz,
+    "npy": read_npz,
+}
 SOURCES = (*READERS, *CONTAINERS)

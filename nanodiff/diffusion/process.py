@@ -22,7 +22,7 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
         return FlowMatching(prediction, config.get("timestep_shift", 1.0), std)
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss", "rescale_timesteps")
-    return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] == "images")
+    return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] != "latents")
 
 
 def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:

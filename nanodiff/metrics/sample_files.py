@@ -21,7 +21,10 @@ class SampleFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file, (self.num_images, height, width, channels), labels = open_npz(path)
+        self._file, shape, dtype, labels = open_npz(path)
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3):
+            raise UserError(f"{path} holds {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, 1 or 3)")
+        self.num_images, height, width, channels = shape
         self._start = self._file.tell()
         self._labels = np.zeros(self.num_images, np.int64) if labels is None else labels
         self.shape = (channels, height, width)

@@ -192,7 +192,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     if low_res:
         n = 24
         device = next(model.parameters()).device
-        truth, labels = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
+        truth, labels, _ = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
         cond = conditioning(model.config, truth, labels)
     else:
         rows = num_classes if 0 < num_classes <= 10 else columns
