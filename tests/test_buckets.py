@@ -1,6 +1,5 @@
 """Images of several shapes: a step holds one shape, a function of (seed, step); an epoch holds each image once."""
 
-import functools
 import itertools
 import json
 import shutil
@@ -22,7 +21,6 @@ from nanodiff.data.decode import kept_area
 from nanodiff.data.sources import open_source
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
-from nanodiff.metrics import classifier
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table, rotation_table
 
@@ -284,8 +282,6 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     ):
         with pytest.raises(UserError, match=line):
             run_script("sample", *args, *wrong)
-    quick = functools.partial(classifier.train_classifier, total_images=40, batch_size=20)
-    monkeypatch.setattr(classifier, "train_classifier", quick)
     run_script("base_eval", *args, "--metric=fd_classifier", "--num_images=40")
     assert np.isfinite(json.loads(next(folder.glob("eval_fd_*")).read_text())["fd_classifier"])
     run_script("base_eval", "--run=run", "--metric=loss", "--device_type=cpu")

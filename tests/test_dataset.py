@@ -227,20 +227,3 @@ def test_the_names_of_embedded_sets_are_reserved(base):
     with pytest.raises(UserError, match="'shapes32' is an embedded set.*another --name"):
         write("shapes32")
     assert not list((base / "data").glob("*"))
-
-
-def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
-    old, new, rename = tmp_path / "old", tmp_path / "new", os.rename
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "name").write_text(folder.name)
-
-    def fail(source, target):
-        if source == new:
-            raise OSError("no")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="no"):
-        files.publish_folder(new, old)
-    assert (old / "name").read_text() == "old"

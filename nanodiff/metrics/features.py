@@ -43,8 +43,9 @@ def image_set(name: str, split: str) -> Dataset:
     dataset = open_dataset(name, split)
     if dataset.meta["kind"] == "latents":
         return open_dataset(dataset.meta["latents"]["source"], split)
-    if dataset.meta["kind"] == "arrays" or dataset.channels not in (1, 3):
-        given = f"{dataset.meta['kind']} of {dataset.channels} channels"
+    kind, channels = dataset.meta["kind"], dataset.meta["channels"]
+    if kind == "arrays" or channels not in (1, 3):
+        given = f"{kind} of {channels} channels"
         raise UserError(f"data={name!r} holds {given}; metrics of features accept uint8 images of 1 or 3 channels")
     return dataset
 

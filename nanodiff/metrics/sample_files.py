@@ -62,8 +62,10 @@ class SampleFolder:
     def __init__(self, path: Path):
         self.path = path
         source = read_images(path, "folder", Options(val_fraction=0))
-        self._names, self._files, labels, _ = zip(*source.items)
-        self._labels = torch.tensor(labels)
+        items = list(source.items)
+        self._names = [item.name for item in items]
+        self._files = [item.payload for item in items]
+        self._labels = torch.tensor([item.label for item in items])
         self.num_images = len(self._files)
         self.class_names = source.class_names
         self.num_classes = len(source.class_names)
