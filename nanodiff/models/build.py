@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
@@ -103,8 +103,13 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     return model
 
 
-def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "inductor") -> torch.nn.Module:
-    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth."""
+def compile_model(
+    model: torch.nn.Module, whole: bool = False, autotune: bool = False, backend: str = "inductor"
+) -> torch.nn.Module:
+    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth.
+
+    `autotune`: Inductor times several kernels for each matrix product, in minutes, and takes the fastest.
+    """
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
@@ -113,10 +118,11 @@ def compile_model(model: torch.nn.Module, whole: bool = False, backend: str = "i
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
+    options = dict(backend=backend, dynamic=False, mode="max-autotune-no-cudagraphs" if autotune else None)
     if whole:
-        return torch.compile(model, backend=backend, dynamic=False)
+        return torch.compile(model, **options)
     for part in model.parts():
-        part.compile(backend=backend, dynamic=False)
+        part.compile(**options)
     return model
 
 
@@ -130,17 +136,22 @@ def uncompiled():
 COMPILE_WHOLE = 3000  # steps of a run
 
 
-def compiled(model: torch.nn.Module, device: torch.device, num_steps: int) -> torch.nn.Module:
-    """The model, compiled where torch.compile works here: block by block, or as a whole if the run is long enough.
+def compiled(model: torch.nn.Module, device: torch.device, num_steps: int, compile: str = "True") -> torch.nn.Module:
+    """The model, compiled where torch.compile works here, if `compile` is True or max (see `autotune` above).
 
-    As a whole, at depth 3 on two CPU cores, the first step takes 28 s more, the others 9 to 18 ms less.
+    Block by block, or as a whole if a run of one rank is long enough: at depth 3 on two CPU cores the first step then
+    takes 28 s more, the others 9 to 18 ms less. A whole model hands over all gradients at the end of backward; block by
+    block, ranks exchange those of the last blocks while backward computes the first.
     """
+    if compile == "False":
+        return model
     obstacle = why_not_compiled(device)
     if device.type == "cpu" and isinstance(model, UNet):
         obstacle = "a UNet takes minutes to compile on a CPU and gets no faster"
     if obstacle:
         print0(f"not compiled: {obstacle}")
         return model
-    whole = num_steps >= COMPILE_WHOLE
-    print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({COMPILE_WHOLE:,} steps or more: as a whole)")
-    return compile_model(model, whole)
+    whole = num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
+    rule = f"{COMPILE_WHOLE:,} steps or more on one rank: as a whole"
+    print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({rule})")
+    return compile_model(model, whole, autotune=compile == "max")
