@@ -55,7 +55,7 @@ def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         line = f"error: {error}; the newest checkpoint is intact: {advice}"
     elif is_out_of_memory(error):
         what = str(error) or "out of memory"
-        line = f"error: {what}; give --device_batch_size=0 (as many images as fit), then --checkpointing"
+        line = f"error: {what}; give a smaller --device_batch_size, then --checkpointing"
     if not line:
         return otherwise(kind, error, traceback)
     print(" ".join(line.splitlines()), file=sys.stderr, flush=True)

@@ -47,7 +47,15 @@ from nanodiff.training.checkpoint import Saver, lock_run
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.resume import check_settings, cut_batch, largest_batch, last_step, resume_point, run_folder
+from nanodiff.training.resume import (
+    automatic_batch,
+    cadence,
+    check_settings,
+    cut_batch,
+    last_step,
+    resume_point,
+    run_folder,
+)
 from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,11 +69,12 @@ depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UN
 num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
-device_batch_size = 64  # >= 0: images per forward pass of one rank; 0 = as many as fit into its memory
+device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
 lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, scaled from 64 images per step and DiT width 256
 flip = False  # mirror half of the images left-right
-eval_every = 250  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never
-sample_every = 250  # >= -1: steps between grids of samples
+eval_every = 0.04  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never;
+#                    less than 1 = this fraction of the run, but 250 steps or more
+sample_every = 0.04  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # >= 0: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
@@ -74,7 +83,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
-compile = True  # torch.compile
+compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
 deterministic = False  # bitwise reproducible on CUDA, but slower; a CPU always is
 # Other horizons: num_iterations counts if it is not -1, else the first of these that is not -1, else the ratio above
 num_epochs = -1.0  # > 0 or -1: passes over the training images
@@ -109,7 +118,7 @@ fid_metric = "fid"  # fid|fd_classifier: in Inception's features (96 MB download
 sample_steps = 25  # >= 1: steps of the sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
-save_every = 1000  # >= -1: steps between checkpoints
+save_every = 0.04  # >= -1: steps between checkpoints
 checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
@@ -123,7 +132,7 @@ timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal;
 # Latents and several ranks
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
-grad_dtype = "float32"  # float32|bfloat16: dtype in which ranks reduce gradients
+grad_dtype = "auto"  # auto|float32|bfloat16: dtype in which ranks exchange gradients; auto = bfloat16 on several GPUs
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
 ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights; as published: False
 # Only arch=unet
@@ -228,8 +237,16 @@ print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({
 if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 
+# A few dozen evaluations, grids and checkpoints in a run, whatever its length
+given = (eval_every, sample_every, save_every)
+eval_every, sample_every, save_every = [cadence(every, num_iterations) for every in given]
+every = f"validation loss {eval_every:,}, grid {sample_every:,}, checkpoint {save_every:,}"
+print0(f"every so many steps of {num_iterations:,}: {every} (less than 1: a fraction; 250 or more)")
+
 # Settings that the data or the process leave nothing to do
-if world == 1 and grad_dtype != "float32":
+if grad_dtype == "auto":
+    grad_dtype = "bfloat16" if world > 1 and device.type == "cuda" else "float32"
+elif world == 1 and grad_dtype != "float32":
     raise UserError(f"grad_dtype={grad_dtype!r} would do nothing with one rank")
 if latent_norm != "channels" and codec.description["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
@@ -242,20 +259,22 @@ if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 # Record what is used
 config |= dict(model_tag=model_tag, total_batch_size=total_batch_size, lr=lr, muon_lr=muon_lr)
-config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every)
+config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every, grad_dtype=grad_dtype)
+config |= dict(sample_every=sample_every, save_every=save_every)
 
 if trainable:
     train_only(raw_model, trainable)
 timestep_sampler = make_timesteps(timesteps, process)
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
-betas = (0.9, beta2)
-optim = make_optimizer(raw_model, optimizer, lr, muon_lr, weight_decay, betas, compile, getattr(torch, grad_dtype))
+rates = dict(lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
+is_compiled = compile != "False"
+optim = make_optimizer(raw_model, optimizer, **rates, compile=is_compiled, grad_dtype=getattr(torch, grad_dtype))
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
-    device_batch_size = largest_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
+    device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
@@ -320,7 +339,7 @@ def lr_multiplier(s):
     return left + (1 - left) * final_lr_frac
 
 
-model = compiled(raw_model, device, num_iterations) if compile else raw_model
+model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.

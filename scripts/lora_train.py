@@ -45,7 +45,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 seed = 42  # >= 0: seed of the adapters, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; adapters and weights stay fp32
-compile = True  # torch.compile
+compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
 deterministic = False  # bitwise reproducible on CUDA, but slower
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
@@ -195,7 +195,7 @@ def lr_multiplier(s):
 
 
 raw_model.train()
-model = compiled(raw_model, device, num_iterations) if compile else raw_model
+model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
 images, labels, vectors = next(loader)  # (B, C, H, W) as stored, (B,)

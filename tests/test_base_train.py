@@ -21,6 +21,7 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
+from nanodiff.training.resume import cadence
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (
@@ -400,20 +401,21 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
     assert ids == [kept[0].stem.removeprefix("run-")] * 2
 
 
-def test_device_batch_size_0_takes_what_fits(tiny, run_script, monkeypatch):
-    """The largest power of two that divides the batch and does not run out of memory; the model is the same."""
-    honest = FlowMatching.losses
+def test_device_batch_size_0_takes_up_to_64_on_a_cpu(tiny, run_script):
+    """A divisor of the rank's share; the model is the same."""
+    args = [arg for arg in TINY if "total_batch_size" not in arg]
+    args += ["--eval_every=-1", "--num_iterations=2", "--total_batch_size=96"]
+    assert run_script("base_train", *args, "--model_tag=a")["device_batch_size"] == 48
+    run_script("base_train", *args, "--device_batch_size=32", "--model_tag=b")
+    losses = [[line["train/loss"] for line in metrics(tiny, tag)] for tag in "ab"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
-    def losses(process, model, x0, *args, **kwargs):
-        if len(x0) > 4:
-            raise torch.OutOfMemoryError("as on a GPU that holds 4 images")
-        return honest(process, model, x0, *args, **kwargs)
 
-    monkeypatch.setattr(FlowMatching, "losses", losses)
-    off = ("--eval_every=-1", "--num_iterations=3")
-    assert run_script("base_train", *TINY, *off, "--device_batch_size=0", "--model_tag=a")["grad_accum_steps"] == 4
-    run_script("base_train", *TINY, *off, "--device_batch_size=4", "--model_tag=b")
-    assert_identical(weights(tiny, "a", 3), weights(tiny, "b", 3))
+def test_a_run_of_any_length_has_a_few_dozen_evaluations_and_checkpoints(tiny, run_script):
+    done = run_script("base_train", *TINY, "--eval_every=0.04", "--num_iterations=2", "--save_every=0.5")
+    assert (done["eval_every"], done["sample_every"], done["save_every"]) == (250, -1, 250)
+    assert [cadence(every, 10_000) for every in (0.04, 0.5, 1, 350, 0, -1)] == [400, 5000, 1, 350, 0, -1]
+    assert cadence(0.04, 300) == 250
 
 
 def test_changed_settings_and_data(tiny, run_script, monkeypatch):

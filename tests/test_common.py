@@ -176,7 +176,7 @@ def test_out_of_memory_is_one_line_with_advice():
 
     done = Started(run, context=FORK).wait()
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and line.startswith("error: ") and "--device_batch_size=0" in line
+    assert done.returncode == 1 and line.startswith("error: ") and "--device_batch_size" in line
 
 
 def test_errors_within_a_collective():
@@ -220,7 +220,7 @@ def test_a_reader_that_goes_away_ends_nothing(run_script):
 
 
 @pytest.mark.parametrize(
-    "error, advice", [(FloatingPointError, "a lower lr"), (torch.OutOfMemoryError, "--device_batch_size=0")]
+    "error, advice", [(FloatingPointError, "a lower lr"), (torch.OutOfMemoryError, "a smaller --device_batch_size")]
 )
 def test_divergence_and_lack_of_memory_are_one_line_of_advice(error, advice, capsys):
     with pytest.raises(SystemExit, match="1"):

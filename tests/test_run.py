@@ -167,11 +167,14 @@ def test_a_model_tag_is_a_name(base, tag):
 
 def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch, capsys):
     monkeypatch.setattr("nanodiff.models.build.why_not_compiled", lambda device: "")
-    as_said = lambda model, whole: "as a whole" if whole else "by blocks"
+    as_said = lambda model, whole, autotune: "as a whole" if whole else "by blocks"
     monkeypatch.setattr("nanodiff.models.build.compile_model", as_said)
     for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
         assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
         assert how in capsys.readouterr().out
+    with monkeypatch.context() as two_ranks:  # else no exchange could overlap with backward
+        two_ranks.setenv("WORLD_SIZE", "2")
+        assert compiled(nn.Identity(), torch.device("cpu"), 3000) == "by blocks"
     unet = UNet(UNetConfig.from_depth(1, 16))
     assert compiled(unet, torch.device("cuda"), 1) == "by blocks"
     assert compiled(unet, torch.device("cpu"), 3000) is unet and "UNet" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, base_dir, collective, is_out_of_memory, print0
+from nanodiff.device import reset_peak_memory
 from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
@@ -16,13 +17,13 @@ FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
     "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
-    "save_epochs", "checkpoints_kept", "log_every",
+    "save_epochs", "checkpoints_kept", "log_every", "grad_dtype",
 }  # fmt: skip
 
 # Those that it may change with --resume=changed or --resume=STEP. All others are fixed: they make the model what it is
 RATES = {
     "num_iterations", "num_epochs", "target_flops", "target_param_data_ratio", "lr", "muon_lr", "weight_decay", "beta2",
-    "grad_clip", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "dtype", "grad_dtype",
+    "grad_clip", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "dtype",
 }  # fmt: skip
 
 
@@ -83,6 +84,13 @@ def last_step(checkpoint: Path | None, step: int, num_iterations: int) -> int:
     return num_iterations
 
 
+def cadence(every: float, num_iterations: int) -> int:
+    """Steps from one evaluation to the next. Less than 1 is a fraction of the run, but 250 steps or more."""
+    if 0 < every < 1:
+        return max(250, round(every * num_iterations))
+    return int(every)
+
+
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
     """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
     device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
@@ -92,11 +100,22 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
     return device_batch_size, total_batch_size // (device_batch_size * world)
 
 
+def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:
+    """Images per forward pass for a rank's `share` of the step: on CUDA as many as fit, elsewhere up to 64."""
+    device = next(model.parameters()).device
+    share = max(share, 1)
+    if device.type != "cuda":
+        return max(n for n in range(1, min(share, 64) + 1) if share % n == 0)
+    found = largest_batch(model, process, shape, autocast, optim, share)
+    reset_peak_memory(device)  # the run's own is to be reported
+    return found
+
+
 def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
     """The largest divisor of `limit`, a rank's share of the step, that fits into memory on every rank.
 
     Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, after
-    optimizer and averages have theirs. On a CPU, asking for too much mostly kills the process. A collective.
+    optimizer and averages have theirs. Takes as long as two to four steps. A collective.
     """
     device = next(model.parameters()).device
     timesteps = make_timesteps("uniform", process)
@@ -120,11 +139,11 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
                 raise
         # Not in the except block: there the error's frames keep their tensors alive
         optim.zero_grad()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         if refused:
             break
         fits = n
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if dist.is_initialized():
         least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with collective("the agreement on device_batch_size"):
