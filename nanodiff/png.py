@@ -8,7 +8,9 @@ import numpy as np
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    size = struct.pack(">I", len(data))
+    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    return size + kind + data + checksum
 
 
 def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
@@ -20,11 +22,12 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     pixels[:, 1:] -= array[:, :-1]  # filter 1, "sub": modulo 256; it compresses far better than none
     rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
-    data = b"\x89PNG\r\n\x1a\n"
-    data += _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0))
+    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header)
     for key, value in (text or {}).items():
         data += _chunk(b"tEXt", f"{key}\0{value}".encode("ascii"))
-    return data + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)) + _chunk(b"IEND", b"")
+    data += _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
+    return data + _chunk(b"IEND", b"")
 
 
 def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
@@ -32,27 +35,39 @@ def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndar
 
     Images in a row share a shape. scale=0 enlarges small ones.
     """
-    scale = scale or max(1, 48 // max(image.shape[2] for image in images))
-    rows = []  # (3, H, W)
+    if not scale:
+        widest = max(image.shape[2] for image in images)
+        scale = max(1, 48 // widest)
+    rows = []  # (H, W, 3)
     for first in range(0, len(images), columns):
-        row = np.stack(images[first : first + columns]).repeat(scale, 2).repeat(scale, 3)
+        row = np.stack(images[first : first + columns])  # (n, C, H, W)
+        row = row.repeat(scale, axis=2).repeat(scale, axis=3)
         tiles = np.pad(row, ((0, 0), (0, 0), (padding, 0), (padding, 0)))
         tiles = np.broadcast_to(tiles, (len(row), 3, *tiles.shape[2:]))
-        rows.append(np.concatenate(list(tiles), axis=2))
-    width = max(row.shape[2] for row in rows)
-    grid = np.concatenate([np.pad(row, ((0, 0), (0, 0), (0, width - row.shape[2]))) for row in rows], axis=1)
-    return np.pad(grid, ((0, 0), (0, padding), (0, padding))).transpose(1, 2, 0)
+        rows.append(np.concatenate(tiles.transpose(0, 2, 3, 1), axis=1))
+    height = sum(row.shape[0] for row in rows) + padding
+    width = max(row.shape[1] for row in rows) + padding
+    grid = np.zeros((height, width, 3), np.uint8)
+    top = 0
+    for row in rows:
+        grid[top : top + row.shape[0], : row.shape[1]] = row
+        top += row.shape[0]
+    return grid
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
     """`grid` (H, W, 3) uint8 as half blocks, two pixels per character, averaged to `width` (None: the terminal's)."""
     width = shutil.get_terminal_size().columns if width is None else width
-    factor = -(-grid.shape[1] // width)
-    rows, columns = -(-grid.shape[0] // (2 * factor)) * 2, -(-grid.shape[1] // factor)  # a character holds two rows
-    grid = np.pad(grid, ((0, rows * factor - grid.shape[0]), (0, columns * factor - grid.shape[1]), (0, 0)))
-    grid = grid.reshape(rows, factor, columns, factor, 3).mean((1, 3)).round().astype(int)
+    factor = -(-grid.shape[1] // width)  # pixels averaged on a side
+    pad_height = -grid.shape[0] % (2 * factor)  # a character holds two rows
+    pad_width = -grid.shape[1] % factor
+    grid = np.pad(grid, ((0, pad_height), (0, pad_width), (0, 0)))
+    columns = grid.shape[1] // factor
+    grid = grid.reshape(-1, factor, columns, factor, 3).mean((1, 3)).round().astype(int)
     lines = []
-    for top, bottom in zip(grid[0::2].tolist(), grid[1::2].tolist()):
-        cells = ("\033[38;2;{};{};{};48;2;{};{};{}m▀".format(*above, *below) for above, below in zip(top, bottom))
-        lines.append("".join(cells) + "\033[0m")
+    for top, bottom in zip(grid[0::2], grid[1::2]):
+        line = ""
+        for above, below in zip(top, bottom):
+            line += "\033[38;2;{};{};{};48;2;{};{};{}m▀".format(*above, *below)
+        lines.append(line + "\033[0m")
     return "\n".join(lines)

@@ -203,7 +203,7 @@ def server(flow):
 
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
 def test_the_page_in_a_browser(flow, server, tmp_path):
-    with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700), dark=True)) as browser:
+    with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700))) as browser:
         browser.open(f"http://127.0.0.1:{server.server_port}/")
         browser.wait("document.querySelectorAll('.chip').length == 8")
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone

@@ -9,7 +9,6 @@ import time
 import urllib.request
 
 CHROMEDRIVER = shutil.which("chromedriver")
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which the protocol hands out elements
 FLAGS = (
     "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update "
     "disable-sync hide-scrollbars"
@@ -17,9 +16,9 @@ FLAGS = (
 
 
 class Browser:
-    """A window of `size` (width, height) CSS pixels, `dark` or light. `profile` is a folder for what it stores."""
+    """A window of `size` (width, height) CSS pixels. `profile` is a folder for what it stores."""
 
-    def __init__(self, profile, size=(1200, 800), dark=False):
+    def __init__(self, profile, size=(1200, 800)):
         self.driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
         line = next(line for line in self.driver.stdout if "started successfully on port" in line)
         port = re.search(r"port (\d+)", line)[1]
@@ -30,10 +29,8 @@ class Browser:
         self.url += "/" + session["sessionId"]
         # A window cannot be as narrow as a phone; the emulation of one can
         metrics = dict(width=size[0], height=size[1], deviceScaleFactor=1, mobile=size[0] < 500)
-        self.devtools("Emulation.setDeviceMetricsOverride", metrics)
-        self.devtools("Emulation.setTouchEmulationEnabled", dict(enabled=size[0] < 500))
-        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
-        self.devtools("Emulation.setEmulatedMedia", dict(features=[scheme]))
+        emulate = dict(cmd="Emulation.setDeviceMetricsOverride", params=metrics)
+        self.call("POST", "/goog/cdp/execute", emulate)
 
     def call(self, method, path, body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -41,11 +38,7 @@ class Browser:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
-    def devtools(self, command, params):
-        return self.call("POST", "/goog/cdp/execute", dict(cmd=command, params=params))
-
     def open(self, url):
-        self.call("POST", "/url", dict(url="about:blank"))  # the same page with another #... would not be loaded anew
         self.call("POST", "/url", dict(url=url))
 
     def run(self, script, *args):
@@ -59,10 +52,6 @@ class Browser:
             assert time.monotonic() < end, f"in vain: {expression}; {self.logs()}"
             time.sleep(0.05)
         return value
-
-    def click(self, css):
-        found = self.call("POST", "/element", {"using": "css selector", "value": css})
-        self.call("POST", f"/element/{found[ELEMENT]}/click", {})
 
     def press(self, *keys):
         """Keys one after the other, as text or as WebDriver's code points."""
