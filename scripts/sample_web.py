@@ -199,7 +199,8 @@ def main():
     first_run = find_run(run).resolve()
     if first_run.is_file():
         raise UserError(f"run={run!r} is a file, and the page samples runs: use scripts.sample")
-    describe_run(first_run)  # refuses a run that cannot be sampled
+    with reading(first_run, "was trained by another version"):
+        describe_run(first_run)  # refuses a run that cannot be sampled
     device = init_device(device_type)
     compute_dtype = choose_dtype(dtype, device)
     server = LocalServer(port, Handler)

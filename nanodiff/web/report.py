@@ -107,7 +107,7 @@ def curve(label: str, x: np.ndarray, y: np.ndarray, colour: int, style: str) -> 
     return {"label": label, "colour": colour % 8, "style": style, "x": x[rows].tolist(), "y": y}
 
 
-def curves_of(run: Run, key: str, label: str, colour: int, show_raw: bool) -> list[dict]:
+def curves_of(run: Run, key: str, label: str, colour: int, show_raw: bool = False) -> list[dict]:
     """A metric's curve, none if it was not logged. Noisy ones are smoothed; `show_raw` adds what was logged."""
     points = sorted(run.logged.get(key, {}).items())
     if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
@@ -129,24 +129,24 @@ def charts(runs: list[Run]) -> str:
     page = ""
     for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
         title, axis = CHARTS.get(name, (name, ""))
-        drawn = {}  # title -> curves
         shown = [key for key in keys if chart_of(key) == name]
-        is_only_noisy = sum(key.startswith("train/") for key in shown) == 1
-        for i, key in enumerate(shown):
-            for j, run in enumerate(runs):
-                if overlay:
-                    drawn.setdefault(key, []).extend(curves_of(run, key, run.name, j, show_raw=False))
-                else:
-                    drawn.setdefault(title, []).extend(curves_of(run, key, key, i, show_raw=is_only_noisy))
-        for heading, curves in drawn.items():
-            page += chart(heading, curves, axis, "images" if overlay else "step") if curves else ""
+        if overlay:
+            for key in shown:
+                curves = [curves_of(run, key, run.name, j) for j, run in enumerate(runs)]
+                page += chart(key, curves, axis, "images")
+        else:
+            show_raw = sum(key.startswith("train/") for key in shown) == 1
+            curves = [curves_of(runs[0], key, key, i, show_raw) for i, key in enumerate(shown)]
+            page += chart(title, curves, axis, "step")
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(title: str, curves: list[dict], axis: str, unit: str) -> str:
-    """Curves over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
-    text = json.dumps({"title": title, "unit": unit, "axis": axis, "curves": curves}, separators=(",", ":"))
-    text = text.replace("<", "\\u003c")  # nothing in it ends the script element
+def chart(title: str, curves: list[list[dict]], axis: str, unit: str) -> str:
+    """Curves of each metric over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
+    data = {"title": title, "unit": unit, "axis": axis, "curves": sum(curves, [])}
+    if not data["curves"]:
+        return ""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
 
