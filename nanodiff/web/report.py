@@ -143,9 +143,10 @@ def charts(runs: list[Run]) -> str:
 
 def chart(title: str, curves: list[list[dict]], axis: str, unit: str) -> str:
     """Curves of each metric over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
-    data = {"title": title, "unit": unit, "axis": axis, "curves": sum(curves, [])}
-    if not data["curves"]:
+    drawn = [one for of_metric in curves for one in of_metric]
+    if not drawn:
         return ""
+    data = {"title": title, "unit": unit, "axis": axis, "curves": drawn}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
