@@ -172,7 +172,7 @@ protocol = loaded.described() | {
     "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),
-    "rounding": "round(127.5 (x + 1)), clamped to 0..255",
+    "rounding": codec.rounding,
     "dtype": str(compute_dtype).removeprefix("torch."),
     "device": device_name(device) if device.type == "cuda" else device.type,
     "torch": torch.__version__,
@@ -197,7 +197,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
             x0 = samples.draw(ids, shape, batch_size, on_step)
-        store.write(k, codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())  # (n, H, W, C)
+        store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
         if stop.received:
             break
 stopped = stop.agreed()  # waits for the other ranks
@@ -216,7 +216,7 @@ elif rank == 0:
     seconds = time.perf_counter() - start
     rate = (num_images - before) / seconds
     print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
-    images = [image.transpose(2, 0, 1) for image in store.first(GRID_IMAGES)]  # (C, H, W) each
+    images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
     num_shown = len(images)
     columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
     if small:  # pairs: small, sample

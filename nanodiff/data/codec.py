@@ -27,8 +27,8 @@ def to_uint8(x: torch.Tensor) -> torch.Tensor:
     return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def visible(x: torch.Tensor) -> torch.Tensor:
-    """(N, C, H, W) -> its first three channels as colours, or the first as gray."""
+def visible(x):
+    """Images (N, C, H, W), a tensor or an array -> their first three channels as colours, or the first as gray."""
     return x[:, :3] if x.shape[1] >= 3 else x[:, :1]
 
 
@@ -39,6 +39,7 @@ class Codec:
     """
 
     undecodable = ""
+    rounding = "round(127.5 (x + 1)), clamped to 0..255"
 
     def __init__(self, description: dict):
         self.description = description
@@ -69,6 +70,10 @@ class Codec:
         """x0 -> (N, C, H, W) as the source of the data had them: all channels, dtype and range."""
         return self.to_pixels(x0).numpy()
 
+    def picture(self, output: np.ndarray) -> np.ndarray:
+        """What to_output gave -> uint8 (N, 1 or 3, H, W)."""
+        return visible(output)
+
     def preview(self, x0) -> torch.Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
         raise NotImplementedError
@@ -96,7 +101,11 @@ class Pixels(Codec):
 class Arrays(Pixels):
     """Arrays beyond 8 bits: fp16 (N, C, H, W) in [-1, 1] <-> x0. `range` of the source's values became [-1, 1]."""
 
+    rounding = "clamped to the range of the data"
+
     def to_x0(self, stored, flip=None, randn_like=None):
+        if stored.dtype != torch.float16:
+            raise UserError(f"the model makes arrays of {self.description['dtype']}, and is given uint8 images")
         return mirror(stored.float(), flip)
 
     def to_output(self, x0):
@@ -104,6 +113,11 @@ class Arrays(Pixels):
         dtype = np.dtype(self.description["dtype"])
         values = low + (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2 * (high - low)
         return (np.rint(values) if dtype.kind in "ui" else values).astype(dtype)
+
+    def picture(self, output):
+        low, high = self.description["range"]
+        share = (visible(output).astype(np.float64) - low) / (high - low)
+        return np.rint(255 * share).astype(np.uint8)
 
 
 class Latents(Codec):

@@ -35,7 +35,7 @@ class GivenImages:
         if codec.undecodable:
             raise UserError(f"from_images={where!r}: {codec.undecodable}")
         codec.keep_loaded()
-        self.images, _, _ = read_images("from_images", where, codec.image_size)
+        self.images, _, _ = read_images("from_images", where, codec.image_size, codec.description.get("range"))
         side = codec.image_size
         if self.images.shape[2:] != (side, side):
             height, width = self.images.shape[2:]

@@ -86,12 +86,15 @@ def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndar
     return images, labels
 
 
-def read_images(setting: str, where: str, resolution: int = 0) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images (n, C, H, W) uint8, labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`."""
+def read_images(setting: str, where: str, resolution=0, value_range=None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Images (n, C, H, W), labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`.
+
+    uint8, or fp16 for arrays of which value_range becomes [-1, 1].
+    """
     path = Path(where).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
         raise UserError(f"{setting}={where!r} is not there; accepted: an .npz file, a folder of images, val")
-    kind, options = "npz", Options(val_fraction=0)
+    kind, options = "npz", Options(val_fraction=0, range=value_range)
     if path.is_dir():
         kind, options = "folder", Options(val_fraction=0, resolution=resolution)
     source = open_source(kind, str(path), options)
