@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import run_process
+from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
@@ -271,6 +272,8 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     args = ("--run=run", "--steps=1", "--dtype=float32", "--device_type=cpu")
     run_script("sample", *args, "--num_images=24", f"--out={folder / 'mixed'}")
     rows = decode_png((folder / "mixed.png").read_bytes())
+    *_, last = drawn(folder, num_images=24, steps=1)
+    assert np.abs(picture(last).astype(int) - rows).max() <= 1  # the page shows the same rows
     run_script("sample", *args, "--num_images=8", "--size=12x20", "--npz", f"--out={folder / 'wide'}")
     assert np.load(folder / "wide.npz")["arr_0"].shape == (8, 12, 20, 3)
     heights = [Pixels(describe_data(photos)).sample_shape(8 * row)[1] for row in range(3)]
