@@ -123,13 +123,6 @@ def reading(path: str | Path, fault: str = "is damaged or truncated"):
         raise UserError(f"{path} {fault}: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def read_small(path: Path, most: int = 2**22) -> bytes:
-    """The bytes of a regular file of at most `most`: a FIFO would hang, a larger file fill memory once parsed."""
-    if not path.is_file() or path.stat().st_size > most:
-        raise UserError(f"{path} is not a regular file of at most {most:,} bytes")
-    return path.read_bytes()
-
-
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -154,14 +147,6 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
                 raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {digest.hexdigest()}, expected {sha256}")
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None
-
-
-def check_fields(record, source, /, **kinds) -> None:
-    """UserError unless `record`, read from `source`, is a dict with these keys, each of this type."""
-    for key, kind in kinds.items():
-        value = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UserError(f"{source}: {key!r} is missing or not a {kind.__name__}")
 
 
 def load_tensors(path: Path):

@@ -39,7 +39,7 @@ from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier: what to measure
-checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
+checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
 autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made

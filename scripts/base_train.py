@@ -43,7 +43,7 @@ from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.checkpoint import Saver, lock_run
+from nanodiff.training.checkpoint import Saver, lock_run, mark_if_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -119,7 +119,7 @@ sample_steps = 25  # >= 1: steps of the sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 save_every = 0.04  # >= -1: steps between checkpoints
-checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
+checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay, besides the best; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
@@ -388,6 +388,8 @@ while True:
             print0(f"step {step:05d} | val loss {val_loss:.4f} | {averaged}, by quarter of t {quarters}")
             val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
             log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
+            if ddp_rank == 0 and step == saved_step and quality is None:
+                mark_if_best(run_dir, step, "val/loss_ema", val_loss_ema)
 
         # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
         if due(bpd_every) and not stopping:
@@ -403,6 +405,8 @@ while True:
             figures = " | ".join(f"{name} {value:.4g}" for name, value in found.items())
             print0(f"step {step:05d} | {fid_images:,} samples | {figures}")
             log.metrics({"step": step} | {f"val/{name}": value for name, value in found.items()})
+            if ddp_rank == 0 and step == saved_step:
+                mark_if_best(run_dir, step, f"val/{fid_metric}", found[fid_metric])
 
         # The vibe check: a grid of the averaged weights, from the same noise and classes each time, drawn by all ranks
         if due(sample_every) and not stopping:

@@ -27,7 +27,7 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluat
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
-checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
+checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 samplers = "auto"  # {SAMPLERS}, comma-separated; auto = all of the run's process

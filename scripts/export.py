@@ -24,7 +24,7 @@ from nanodiff.models.build import model_settings
 from nanodiff.safetensors import save_safetensors
 
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
+checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of lora_train to merge into the weights: a .safetensors file
 lora_scale = 1.0  # their strength

@@ -49,7 +49,7 @@ compile = "True"  # True|False|max: torch.compile; max = time several kernels fo
 deterministic = False  # bitwise reproducible on CUDA, but slower
 # What is tuned
 base = ""  # tag or folder of a run, or a published file
-base_step = -1  # >= -1: step of its checkpoint; -1 = the newest
+base_step = "newest"  # newest|best or >= 0: which of its checkpoints, or its step
 base_ema = ""  # which average of its weights: a rate, or raw; "" = the first rate
 rank = 8  # >= 1: rank of the adapters
 alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank

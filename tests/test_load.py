@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny_runs import randomise
+from tiny_runs import TINY, make_data, randomise
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
@@ -13,7 +13,7 @@ from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import save_safetensors
-from nanodiff.training.checkpoint import save_checkpoint
+from nanodiff.training.checkpoint import list_checkpoints, save_checkpoint
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", loss="mse")
@@ -43,6 +43,21 @@ def test_a_checkpoint_gives_its_model(base, model_config):
         assert loaded.model.config == model_config and loaded.step == 1
         weights = torch.load(checkpoint / f"{name}.pt", weights_only=True)
         assert all(torch.equal(x, weights[key]) for key, x in loaded.model.state_dict().items())
+
+
+def test_training_keeps_its_best_checkpoint(base, run_script, capsys):
+    """By the validation loss of the average; the newest stays too, and sampling says which it takes."""
+    make_data()
+    every = ("--save_every=1", "--eval_every=1", "--checkpoints_kept=1", "--num_iterations=6", "--lr=0.3")
+    tiny = [arg for arg in TINY if "eval_every" not in arg and "num_iterations" not in arg]
+    run_dir = run_script("base_train", *tiny, *every, "--ema_rates=0.5", "--model_tag=a")["run_dir"]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["val/loss_ema"] for line in lines if "val/loss_ema" in line}
+    best = min(losses, key=losses.get)
+    assert best < 6 and [step for step, _ in list_checkpoints(run_dir)] == [best, 6]
+    assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
+    said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("objective", ["telepathy", None])

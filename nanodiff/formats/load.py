@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, base_dir, in_batches
+from nanodiff.common import UserError, base_dir, in_batches, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
@@ -27,7 +27,7 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
-from nanodiff.training.checkpoint import find_checkpoint, load_meta
+from nanodiff.training.checkpoint import find_checkpoint, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 # Settings of scripts/sample.py missing from published files; 0 and "auto": as in the published models
@@ -86,7 +86,7 @@ class Loaded:
         autoencoder: str = "",
         batch_size: int = 64,
     ) -> np.ndarray:
-        """Images (N, H, W, C) uint8: those that scripts/sample.py draws with the same settings."""
+        """Images (N, H, W, C), uint8 or in the range of the data's arrays: those that scripts/sample.py draws with the same settings."""
         codec = load_codec(self.data, self.device, autoencoder)
         small = open_low_res("", self, self.device, autoencoder)
         sampler = choose_sampler(self.process, sampler, steps)
@@ -102,7 +102,7 @@ class Loaded:
         for ids in in_batches(np.arange(num_images), batch_size):
             with autocast:
                 x0 = samples.draw(ids, codec.shape)
-            images.append(codec.to_pixels(x0).permute(0, 2, 3, 1).numpy())
+            images.append(codec.to_output(x0).transpose(0, 2, 3, 1))
         return np.concatenate(images)
 
 
@@ -119,12 +119,12 @@ def find_run(run: str) -> Path:
     raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
 
 
-def load_run(run: str, device, step: int = -1, ema: str = "", published: dict | None = None) -> Loaded:
+def load_run(run: str, device, step: int | str = "newest", ema: str = "", published: dict | None = None) -> Loaded:
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file, diffusers' folder or that of
-    its pipeline. Of a run, `step` chooses the checkpoint (-1: the newest) and `ema` the weights: a rate, "raw", or ""
-    for the first rate. `published`: any of PUBLISHED.
+    its pipeline. Of a run, `step` chooses the checkpoint: "newest", "best" or a number; `ema` chooses the weights: a
+    rate, "raw", or "" for the first rate. `published`: any of PUBLISHED.
     """
     path = find_run(run)
     for folder in (path, path / "transformer"):
@@ -136,10 +136,13 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published: dict | 
         facts = (meta["config"], meta["data"], meta["step"], str(path), meta["ema"], path)
         return Loaded(model, process, *facts)
 
-    checkpoint = find_checkpoint(path, None if step < 0 else step)
+    checkpoint = find_checkpoint(path, step)
     if checkpoint is None:
         raise UserError(f"{path} holds no checkpoint")
     meta = load_meta(checkpoint)
+    best = read_best(path)
+    note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if best else ""
+    print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
     rates = [str(rate) for rate in meta["ema_rates"]]
     ema = ema or (rates[0] if rates else "raw")
     if ema not in ("raw", *rates):
@@ -155,7 +158,7 @@ def load_run(run: str, device, step: int = -1, ema: str = "", published: dict | 
 def load_tuned(meta: dict, checkpoint: Path, run_dir: Path, device, published: dict | None) -> Loaded:
     """A run of lora_train: its base with the adapters merged."""
     base = meta["lora"]["base"]
-    loaded = load_run(base["run"], device, base.get("step", -1), base.get("ema", ""), published)
+    loaded = load_run(base["run"], device, base.get("step", "newest"), base.get("ema", ""), published)
     adapters = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
     apply_adapters(loaded, str(adapters))
     timestep_shift = meta["config"].get("timestep_shift")

@@ -5,10 +5,12 @@ runs/<tag>/checkpoints/step_000500/
     model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
     meta.json                                      step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
+runs/<tag>/best.json                               step of the best checkpoint, and the figure by which it is
 """
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.files import check_fields, lock_file, publish_folder, read_small, sha256_of, write_atomic, writing
+from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
@@ -25,7 +27,7 @@ STEP_DIR = re.compile(r"step_(\d{6,})")
 def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: dict, keep: int = -1) -> Path:
     """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
 
-    Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
+    Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not the best.
     """
     parent = run_dir / "checkpoints"
     for leftover in parent.glob(".*tmp-*"):  # left by a run killed while saving: we hold its lock
@@ -48,8 +50,9 @@ def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: 
         # Ignore later steps: the run was resumed from an earlier one
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
+        best_step = read_best(run_dir).get("step")
         for s, path in found:
-            if s < oldest:
+            if s < oldest and s != best_step:
                 shutil.rmtree(path, ignore_errors=True)
     return final
 
@@ -78,6 +81,24 @@ class Saver:
             print0(f"saved {saved.result()}")
 
 
+def mark_if_best(run_dir: Path, step: int, metric: str, value: float) -> None:
+    """Note that the checkpoint of `step` is the run's best so far, if it is: lower is better. It then stays."""
+    best = read_best(run_dir)
+    # A run that went back to an earlier step compares no more with what it left
+    comparable = best.get("metric") == metric and best["step"] < step
+    if math.isfinite(value) and (not comparable or value < best["value"]):
+        write_atomic(run_dir / "best.json", json.dumps({"step": step, "metric": metric, "value": value}).encode())
+
+
+def read_best(run_dir: Path) -> dict:
+    """step, metric and value of the best checkpoint; {} if none has been measured."""
+    path = run_dir / "best.json"
+    if not path.exists():
+        return {}
+    with reading(path):
+        return json.loads(path.read_bytes())
+
+
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, not verified."""
     found = [(STEP_DIR.fullmatch(p.name), p) for p in (run_dir / "checkpoints").glob("step_*")]
@@ -88,7 +109,7 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
     """What is wrong with a checkpoint, or "" if every file has the manifest's size and hash."""
     name = "manifest.json"
     try:
-        manifest = json.loads(read_small(checkpoint / name))
+        manifest = json.loads((checkpoint / name).read_bytes())
         if not {"meta.json", "model.pt"} <= manifest.keys():
             return "manifest.json does not list the model"
         for name, entry in manifest.items():
@@ -99,17 +120,22 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
                 return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except (ValueError, AttributeError, KeyError, TypeError):
         return "manifest.json cannot be read"
     return ""
 
 
-def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
-    """The newest intact checkpoint, or the one of `step`; None if the run has none. Corrupt ones are reported."""
+def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
+    """The newest intact checkpoint, the "best", or that of a step; None if the run has none. Corrupt ones are
+    reported."""
     found = list_checkpoints(run_dir)
-    if step is not None:
+    if step == "best":
+        step = read_best(run_dir).get("step")
+        if step is None:
+            raise UserError(f"{run_dir} has no best checkpoint: none was evaluated when it was saved; accepted: newest")
+    if step != "newest":
         steps = ", ".join(str(s) for s, _ in found) or "none"
-        found = [(s, path) for s, path in found if s == step]
+        found = [(s, path) for s, path in found if s == int(step)]
         if not found:
             raise UserError(f"{run_dir} has no checkpoint of step {step}; it has: {steps}")
     for _, path in reversed(found):
@@ -124,12 +150,8 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path | None:
 
 def load_meta(checkpoint: Path) -> dict:
     path = checkpoint / "meta.json"
-    try:
-        meta = json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    check_fields(meta, path, step=int, config=dict, arch=str, model_config=dict, data=dict, ema_rates=list, loop=dict)
-    return meta
+    with reading(path):
+        return json.loads(path.read_bytes())
 
 
 def lock_run(run_dir: Path):

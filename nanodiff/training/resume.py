@@ -39,7 +39,7 @@ def resume_point(run_dir: Path, resume: str, script: str) -> tuple[Path | None, 
 
     `resume`: auto, never, changed, or a step.
     """
-    checkpoint = find_checkpoint(run_dir, int(resume) if resume.isdigit() else None)
+    checkpoint = find_checkpoint(run_dir, resume if resume.isdigit() else "newest")
     if checkpoint is None:
         return None, {}
     if resume == "never":
