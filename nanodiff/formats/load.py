@@ -86,7 +86,7 @@ class Loaded:
         autoencoder: str = "",
         batch_size: int = 64,
     ) -> np.ndarray:
-        """Images (N, H, W, C), uint8 or in the range of the data's arrays: those that scripts/sample.py draws with the same settings."""
+        """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays."""
         codec = load_codec(self.data, self.device, autoencoder)
         small = open_low_res("", self, self.device, autoencoder)
         sampler = choose_sampler(self.process, sampler, steps)
