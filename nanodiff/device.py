@@ -54,7 +54,7 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
     if backend == "nccl":
-        # A rank that waits `timeout_s` aborts at once: by default it first tries to dump a trace for up to a minute
+        # NCCL's watchdog ends a rank that has waited `timeout_s`; without this it first tries to dump a trace
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1 and not dist.is_initialized():
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)

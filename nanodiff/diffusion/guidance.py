@@ -66,5 +66,7 @@ def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
     """The model's inputs besides x_t and t: labels (N,) and, for super-resolution, x0 (N, C, H, W) made smaller."""
     cond = {"y": labels} if model_config.num_classes else {}
     if model_config.low_res:
+        if x0.device.type == "mps" and x0.shape[-1] % model_config.low_res:
+            raise UserError(f"low_res_size={model_config.low_res}; accepted on MPS: divisors of {x0.shape[-1]}")
         cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
     return cond

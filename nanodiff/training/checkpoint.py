@@ -62,7 +62,7 @@ class Saver:
 
     def __init__(self):
         self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
-        self.running = None
+        self.running = None  # the save in progress
 
     def start(self, run_dir: Path, step: int, tensors: dict, meta: dict, keep: int = -1) -> None:
         """`tensors` must be copies: training changes the weights meanwhile."""
