@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 from processes import FORK, Started
 
 from nanodiff.common import UserError
+from nanodiff.device import host_copy
 from nanodiff.files import load_tensors
 from nanodiff.training import checkpoint
 from nanodiff.training.checkpoint import (  # fmt: skip
+    Saver,
     find_checkpoint,
     list_checkpoints,
     load_meta,
@@ -113,6 +116,35 @@ def test_kill_9_within_a_save(tmp_path, moment):
     assert steps(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step_000001"
     save(tmp_path, 2)  # clears away what was left
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
+    """The file holds the weights of the save's own step; the next save waits for this one."""
+    may_write, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: may_write.wait(60) and save(*args))
+    weights, saver = {"w": torch.ones(3)}, Saver()
+    saver.start(tmp_path, 1, {"model": host_copy(weights)}, META)
+    weights["w"] += 1
+    saver.check()
+    assert steps(tmp_path) == []
+    threading.Timer(0.1, may_write.set).start()
+    saver.start(tmp_path, 2, {"model": host_copy(weights)}, META)
+    assert steps(tmp_path)[0] == 1
+    saver.wait()
+    for step, value in ((1, 1.0), (2, 2.0)):
+        path = find_checkpoint(tmp_path, step)
+        assert load_tensors(path / "model.pt")["w"].tolist() == [value] * 3
+
+
+def test_a_save_that_fails_in_its_thread_ends_the_run_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for report in (Saver.wait, Saver.check):
+        saver = Saver()
+        saver.start(tmp_path / "file", 1, tensors(), META)
+        saver.thread.shutdown()
+        with pytest.raises(UserError, match="cannot write checkpoint .*intact"):
+            report(saver)
+        saver.wait()  # reported once
 
 
 @pytest.mark.parametrize("limit", [100, 2000, 5000])  # bytes a file: what torch writes breaks off early or at its end
