@@ -50,7 +50,7 @@ device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 50  # >= 1: sampler steps
+steps = 0  # >= 0: sampler steps; 0 = 50, of a flow map 4
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
@@ -148,11 +148,12 @@ else:
         names = measured.class_names
     else:
         num_images = num_images or 400
+        steps = steps or loaded.process.default_steps
         sampler = choose_sampler(loaded.process, sampler, steps)
         codec = load_codec(loaded.data, device, autoencoder)
         if codec.undecodable:
             raise UserError(f"metric={metric}: {codec.undecodable}")
-        guidance = choose_guidance(cfg_scale, cfg_interval, loaded.has_null_class)
+        guidance = choose_guidance(cfg_scale, cfg_interval, loaded.can_guide)
         settings = SampleSettings(steps, sampler, *guidance)
         config |= settings.guidance  # the file's name says what was done
         small = open_low_res(low_res, loaded, device, autoencoder)

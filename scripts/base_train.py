@@ -33,7 +33,7 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
-from nanodiff.diffusion.guidance import choose_guidance, conditioning
+from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
@@ -97,8 +97,9 @@ init_from = ""  # run, exported or published file whose weights to start from; "
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # What is learned
-objective = "flow"  # flow|flow_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 = velocity, x0 of flow
-#                     matching; the rest = a Gaussian diffusion
+objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
+#                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from the flow run init_from
+#                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Optimisation
@@ -127,6 +128,9 @@ width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64
 # Only optimizer=muon
 muon_lr = 0.02  # > 0: Muon's learning rate; if total_batch_size is 0, scaled from 64 images per step
 # Only objective=flow|flow_x0
+guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
+#                    cfg_interval, so that samples need none and cost half; 1 = never
+# Only objective=flow|flow_x0|flow_map|flow_map_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents and several ranks
@@ -255,6 +259,9 @@ if bpd_every >= 0 and codec.description["kind"] != "images":
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
+can_guide = num_classes > 0 and label_drop > 0
+if guided_from < 1 and not (can_guide and cfg_scale > 1):
+    raise UserError(f"guided_from={guided_from} needs classes, label_drop > 0 and cfg_scale > 1; accepted: 1")
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 # Record what is used
@@ -265,6 +272,9 @@ config |= dict(sample_every=sample_every, save_every=save_every)
 if trainable:
     train_only(raw_model, trainable)
 timestep_sampler = make_timesteps(timesteps, process)
+source = load_run(init_from, device, published={"num_heads": heads}) if init_from else None
+if objective.startswith("flow_map"):
+    process.learn_from(source)  # a resumed run, too
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
 rates = dict(lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
@@ -278,11 +288,11 @@ if device_batch_size == 0:
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
-sample_settings = None
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
-    guidance = choose_guidance(cfg_scale, cfg_interval, can_guide=num_classes > 0 and label_drop > 0)
-    sample_settings = SampleSettings(sample_steps, sampler, *guidance)
+guidance = choose_guidance(cfg_scale, cfg_interval, can_guide and not learns_guidance(config))
+sample_settings = SampleSettings(sample_steps, sampler, *guidance)
+if not learns_guidance(config):
     config |= sample_settings.guidance
 quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
@@ -306,7 +316,6 @@ if checkpoint:
     scaler.load_state_dict(state["scaler"])
     progress |= meta["loop"]
 elif init_from:
-    source = load_run(init_from, device, published={"num_heads": heads})
     start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
     ema.load_state_dict({})  # no stored averages: they start from these weights
 step = start_step = progress["step"]
@@ -426,9 +435,13 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
+    u_map = torch.rand(process.num_uniforms, total_batch_size, generator=g, device=draw_device).to(
+        device
+    )  # (0 or 3, N)
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
+    is_guided = step >= guided_from * num_iterations
 
     # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad over all of them
     for micro_step in range(grad_accum_steps):
@@ -449,8 +462,10 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
+        cond = conditioning(model_config, x0, y)
+        cond |= process.training_inputs(is_guided, u_map[:, rows])  # guidance in the loss, flow maps: see flow.py
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **cond)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1

@@ -60,7 +60,7 @@ if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
 most_steps = process.num_timesteps or 10**6  # a Gaussian diffusion cannot take more steps than it has timesteps
 counts = sorted({min(int(text), most_steps) for text in steps.split(",")})
-guidance, _ = choose_guidance(cfg_scale, "0,1", loaded.has_null_class)
+guidance, _ = choose_guidance(cfg_scale, "0,1", loaded.can_guide)
 plan = [SampleSettings(count, choose_sampler(process, name, count), guidance) for name in names for count in counts]
 second_order = "dpm++" if process.num_timesteps else "heun"
 reference_settings = SampleSettings(min(reference_steps, most_steps), second_order, guidance)

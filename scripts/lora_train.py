@@ -103,6 +103,8 @@ if t_min >= t_max:
     raise UserError(f"t_min={t_min} and t_max={t_max}; accepted: t_min < t_max")
 
 loaded = load_run(base, device, base_step, base_ema)
+if loaded.config["objective"].startswith("flow_map"):
+    raise UserError(f"{loaded.source} is a flow map; tune the flow run that it was made from")
 if timestep_shift:
     shift_timesteps(loaded, timestep_shift)
 raw_model, process, origin = loaded.model, loaded.process, identity(loaded)

@@ -63,7 +63,7 @@ strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, 
 mask = ""  # an image file: white parts of from_images are kept
 # Sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 50  # >= 1: of the sampler
+steps = 0  # >= 0: of the sampler; 0 = 50, of a flow map 4
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
@@ -111,8 +111,9 @@ small = open_low_res(low_res, loaded, device, autoencoder)
 codec = load_codec(loaded.data, device, autoencoder)
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
+steps = steps or process.default_steps
 sampler = choose_sampler(process, sampler, steps, eta, respacing)
-cfg_scale, interval = choose_guidance(cfg_scale, cfg_interval, loaded.has_null_class or guide is not None)
+cfg_scale, interval = choose_guidance(cfg_scale, cfg_interval, loaded.can_guide or guide is not None)
 settings = SampleSettings(
     steps=respacing or steps,
     sampler=sampler,

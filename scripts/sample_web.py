@@ -26,7 +26,7 @@ from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import choose_guidance
+from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import find_run, load_run
@@ -67,7 +67,7 @@ def describe_run(path: Path) -> dict:
     meta = load_meta(checkpoints[-1][1])
     config = meta["config"]
     num_classes = meta["model_config"]["num_classes"]
-    is_guided = num_classes > 0 and config["label_drop"] != 0
+    is_guided = num_classes > 0 and config["label_drop"] != 0 and not learns_guidance(config)
     # An adapter has its base's process, known once that is loaded
     samplers = SAMPLERS if "lora" in meta else make_process(config, meta["data"]).samplers
     emas = [*map(str, meta["ema_rates"]), "raw"]
@@ -122,7 +122,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
     loaded, codec, small = load(path, step, asked["ema"], times, device)
     sampler = choose_sampler(loaded.process, asked["sampler"], asked["steps"])
-    cfg_scale, interval = choose_guidance(asked["cfg_scale"], asked["cfg_interval"], loaded.has_null_class)
+    cfg_scale, interval = choose_guidance(asked["cfg_scale"], asked["cfg_interval"], loaded.can_guide)
     settings = SampleSettings(asked["steps"], sampler, cfg_scale, interval)
     samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked["seed"], small, asked["classes"])
     n = asked["num_images"]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from figures import assert_figures, filled, rule_weights, wave
 
-from nanodiff.common import UserError
 from nanodiff.formats.published import from_meta, to_meta
 from nanodiff.models import dit
 from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
@@ -77,7 +76,7 @@ def test_another_table_of_positions_is_refused():
     model = build(block="classic")
     theirs = to_meta(model.state_dict(), model.config)
     theirs["pos_embed"] = theirs["pos_embed"] + 0.1
-    with pytest.raises(UserError, match="pos_embed"):
+    with pytest.raises(ValueError, match="pos_embed"):
         from_meta(theirs)
 
 

@@ -202,7 +202,7 @@ def test_improved_diffusions_file_is_its_model(tmp_path, capsys, settings):
     model = unet_file(tmp_path / "ema.pt", channel_mult=(1, 2), attention_resolutions=(16,), **settings)
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "assumed 4, as published" in capsys.readouterr().out  # heads, which the file does not hold
-    assert loaded.model.config == model.config and not loaded.has_null_class
+    assert loaded.model.config == model.config and not loaded.can_guide
     assert_equal(loaded.model.state_dict(), model.state_dict())
 
 

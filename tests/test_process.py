@@ -43,14 +43,17 @@ def test_every_gaussian_objective_and_variance_trains_and_samples(objective, var
 
 
 def test_the_table_of_samplers_is_complete():
-    flow, gaussian = process_of("flow"), process_of("eps")
-    assert flow.samplers | gaussian.samplers == SAMPLERS and all(step.__doc__ for step in SAMPLERS.values())
+    flow, flow_map, gaussian = process_of("flow"), process_of("flow_map"), process_of("eps")
+    assert flow.samplers | flow_map.samplers | gaussian.samplers == SAMPLERS
+    assert all(step.__doc__ for step in SAMPLERS.values())
     assert choose_sampler(flow, "auto", 25) == "heun" and choose_sampler(gaussian, "auto", 20) == "ddim"
+    assert choose_sampler(flow_map, "auto", 4) == "map"
 
 
 @pytest.mark.parametrize(
     "objective, choice, said",
     [
+        ("flow", ("map", 4), "sampler='map'.*flow matching"),
         ("flow", ("ddim", 25), "sampler='ddim'.*flow matching.*auto, euler, heun, sde"),
         ("eps", ("heun", 10), "sampler='heun'.*Gaussian diffusion.*auto, ddpm"),
         ("eps", ("auto", 21), r"sample_steps\)=21.*1 to 20"),

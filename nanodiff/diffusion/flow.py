@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import torch
 
+from nanodiff.common import UserError, print0
+
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
 
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0); velocity(x, t) is the network's,
-# floats 1 >= t > t_next >= 0. A new sampler is one such function and its entry in SAMPLERS.
+# floats 1 >= t > t_next >= 0; a flow map's also takes r. A new sampler is one such function and its entry in SAMPLERS.
 
 
 def euler(velocity, x, t, t_next, generator=torch):
@@ -46,7 +48,14 @@ def sde(velocity, x, t, t_next, generator=torch):
     return x_next, x0
 
 
+def flow_map(velocity, x, t, t_next, generator=torch):
+    """One jump, exact for a perfect flow map at any length: the mean velocity between t and t_next times their gap."""
+    u = velocity(x, t, t_next)
+    return x - (t - t_next) * u, x - t * u
+
+
 SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
+MAP_SAMPLERS = {"map": flow_map} | SAMPLERS
 
 
 class FlowMatching:
@@ -54,17 +63,22 @@ class FlowMatching:
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
     `timestep_shift` s moves t towards the noise in both, by `shift`. `timestep_std`: of logit(t), if t is logit-normal.
+    `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns where losses are `guided`.
     """
 
     num_timesteps = 0  # t is continuous
     t_end = 1000.0  # the network sees t in [0, t_end)
     samplers = SAMPLERS
     default_sampler = "heun"
+    default_steps = 50
+    num_uniforms = 0  # random numbers per image that losses take besides t and noise
 
-    def __init__(self, prediction: str = "v", timestep_shift: float = 1.0, timestep_std: float = 1.0):
+    def __init__(self, prediction="v", timestep_shift=1.0, timestep_std=1.0, cfg_scale=1.0, cfg_interval=(0.0, 1.0)):
         self.prediction = prediction
         self.timestep_shift = timestep_shift
         self.timestep_std = timestep_std
+        self.cfg_scale = cfg_scale
+        self.cfg_interval = cfg_interval
 
     def shift(self, t):
         """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
@@ -74,8 +88,11 @@ class FlowMatching:
     def out_channels(self, channels: int) -> int:
         return channels
 
-    def velocity(self, model, x_t, t, **cond):
-        """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]; the network sees 1000 t."""
+    def velocity(self, model, x_t, t, r=None, **cond):
+        """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]; the network sees 1000 t. Given r (N,) <= t, the mean
+        velocity between t and r, which flow maps alone know."""
+        if r is not None:
+            cond["h"] = 1000.0 * (t - r)
         out = model(x_t, 1000.0 * t, **cond).float()
         if self.prediction == "v":
             return out
@@ -85,12 +102,36 @@ class FlowMatching:
         """x_t; t is a float or broadcasts."""
         return (1 - t) * x0 + t * noise
 
-    def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
-        """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,)."""
+    def training_inputs(self, guided: bool, u) -> dict:
+        """What losses take in training, beyond a validation loss: is guidance learned by now; u (num_uniforms, N)."""
+        return {"guided": guided}
+
+    def is_guided(self, t, y, null: int):
+        """(N, 1, 1, 1) bool: has the image a label, and does t lie in the interval of guidance?"""
+        low, high = self.cfg_interval
+        inside = (low <= t) & (t <= high) & (y != null)
+        return inside.view(-1, 1, 1, 1)
+
+    def losses(self, model, x0, t, noise, guided=False, **cond) -> dict[str, torch.Tensor]:
+        """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
+
+        `guided`: the model learns its own classifier-free guidance of scale w (GFT, Chen et al. 2025, arXiv:2501.15420;
+        Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
+            v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
+        which the model meets where v(x_t, t, y) is null + w (class - null) of plain training.
+        """
         w = t.view(-1, 1, 1, 1)
         x_t = self.noised(x0, w, noise)
-        error = self.velocity(model, x_t, t, **cond) - (noise - x0)
-        return {"loss": error.square().flatten(1).mean(1)}
+        v = self.velocity(model, x_t, t, **cond)
+        target = noise - x0
+        if guided:
+            null = model.config.num_classes
+            unlabelled = cond | {"y": torch.full_like(cond["y"], null)}
+            with torch.no_grad():  # for all rows: a compiled model has one batch size
+                toward_class = v - self.velocity(model, x_t, t, **unlabelled)
+            share = self.is_guided(t, cond["y"], null) * (1 - 1 / self.cfg_scale)
+            target = target + share * toward_class
+        return {"loss": (v - target).square().flatten(1).mean(1)}
 
     @torch.no_grad()
     def sample(self, denoiser, noise, steps: int, sampler="heun", generator=torch, progress=None, eta=0.0, known=None):
@@ -99,7 +140,10 @@ class FlowMatching:
         Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
         sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
         """
-        velocity = lambda x, t: self.velocity(denoiser, x, torch.full((len(x),), t, device=x.device))
+
+        def velocity(x, *times):
+            return self.velocity(denoiser, x, *(torch.full((len(x),), t, device=x.device) for t in times))
+
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
         if known is not None and known.strength < 1:
@@ -107,9 +151,70 @@ class FlowMatching:
             times = times[-1 - steps :]
             x = self.noised(known.x0, times[0], x)
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
-            x, x0 = SAMPLERS[sampler](velocity, x, t, t_next, generator)
+            x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
             if known is not None:
                 x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
             if progress is not None:
                 progress(i, steps, x0)
         return x
+
+
+class FlowMap(FlowMatching):
+    """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
+
+    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale (Boffi et al. 2025,
+    arXiv:2505.18825, the Lagrangian form without a derivative). For r < m < t, m near r, and sg = no gradient:
+        x_m = x_t - (t - m) sg u(x_t, t, m)
+        (t - r) u(x_t, t, r)  <-  (t - m) sg u(x_t, t, m) + (m - r) v(x_m, m)
+    At r = t this is u <- v(x_t, t), which keeps the other samplers alive.
+    """
+
+    samplers = MAP_SAMPLERS
+    default_sampler = "map"
+    default_steps = 4
+    num_uniforms = 3
+    teacher = None  # for training
+
+    def learn_from(self, teacher) -> None:
+        """`teacher`: a trained flow model (formats.load.Loaded)."""
+        if teacher is None or teacher.process.num_timesteps:
+            raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
+        if self.cfg_scale != 1 and not teacher.can_guide:
+            print0(f"cfg_scale={self.cfg_scale} is ignored: {teacher.source} cannot be guided, or has learned guidance")
+            self.cfg_scale = 1.0
+        self.teacher = teacher
+
+    def training_inputs(self, guided: bool, u) -> dict:
+        return {"u": u}
+
+    def teacher_velocity(self, x_t, t, **cond):
+        """v (N, C, H, W) at x_t and t (N,), guided."""
+        velocity, model = self.teacher.process.velocity, self.teacher.model
+        if self.cfg_scale == 1:
+            return velocity(model, x_t, t, **cond)
+        null = model.config.num_classes
+        both = {name: torch.cat([value, value]) for name, value in cond.items()}
+        both["y"] = torch.cat([cond["y"], torch.full_like(cond["y"], null)])
+        out = velocity(model, torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
+        v, v_null = out.chunk(2)
+        guided = v_null + self.cfg_scale * (v - v_null)
+        return torch.where(self.is_guided(t, cond["y"], null), guided, v)
+
+    def losses(self, model, x0, t, noise, u=None, **cond) -> dict[str, torch.Tensor]:
+        """{"loss": (N,)}: of u, given u (3, N) uniform in [0, 1); without, the plain loss of v, for validation."""
+        if u is None:
+            return super().losses(model, x0, t, noise, **cond)
+        u_r, u_m, u_kind = u
+        jumps = u_kind < 0.5  # the other half of the rows has r = t
+        t = torch.where(u_kind < 0.15, 1.0, t)  # sampling starts there, and logit-normal t never does
+        r = torch.where((u_kind > 0.075) & (u_kind < 0.225), 0.0, t * u_r)
+        r = torch.where(jumps, r, t)
+        share = torch.where(jumps, 0.25 * u_m, 1.0)  # (m - r) / (t - r)
+        m = r + share * (t - r)
+        w, gap, share = (x.view(-1, 1, 1, 1) for x in (t, t - m, share))
+        x_t = self.noised(x0, w, noise)
+        with torch.no_grad():
+            u_tm = self.velocity(model, x_t, t, m, **cond)
+            target = (1 - share) * u_tm + share * self.teacher_velocity(x_t - gap * u_tm, m, **cond)
+        error = self.velocity(model, x_t, t, r, **cond) - target
+        return {"loss": error.square().flatten(1).mean(1)}

@@ -148,6 +148,8 @@ class GaussianDiffusion:
 
     samplers = SAMPLERS
     default_sampler = "ddim"
+    default_steps = 50
+    num_uniforms = 0
 
     def __init__(self, noise_schedule="linear", num_timesteps=1000, objective="eps", variance="fixed_small", loss="mse",
                  rescale_timesteps=False, clip_denoised=True):  # fmt: skip
@@ -288,6 +290,9 @@ class GaussianDiffusion:
         kl = normal_kl(mean, log_variance, p["mean"], p["log_variance"])
         nll = -discretized_gaussian_log_likelihood(x0, p["mean"], p["log_variance"])
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
+
+    def training_inputs(self, guided: bool, u) -> dict:
+        return {}
 
     def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".

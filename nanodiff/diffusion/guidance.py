@@ -6,22 +6,35 @@ import torch.nn.functional as F
 from nanodiff.common import UserError, print0
 
 
-def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tuple[float, tuple[float, float]]:
-    """The guidance that is done: cfg_scale, and from "0.3,0.8" the interval of t, from 0 (image) to 1 (noise).
-
-    With neither a null class nor a weaker model (`can_guide`) there is nothing to guide away from: both settings are
-    ignored, and that is printed.
-    """
+def parse_interval(cfg_interval: str) -> tuple[float, float]:
+    """(0.3, 0.8) from "0.3,0.8": where t, from 0 (image) to 1 (noise), guidance applies."""
     try:
         low, high = (float(x) for x in cfg_interval.split(","))
     except ValueError:
         low = high = -1.0
     if not 0 <= low < high <= 1:
         raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
+    return low, high
+
+
+def learns_guidance(config: dict) -> bool:
+    """Does a run with these settings teach cfg_scale's guidance to the model itself? Its samples then need none."""
+    return config.get("objective", "").startswith("flow_map") or config.get("guided_from", 1.0) < 1
+
+
+def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tuple[float, tuple[float, float]]:
+    """The guidance that samples get: cfg_scale and an interval of t.
+
+    With neither a null class nor a weaker model (`can_guide`) there is nothing to guide away from, and a model that has
+    learned guidance would be guided twice: both settings are ignored, and that is printed.
+    """
+    low, high = parse_interval(cfg_interval)
     if can_guide and cfg_scale != 1:
         return cfg_scale, (low, high)
     if (cfg_scale, low, high) != (1, 0, 1):
-        why = "cfg_scale=1 is no guidance" if can_guide else "the model has no null class to guide away from"
+        why = "the model has no null class to guide away from, or has learned guidance"
+        if can_guide:
+            why = "cfg_scale=1 is no guidance"
         print0(f"not guided: cfg_scale={cfg_scale:g} and cfg_interval={cfg_interval} are ignored, as {why}")
     return 1.0, (0.0, 1.0)
 
@@ -42,10 +55,10 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     low, high = settings.cfg_interval
     always = low <= 0 and high >= 1
 
-    def denoiser(x_t, t):
+    def denoiser(x_t, t, **jump):
         # All images have the same t; .item() waits for the device
         if cfg_scale == 1 or not (always or low <= t[0].item() / t_end <= high):
-            return model(x_t, t, **cond)
+            return model(x_t, t, **cond, **jump)
         if weak_model is not None:
             strong = model(x_t, t, **cond).float()
             weak = weak_model(x_t, t, **cond).float()

@@ -2,25 +2,28 @@
 
 from nanodiff.common import UserError
 from nanodiff.diffusion import flow, gaussian
-from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.flow import FlowMap, FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.diffusion.guidance import parse_interval
 
-OBJECTIVES = ("flow", "flow_x0", "eps", "x0", "x_prev", "v")
-SAMPLERS = flow.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
+OBJECTIVES = ("flow", "flow_x0", "flow_map", "flow_map_x0", "eps", "x0", "x_prev", "v")
+SAMPLERS = flow.MAP_SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
 def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
-    """The process of config["objective"]: flow, flow_x0 (flow matching), eps, x0, x_prev or v (Gaussian diffusion).
+    """The process of config["objective"]: flow matching, a flow map or, by eps, x0, x_prev or v, Gaussian diffusion.
 
     `facts`: a codec's; predictions of x0 are clipped to [-1, 1] for images, not for latents.
     """
     objective = config["objective"]
-    if objective in ("flow", "flow_x0"):
-        prediction = "x0" if objective == "flow_x0" else "v"
+    if objective.startswith("flow"):
+        kind = FlowMap if objective.startswith("flow_map") else FlowMatching
+        prediction = "x0" if objective.endswith("x0") else "v"
         std, timesteps = config.get("timestep_std", 1.0), config.get("timesteps", "auto")
         if std != 1 and timesteps not in ("auto", "logit-normal"):
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
-        return FlowMatching(prediction, config.get("timestep_shift", 1.0), std)
+        interval = parse_interval(config.get("cfg_interval", "0,1"))
+        return kind(prediction, config.get("timestep_shift", 1.0), std, config.get("cfg_scale", 1.0), interval)
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss", "rescale_timesteps")
     return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] != "latents")
 

@@ -15,7 +15,7 @@ import torch
 from nanodiff.common import UserError, base_dir, in_batches, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
-from nanodiff.diffusion.guidance import choose_guidance
+from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
 from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
 from nanodiff.formats.adapters import apply_adapters
@@ -58,9 +58,9 @@ class Loaded:
         return self.data["class_names"][: self.num_classes]
 
     @property
-    def has_null_class(self) -> bool:
-        """Can it predict without a label, as classifier-free guidance needs?"""
-        return self.num_classes > 0 and self.config["label_drop"] > 0
+    def can_guide(self) -> bool:
+        """Has it a null class for classifier-free guidance, which it has not learned itself?"""
+        return self.num_classes > 0 and self.config["label_drop"] > 0 and not learns_guidance(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +76,7 @@ class Loaded:
         classes=(),
         num_images: int = 16,
         seed: int = 0,
-        steps: int = 50,
+        steps: int = 0,
         sampler: str = "auto",
         cfg_scale: float = 2.0,
         cfg_interval: str = "0,1",
@@ -89,8 +89,9 @@ class Loaded:
         """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays."""
         codec = load_codec(self.data, self.device, autoencoder)
         small = open_low_res("", self, self.device, autoencoder)
+        steps = steps or self.process.default_steps
         sampler = choose_sampler(self.process, sampler, steps)
-        guidance = choose_guidance(cfg_scale, cfg_interval, self.has_null_class)
+        guidance = choose_guidance(cfg_scale, cfg_interval, self.can_guide)
         settings = SampleSettings(steps, sampler, *guidance)
         chosen = parse_classes(classes, self.class_names)
         given = None
@@ -274,5 +275,7 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
     differing += [key for key in keys if guide.config.get(key) != loaded.config[key]]
     codecs = [model.data.get("latents", {}) for model in (guide, loaded)]
     differing += [key for key in ("sha256", "offset", "scale") if codecs[0].get(key) != codecs[1].get(key)]
+    if loaded.config["objective"].startswith("flow_map"):
+        raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
     if differing:
         raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")

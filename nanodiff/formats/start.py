@@ -27,6 +27,9 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     if class_names:
         name, own_table = class_table(model)
         weights[name + ".weight"], note = match_rows(own_table.weight, table, loaded.class_names, class_names)
+    if not getattr(loaded.model.config, "flow_map", False):
+        fresh = {name: value for name, value in model.state_dict().items() if name.startswith("h_embed")}
+        weights |= fresh  # a flow map's, still without effect
     load_weights(model, weights, loaded.source)
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
 
@@ -48,7 +51,9 @@ def check_shape(model, loaded: Loaded) -> None:
 
 def warn_of_process(loaded: Loaded, config: dict) -> None:
     """Say what the model must relearn, since its process differs from that of the settings `config`."""
-    keys = ["objective"]
+    keys = []
+    if loaded.config["objective"].replace("_map", "") != config["objective"].replace("_map", ""):
+        keys = ["objective"]
     if not loaded.config["objective"].startswith("flow"):
         keys += PROCESS
     if loaded.config.get("num_timesteps") == config["num_timesteps"] == 1000 and "rescale_timesteps" in keys:

@@ -13,7 +13,7 @@ from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
 # The data decide these fields of a model's config, the next follow from others; every other field has a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", "num_classes")
-DERIVED = ("mlp_ratio", "channel_mult", "null_class")
+DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where that has another name
 SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
 
@@ -63,6 +63,9 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
     kind = UNetConfig if config["arch"] == "unet" else DiTConfig
+    is_map = config["objective"].startswith("flow_map")
+    if is_map and kind is UNetConfig:
+        raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
     shape = {
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
@@ -74,6 +77,8 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
             raise UserError(f"{kind.__name__}.{field} has no setting {setting!r}; see models/build.py")
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
+    if is_map:
+        shape["flow_map"] = True
     model_config = kind.from_depth(config["depth"], **shape)
     check_sizes(model_config, facts)
     return model_config

@@ -33,6 +33,7 @@ class DiTConfig:
     mlp_ratio: float = 4.0  # hidden / width; a modern MLP has three matrices, hence 2/3 of it
     low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
+    flow_map: bool = False  # also sees h, the time to jump
 
     def __post_init__(self):
         if self.patch_size < 1 or self.image_size % self.patch_size:
@@ -229,6 +230,8 @@ class DiT(nn.Module):
         channels = config.in_channels * (2 if config.low_res else 1)
         self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
         self.t_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
+        if config.flow_map:
+            self.h_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
         # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s at every start
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
@@ -248,12 +251,14 @@ class DiT(nn.Module):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and "ada" not in name and "final" not in name:
                 nn.init.xavier_uniform_(w, generator=generator)
+            if name == "h_embed.2.weight":  # so that a flow model is a flow map at once, good for short jumps
+                w.zero_()
             p.copy_(w)
 
-    def forward(self, x_t, t, y=None, low_res=None):
+    def forward(self, x_t, t, y=None, low_res=None, h=None):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, the null class.
+        Labels run from 0 to num_classes, the null class. h (N,) in [0, t]: how far a flow map jumps; None = 0.
         """
         cfg = self.config
         p = cfg.patch_size
@@ -272,6 +277,9 @@ class DiT(nn.Module):
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
         if self.y_embed is not None:
             c = c + self.y_embed(y)
+        if cfg.flow_map:
+            h = torch.zeros_like(t) if h is None else h
+            c = c + self.h_embed(timestep_embedding(h, T_EMBED_DIM))
         c = F.silu(c)  # adaLN's activation, the same in every block
 
         for block in self.blocks:
@@ -291,6 +299,6 @@ class DiT(nn.Module):
         flops = self.config.depth * 4 * T * T * self.config.width  # q k^T and weights @ v, 2 T T C each
         for name, p in self.named_parameters():
             if p.ndim == 2 and "y_embed" not in name:  # a look-up multiplies nothing
-                per_image = "t_embed" in name or ".ada." in name
+                per_image = name.startswith(("t_embed", "h_embed")) or ".ada." in name
                 flops += 2 * p.numel() * (1 if per_image else T)
         return 3 * flops

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nanodiff.common import UserError, base_dir, collective, is_out_of_memory, print0
 from nanodiff.device import reset_peak_memory
-from nanodiff.diffusion.guidance import conditioning
+from nanodiff.diffusion.guidance import conditioning, learns_guidance
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
@@ -63,7 +63,8 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
         is_same_horizon = key == "num_iterations" and (value == 0 or was == -1)
         if value != was and not is_same_horizon:
             changed[key] = f"{key}={value!r} (was {was!r})"
-    fixed = [text for key, text in changed.items() if key not in FREE | RATES]
+    free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
+    fixed = [text for key, text in changed.items() if key not in free | RATES]
     if fixed:
         raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
     rates = [text for key, text in changed.items() if key in RATES]

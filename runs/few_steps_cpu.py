@@ -1,0 +1,21 @@
+"""Tune runs/shapes_cpu.py's model to sample in one to four steps."""
+
+model_tag = "few_steps_cpu"
+init_from = "shapes_cpu"
+data = "shapes"
+depth = 4
+width = 160
+objective = "flow_map_x0"
+timestep_shift = 1.3
+timestep_std = 0.7
+num_iterations = 350
+total_batch_size = 64
+lr = 1e-3
+muon_lr = 0.01
+warmdown_ratio = 0.8
+eval_every = -1
+sample_every = -1
+cfg_scale = 2.0
+cfg_interval = "0.3,0.85"
+sample_steps = 4
+save_every = 0

@@ -1,0 +1,254 @@
+"""Guidance in the loss and flow maps: against closed forms, and as whole runs."""
+
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import run_process
+from test_base_train import TINY, losses, metrics, tiny, weights  # noqa: F401 (tiny is a fixture)
+from tiny_runs import assert_identical, make_run, run_script  # noqa: F401 (run_script is a fixture)
+
+from nanodiff.common import UserError, make_generator
+from nanodiff.diffusion.flow import FlowMap, FlowMatching
+from nanodiff.formats.load import check_guide, load_run
+from nanodiff.models.dit import DiT, DiTConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guidance in the loss
+
+IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set of one image per class
+NULL = 2
+
+
+def expected_x0(x_t, t, y):
+    """E[x0 | x_t, y] of the two images, equally likely where y is NULL; x_t (N, 2, 1, 1), t and y (N,)."""
+    t = t.view(-1, 1)
+    squares = (x_t[:, None] - (1 - t)[:, :, None, None, None] * IMAGES).flatten(2).square().sum(2)  # (N, 2)
+    posterior = torch.softmax(-squares / (2 * t**2), dim=1)
+    weights = torch.where((y == NULL)[:, None], posterior, torch.nn.functional.one_hot(y.clamp(max=1), 2).float())
+    return (weights[:, :, None, None, None] * IMAGES).sum(1)
+
+
+class Perfect:
+    """The velocity of that set; that of a class guided by `scale`."""
+
+    config = SimpleNamespace(num_classes=NULL)
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, x_t, model_t, y):
+        t = model_t / 1000
+        v, v_null = ((x_t - expected_x0(x_t, t, y)) / t.view(-1, 1, 1, 1) for y in (y, torch.full_like(y, NULL)))
+        return v_null + self.scale * (v - v_null)
+
+
+def rows(n=64):
+    g = make_generator(0)
+    y = torch.randint(0, NULL, (n,), generator=g)
+    t = 0.1 + 0.8 * torch.rand(n, generator=g)
+    return IMAGES[y], t, torch.randn(n, 2, 1, 1, generator=g), y
+
+
+def test_the_loss_is_least_where_the_model_is_guided():
+    """The velocity that guidance of scale 3 samples from has no loss within the interval, that of the data elsewhere;
+    and gradient descent from the data's velocity arrives at it."""
+    process = FlowMatching(cfg_scale=3.0, cfg_interval=(0.3, 0.7))
+    x0, t, noise, y = rows()
+    inside = (t > 0.3) & (t < 0.7)
+    guided = process.losses(Perfect(3.0), x0, t, noise, guided=True, y=y)["loss"]
+    plain = process.losses(Perfect(), x0, t, noise, guided=True, y=y)["loss"]
+    assert guided[inside].max() < 1e-8 < 1e-3 < plain[inside].max()
+    assert plain[~inside].max() < 1e-8 < 1e-3 < guided[~inside].max()
+
+    learned = torch.zeros_like(x0, requires_grad=True)
+    perfect = Perfect()
+
+    def model(x_t, t, y):
+        return perfect(x_t, t, y) + (learned if (y != NULL).all() else 0)
+
+    model.config = perfect.config
+    descent = torch.optim.SGD([learned], lr=1.0)
+    for _ in range(100):
+        descent.zero_grad()
+        process.losses(model, x0, t, noise, guided=True, y=y)["loss"].sum().backward()
+        descent.step()
+    x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * noise
+    added = Perfect(3.0)(x_t, 1000 * t, y) - perfect(x_t, 1000 * t, y)
+    torch.testing.assert_close(learned[inside].detach(), added[inside], rtol=1e-3, atol=1e-4)
+
+
+def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
+    x0, t, noise, y = rows()
+    plain = FlowMatching().losses(Perfect(2.0), x0, t, noise, y=y)["loss"]
+    assert torch.equal(FlowMatching().losses(Perfect(2.0), x0, t, noise, guided=True, y=y)["loss"], plain)
+    y[:] = NULL
+    losses = [FlowMatching(cfg_scale=w).losses(Perfect(), x0, t, noise, True, y=y)["loss"] for w in (1.0, 5.0)]
+    assert torch.equal(*losses)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flow maps
+
+
+def test_an_untrained_map_is_its_flow_model():
+    """Whatever r is, and so it has no loss at r = t against an unguided teacher."""
+    config = dict(image_size=8, in_channels=3, out_channels=3, patch_size=4, width=64, depth=1, heads=4, num_classes=0)
+    flow, student = DiT(DiTConfig(**config)), DiT(DiTConfig(**config, flow_map=True))
+    student.init_weights(make_generator(0))
+    torch.nn.init.normal_(student.final.linear.weight, generator=make_generator(1))  # zero would hide all
+    flow.load_state_dict({k: v for k, v in student.state_dict().items() if not k.startswith("h_embed")})
+    x0, noise = torch.randn(2, 6, 3, 8, 8)
+    t = torch.rand(6)
+    process = FlowMap("x0")
+    process.learn_from(SimpleNamespace(process=FlowMatching("x0"), model=flow))
+    v = FlowMatching("x0").velocity(flow, x0, t)
+    for r in (t, 0 * t, 0.3 * t):
+        assert torch.equal(process.velocity(student, x0, t, r), v)
+    u = torch.rand(3, 6)
+    u[2] = 0.5 + 0.5 * u[2]  # rows of r = t
+    assert (process.losses(student, x0, t, noise, u)["loss"] == 0).all()
+    assert (process.losses(student, x0, t, noise)["loss"] > 0).all()  # that of validation is the data's
+
+
+MEAN, STD = 0.5, 0.3
+
+
+def spread(t):
+    return ((1 - t) ** 2 * STD**2 + t**2) ** 0.5
+
+
+def exact_map(x, t, r):
+    """Of data N(MEAN, STD^2): the flow keeps the place in units of the deviation."""
+    return (1 - r) * MEAN + spread(r) / spread(t) * (x - (1 - t) * MEAN)
+
+
+class Student(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(3, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
+        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
+
+    def forward(self, x, model_t, h=None):
+        h = torch.zeros_like(model_t) if h is None else h
+        inputs = torch.stack([x.flatten(), model_t / 1000, h / 1000], dim=1)
+        return self.layers(inputs).view_as(x)
+
+
+def test_the_map_of_gaussian_data():
+    """Trained against the exact velocity, one jump from any t to any r lands where the flow does."""
+
+    def velocity(x, model_t):
+        t = (model_t / 1000).view(-1, 1, 1, 1)
+        slope = (t - (1 - t) * STD**2) / spread(t) ** 2
+        return slope * (x - (1 - t) * MEAN) - MEAN
+
+    process, student, g = FlowMap(), Student(), make_generator(0)
+    process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
+    adam = torch.optim.Adam(student.parameters(), lr=5e-3)
+    for step in range(800):
+        adam.param_groups[0]["lr"] = 5e-3 * (1 - step / 800)
+        x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
+        noise = torch.randn(512, 1, 1, 1, generator=g)
+        t, *u = torch.rand(4, 512, generator=g)
+        loss = process.losses(student, x0, t, noise, u)["loss"].mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    z = torch.linspace(-1.5, 1.5, 9).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        for t, r in [(1.0, 0.0), (1.0, 0.5), (0.5, 0.0), (0.8, 0.3)]:
+            x = (1 - t) * MEAN + spread(t) * z
+            full = torch.full((9,), t)
+            landed = x - (t - r) * process.velocity(student, x, full, torch.full((9,), r))
+            torch.testing.assert_close(landed, exact_map(x, t, r), rtol=0, atol=0.1)
+        for sampler, steps in (("map", 1), ("map", 2), ("map", 4), ("heun", 20)):
+            out = process.sample(student, z, steps, sampler)
+            torch.testing.assert_close(out, exact_map(z, 1.0, 0.0), rtol=0, atol=0.1)
+        one_step = process.sample(student, z, 1, "euler")
+        assert (one_step - exact_map(z, 1.0, 0.0)).abs().max() > 0.3  # what a flow model does in one step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+GUIDED = ("--guided_from=0.5", "--cfg_scale=3", "--cfg_interval=0.2,0.8", "--label_drop=0.3")
+MAP = ("--objective=flow_map", "--init_from=source", "--cfg_scale=3", "--cfg_interval=0.2,0.8")
+
+
+@pytest.fixture(params=["guided", "map"])
+def more(request, tiny, run_script):  # noqa: F811
+    if request.param == "guided":
+        return GUIDED
+    run_script("base_train", *TINY, "--model_tag=source")
+    return MAP
+
+
+def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
+    args = (*TINY, *more, "--device_batch_size=8")
+    run_script("base_train", *args, "--model_tag=whole")
+    run_script("base_train", *args, "--model_tag=parts", "--save_every=2", "--checkpoints_kept=-1")
+    for step in (4, 6):
+        shutil.rmtree(tiny / "runs" / "parts" / "checkpoints" / f"step_{step:06d}")
+    assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 2
+    assert metrics(tiny, "parts") == metrics(tiny, "whole")
+    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa: F811
+    args = (*TINY, *more, "--eval_every=-1")
+    run_script("base_train", *args, "--model_tag=one", "--device_batch_size=16")
+    run_process("base_train", *args, "--model_tag=two", "--device_batch_size=4", ranks=2)
+    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+
+
+def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa: F811
+    """Until then the run is the plain one, bit for bit; and a validation loss is plain to the end."""
+    run_script("base_train", *TINY, "--model_tag=plain", "--cfg_scale=3")
+    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5")
+    plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
+    assert guided[:3] == plain[:3] and guided[3] != plain[3]
+    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5")
+
+
+def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys):  # noqa: F811
+    """Any cfg_scale draws the same images, and one line says why; a map takes four jumps, and Heun's steps too."""
+    run_script("base_train", *TINY, *more, "--model_tag=learned", "--save_every=0")
+    loaded = load_run("learned", "cpu")
+    capsys.readouterr()
+    images = loaded.sample(num_images=2, cfg_scale=7.0)
+    assert "has learned guidance" in capsys.readouterr().out
+    assert (images == loaded.sample(num_images=2, cfg_scale=1.0)).all() and capsys.readouterr().out == ""
+    if more == MAP:
+        assert (images == loaded.sample(num_images=2, steps=4, sampler="map")).all()
+        assert (images != loaded.sample(num_images=2, steps=4, sampler="heun")).any()
+        with pytest.raises(UserError, match="flow map, which jumps"):
+            check_guide(loaded, loaded)
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        (("--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes, label_drop > 0"),
+        (("--guided_from=0.5", "--class_cond=False"), "guided_from=0.5 needs classes"),
+        (("--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
+        (("--guided_from=0.5", "--objective=eps"), "guided_from"),
+        (("--objective=flow_map",), "flow_map tunes a flow run.*init_from"),
+        (("--objective=flow_map", "--arch=unet", "--patch_size=0"), "flow map needs arch=dit"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny, run_script, mistake, said, capsys):  # noqa: F811
+    with pytest.raises((UserError, SystemExit)) as refusal:
+        run_script("base_train", *TINY, *mistake)
+    assert re.search(said, f"{refusal.value} {capsys.readouterr().err}")
+
+
+def test_the_learned_guidance_is_fixed_on_resume(tiny, run_script, more):  # noqa: F811
+    args = (*TINY, *more, "--eval_every=-1", "--model_tag=learned")
+    run_script("base_train", *args, "--num_iterations=1")
+    with pytest.raises(UserError, match="cfg_scale=5.0 .was 3.0"):
+        run_script("base_train", *args, "--resume=changed", "--cfg_scale=5")
