@@ -151,12 +151,12 @@ def apply_adapters(loaded, path: str, scale: float = 1.0) -> None:
         add_classes(loaded.model, len(names) - len(known))  # a new class starts as the base's null class
         loaded.data = loaded.data | {"class_names": names, "num_classes": len(names)}
         rows = [len(names) if name is None else names.index(name) for name in classes]
-    with reading(path, f"does not fit {origin['name']}"):
-        for key, x in tensors.items():
-            if key.endswith(A):
-                weight = loaded.model.get_submodule(key.removeprefix(PREFIX).removesuffix(A)).weight
-                delta = tensors[key.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-                weight.add_(delta.to(weight.device), alpha=scale * alpha_over_rank)
-            elif key.endswith(ROWS):
-                table = loaded.model.get_submodule(key.removeprefix(PREFIX).removesuffix(ROWS)).weight
-                table[rows] += scale * (x.to(table) - table[rows])
+    for key, x in tensors.items():
+        name = key.removeprefix(PREFIX)
+        if key.endswith(A):
+            weight = loaded.model.get_submodule(name.removesuffix(A)).weight
+            delta = tensors[key.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
+            weight.add_(delta.to(weight.device), alpha=scale * alpha_over_rank)
+        elif key.endswith(ROWS):
+            table = loaded.model.get_submodule(name.removesuffix(ROWS)).weight
+            table[rows] += scale * (x.to(table) - table[rows])
