@@ -37,7 +37,8 @@ from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import PUBLISHED, check_guide, load_run
+from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.published import PUBLISHED
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations, parse_classes, parse_size
 from nanodiff.sampling.given import GivenImages

@@ -19,7 +19,7 @@ from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
 from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.published import from_diffusers, from_improved_diffusion, from_meta
+from nanodiff.formats.published import read_published
 from nanodiff.models.build import empty_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
@@ -30,8 +30,6 @@ from nanodiff.sampling.low_res import open_low_res
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
-# Settings of scripts/sample.py missing from published files; 0 and "auto": as in the published models
-PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
 
 
 @dataclasses.dataclass
@@ -133,27 +131,26 @@ def load_run(run: str, device, step: int | str = "newest", ema: str = "", publis
             path = folder / DIFFUSERS
     if path.is_file():
         meta, tensors = read_file(path, published or {})
-        model, process = build(meta, tensors, device, path)
-        facts = (meta["config"], meta["data"], meta["step"], str(path), meta["ema"], path)
-        return Loaded(model, process, *facts)
-
-    checkpoint = find_checkpoint(path, step)
-    if checkpoint is None:
-        raise UserError(f"{path} holds no checkpoint")
-    meta = load_meta(checkpoint)
-    best = read_best(path)
-    note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if best else ""
-    print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
-    rates = [str(rate) for rate in meta["ema_rates"]]
-    ema = ema or (rates[0] if rates else "raw")
-    if ema not in ("raw", *rates):
-        raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-    if "lora" in meta:
-        return load_tuned(meta, checkpoint, path, device, published)
-    weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
-    model, process = build(meta, load_tensors(weights_path), device, checkpoint)
-    facts = (meta["config"], meta["data"], meta["step"], str(checkpoint), ema, weights_path, path)
-    return Loaded(model, process, *facts)
+        origin = {"source": str(path), "weights": meta["ema"], "weights_path": path}
+    else:
+        checkpoint = find_checkpoint(path, step)
+        if checkpoint is None:
+            raise UserError(f"{path} holds no checkpoint")
+        meta = load_meta(checkpoint)
+        best = read_best(path)
+        note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if best else ""
+        print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
+        rates = [str(rate) for rate in meta["ema_rates"]]
+        ema = ema or (rates[0] if rates else "raw")
+        if ema not in ("raw", *rates):
+            raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
+        if "lora" in meta:
+            return load_tuned(meta, checkpoint, path, device, published)
+        weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
+        tensors = load_tensors(weights_path)
+        origin = {"source": str(checkpoint), "weights": ema, "weights_path": weights_path, "run_dir": path}
+    model, process = build(meta, tensors, device, origin["source"])
+    return Loaded(model, process, meta["config"], meta["data"], meta["step"], **origin)
 
 
 def load_tuned(meta: dict, checkpoint: Path, run_dir: Path, device, published: dict | None) -> Loaded:
@@ -192,53 +189,7 @@ def read_file(path: Path, published: dict) -> tuple[dict, dict]:
         return read_published(path, tensors, published)
 
 
-def read_published(path: Path, tensors: dict, published: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
-    if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
-        tensors = tensors["ema"]
-    given = {name: value for name, value in published.items() if value not in (0, "auto")}
-    heads, image_size = given.pop("num_heads", 0), given.pop("image_size", 0)
-    config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": "no", "label_drop": 0.1}
-    if "x_embedder.proj.weight" in tensors:
-        arch = "dit_classic"
-        model_config, tensors = from_meta(tensors, heads)
-    elif "pos_embed.proj.weight" in tensors:
-        arch = "dit_classic"
-        model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
-    else:
-        arch = "unet"
-        model_config, tensors = from_improved_diffusion(tensors, image_size, heads)
-        config["label_drop"] = 0.0  # the class table has no null class
-        # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
-        if model_config.use_scale_shift_norm:
-            config["num_timesteps"] = 4000
-            if not model_config.low_res:
-                config["noise_schedule"] = "cosine"
-            if not model_config.num_classes:
-                config["rescale_timesteps"] = "yes"
-    config |= given
-    config["rescale_timesteps"] = config["rescale_timesteps"] == "yes"
-    channels, num_classes = model_config.in_channels, model_config.num_classes
-    learns_variance = model_config.out_channels == 2 * channels
-    config |= {
-        "objective": "eps",
-        "loss": "mse",
-        "variance": "learned_range" if learns_variance else "fixed_large",
-        "low_res_size": model_config.low_res,
-    }
-    data = {
-        "name": "",
-        "kind": "images" if channels <= 3 else "latents",
-        "channels": channels,
-        "resolution": model_config.image_size,
-        "num_classes": num_classes,
-        "class_names": [str(i) for i in range(num_classes)],
-    }
-    meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data}
-    return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
-
-
-def build(meta: dict, tensors: dict, device, source: Path):
+def build(meta: dict, tensors: dict, device, source: str):
     """(model, process) that `meta` describes, with these tensors."""
     objective = meta["config"].get("objective")
     if objective not in OBJECTIVES:

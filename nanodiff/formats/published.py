@@ -1,10 +1,13 @@
-"""Key maps of published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
+"""Published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
 `from_*` gives our config, read off names and shapes, and our state dict, or raises what a foreign dict makes it raise;
 `to_meta` gives the published state dict.
 """
 
+import dataclasses
+import json
 import math
+from pathlib import Path
 
 import torch
 
@@ -36,7 +39,55 @@ DIFFUSERS = (
     ("t_embed.2.", "timestep_embedder.linear_2."),
     ("y_embed.", "class_embedder.embedding_table."),
 )
+# Settings of scripts/sample.py missing from published files; 0 and "auto": as in the published models
+PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
+
+
+def read_published(path: Path, tensors: dict, published: dict) -> tuple[dict, dict]:
+    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
+    if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
+        tensors = tensors["ema"]
+    given = {name: value for name, value in published.items() if value not in (0, "auto")}
+    heads, image_size = given.pop("num_heads", 0), given.pop("image_size", 0)
+    config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": "no", "label_drop": 0.1}
+    if "x_embedder.proj.weight" in tensors:
+        arch = "dit_classic"
+        model_config, tensors = from_meta(tensors, heads)
+    elif "pos_embed.proj.weight" in tensors:
+        arch = "dit_classic"
+        model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
+    else:
+        arch = "unet"
+        model_config, tensors = from_improved_diffusion(tensors, image_size, heads)
+        config["label_drop"] = 0.0  # the class table has no null class
+        # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
+        if model_config.use_scale_shift_norm:
+            config["num_timesteps"] = 4000
+            if not model_config.low_res:
+                config["noise_schedule"] = "cosine"
+            if not model_config.num_classes:
+                config["rescale_timesteps"] = "yes"
+    config |= given
+    config["rescale_timesteps"] = config["rescale_timesteps"] == "yes"
+    channels, num_classes = model_config.in_channels, model_config.num_classes
+    learns_variance = model_config.out_channels == 2 * channels
+    config |= {
+        "objective": "eps",
+        "loss": "mse",
+        "variance": "learned_range" if learns_variance else "fixed_large",
+        "low_res_size": model_config.low_res,
+    }
+    data = {
+        "name": "",
+        "kind": "images" if channels <= 3 else "latents",
+        "channels": channels,
+        "resolution": model_config.image_size,
+        "num_classes": num_classes,
+        "class_names": [str(i) for i in range(num_classes)],
+    }
+    meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data}
+    return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
 
 
 def rename(name: str, pairs) -> str:
