@@ -1,10 +1,11 @@
-"""On a GPU as on a CPU: the same numbers, nothing compiled twice, every collective, an overflow that is survived.
+"""On a GPU as on a CPU: the same numbers, one wait a step, nothing compiled twice, every collective.
 
 Each test also runs on the CPU, so that the test itself is known to work. `pytest -m cuda` runs them on the GPU alone.
 """
 
 import functools
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from test_base_train import metrics, weights
 from tiny_runs import assert_identical, make_data, randomise
 
 from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, sum_over_ranks
-from nanodiff.device import autocast_to, init_device
+from nanodiff.device import autocast_to, host_copy, init_device
 from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
+from nanodiff.training.checkpoint import Saver, find_checkpoint
+from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
 from nanodiff.training.resume import largest_batch
 
@@ -67,11 +71,12 @@ def test_loss_and_gradients_are_those_of_fp32_on_a_cpu(device, block, dtype, tol
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-2), (torch.bfloat16, 5e-2)])
-def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, tolerance):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, tolerance, is_compiled):
     updates = []
     for where, muon_dtype in ((CPU, torch.float32), (device, dtype)):
         model = build(where)
-        optim = make_optimizer(model)
+        optim = make_optimizer(model, compile=is_compiled)  # on a CPU this compiles nothing
         optim.muon_dtype = muon_dtype
         before = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
         for i, p in enumerate(model.parameters()):
@@ -81,6 +86,52 @@ def test_a_step_of_the_optimizer_is_that_of_fp32_on_a_cpu(device, dtype, toleran
         updates.append((norm, torch.cat([p.detach().flatten().cpu() for p in model.parameters()]) - before))
     assert updates[1][0] == pytest.approx(updates[0][0], rel=1e-4)
     assert float((updates[1][1] - updates[0][1]).norm() / updates[0][1].norm()) < tolerance
+
+
+@pytest.mark.cuda
+@NO_GPU
+def test_a_step_waits_for_the_gpu_once():
+    """Where it reads the norm; else the host runs ahead, and the GPU never waits for it."""
+    device = init_device("cuda")
+    model = build(device)
+    optim = make_optimizer(model)
+    ema = EMA(model, optim)
+    x0 = torch.randn(4, 3, 16, 16, device=device)
+    t, y = torch.linspace(0.1, 0.9, 4, device=device), torch.arange(4, device=device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            for step in range(1, 4):
+                FlowMatching().losses(model, x0, t, x0, y=y)["loss"].mean().backward()
+                optim.sync_grads(stop=step == 3)
+                optim.step(0.5)
+                ema.update(step)
+                optim.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in waits if "synchronizing" in str(w.message)]) == 3
+
+
+def test_a_save_holds_the_weights_of_its_step(device, tmp_path):
+    """A thread writes it; training changes the weights meanwhile."""
+    weights, saver = {"w": torch.ones(10**6, device=device)}, Saver()
+    meta = dict(step=1, config={}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
+    saver.start(tmp_path, 1, {"model": host_copy(weights)}, meta)
+    weights["w"] += 1
+    saver.wait()
+    assert (load_tensors(find_checkpoint(tmp_path) / "model.pt")["w"] == 1).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_two_gpus_train_the_same_model_as_one(base):
+    make_data(train=72)
+    args = [*TINY, "--dtype=float32", "--grad_dtype=auto", "--eval_every=-1", "--sample_every=-1"]
+    for ranks in (0, 2):
+        run_process("base_train", *args, f"--model_tag={ranks}", ranks=ranks)
+    losses = [[line["train/loss"] for line in metrics(base, tag)] for tag in "02"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # gradients exchanged in bf16
 
 
 def test_any_rows_of_a_draw_are_those_of_the_whole(device):
