@@ -14,6 +14,7 @@ import torch.nn as nn
 from processes import run_process
 
 from nanodiff.common import UserError
+from nanodiff.device import host_copy
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training import optim as optim_module
@@ -155,17 +156,6 @@ def test_polar_express_maps_singular_values_by_the_polynomial(rows, cols):
     torch.testing.assert_close(got, torch.stack([want, want, 0 * want, -want]), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("rows,cols", [(48, 48), (32, 100), (200, 64)])
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_polar_express_in_bf16_is_stable_for_a_power_law_spectrum(rows, cols, power):
-    """What gradients look like. Rounding may blur small singular values, it must not blow anything up."""
-    s = np.arange(1.0, min(rows, cols) + 1) ** -power
-    U, V, G = with_spectrum(rows, cols, s)
-    got = polar_express(normalised(G[None], torch.bfloat16))[0].double().numpy()
-    assert np.linalg.norm(got, 2) < 1.2
-    assert np.linalg.norm(got - U * polynomial(s) @ V.T) < 0.25 * np.linalg.norm(got)
-
-
 @pytest.mark.parametrize("rows,cols", [(64, 192), (192, 64)])
 def test_polar_express_in_bf16_amplifies_nothing(rows, cols):
     """Rounding must not push a singular value past the polynomials' range, from where they diverge. Twenty draws."""
@@ -230,21 +220,6 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
     assert len(graphs) == 2 * len(opt.buckets[-1].batches)
     for name, p in eager.state_dict().items():
         torch.testing.assert_close(p, compiled.state_dict()[name], atol=1e-5, rtol=0)  # fp32 factors, not doubles
-
-
-def test_momentum_warms_up_linearly_from_085(monkeypatch):
-    model = nn.ModuleDict({"blocks": nn.Linear(4, 4, bias=False)})
-    monkeypatch.setattr(optim_module, "MOMENTUM_WARMUP", 10)
-    opt = make_optimizer(model)
-    mus = []
-    model["blocks"].weight.grad = torch.eye(4)
-    for _ in range(12):
-        before = opt.state_dict()["momentum/blocks.weight"][0, 0].item()
-        opt.sync_grads()
-        opt.step()
-        after = opt.state_dict()["momentum/blocks.weight"][0, 0].item()
-        mus.append((1 - after) / (1 - before))  # m <- mu m + (1 - mu) * 1
-    np.testing.assert_allclose(mus, np.minimum(0.95, 0.85 + 0.01 * np.arange(12)), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,8 +293,9 @@ def test_resuming_is_bit_identical(optimizer, tmp_path):
     model = Toy()
     opt = make_optimizer(model, optimizer, weight_decay=0.1)
     train(model, opt, range(4))
-    torch.save({"optim": opt.state_dict(), "model": model.state_dict()}, tmp_path / "x.pt")
-    train(model, opt, range(4, 8))
+    saved = {"optim": opt.state_dict(), "model": host_copy(model.state_dict())}
+    train(model, opt, range(4, 8))  # changes no copy: a thread may be writing them
+    torch.save(saved, tmp_path / "x.pt")
 
     saved = torch.load(tmp_path / "x.pt", weights_only=True)
     resumed = Toy(seed=1)
@@ -329,18 +305,8 @@ def test_resuming_is_bit_identical(optimizer, tmp_path):
     train(resumed, opt2, range(4, 8))
     assert largest_difference(params(model), params(resumed)) == 0
     assert largest_difference(tensors(opt.state_dict()), tensors(opt2.state_dict())) == 0
-
-
-def test_state_is_a_copy_on_the_cpu_with_the_parameters_shapes():
-    model = Matrices()
-    opt = make_optimizer(model)
-    state = opt.state_dict()
-    randomize_grads(model)
-    opt.sync_grads()
-    opt.step()
-    assert state.pop("step") == 0
-    for key, value in state.items():
-        assert (value == 0).all() and value.shape == model.get_parameter(key.split("/")[1]).shape
+    for key, value in saved["optim"].items():
+        assert key == "step" or value.shape == model.get_parameter(key.split("/")[1]).shape
 
 
 def test_state_of_another_model_is_refused_by_name():
