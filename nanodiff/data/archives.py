@@ -173,11 +173,11 @@ def split_folders(names: list[str], strip: bool):
         *folders, file = name.split("/")
         paths.append([folder for folder in folders if folder.lower() != "images"] + [file])
 
-    def is_enclosed():
-        top = paths[0][0]
-        return top.lower() not in TRAIN_FOLDERS and all(len(path) > 2 and path[0] == top for path in paths)
+    def have_one_top():
+        tops = {path[0] if len(path) > 2 else "" for path in paths}
+        return len(tops) == 1 and tops.pop().lower() not in ("", *TRAIN_FOLDERS)
 
-    while strip and is_enclosed():
+    while strip and have_one_top():
         paths = [path[1:] for path in paths]
     tops = [path[0].lower() if len(path) > 1 else "" for path in paths]
     val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
@@ -333,5 +333,11 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if is_val is None:
         is_val = val_mask(len(names), options)
     index = {name: i for i, name in enumerate(names)}
-    items = (Item(name, payload, numbers[index[name]], is_val[index[name]]) for name, payload in fetch(names))
-    return Source(len(names), class_names, items, names, left_out=len(images) - len(names), sizes=sizes)
+
+    def items():
+        for name, payload in fetch(names):
+            i = index[name]
+            yield Item(name, payload, numbers[i], is_val[i])
+
+    left_out = len(images) - len(names)
+    return Source(len(names), class_names, items(), names, left_out=left_out, sizes=sizes)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
+from nanodiff.data.dataset import normal_vectors
 from nanodiff.models.autoencoder import open_autoencoder
 
 
@@ -19,12 +20,16 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
 
 def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
     """(N, C, H, W), mirrored left-right where `flip` (N,) is True."""
-    return x if flip is None else torch.where(flip.to(x.device)[:, None, None, None], x.flip(3), x)
+    if flip is None:
+        return x
+    flip = flip.to(x.device).view(-1, 1, 1, 1)
+    return torch.where(flip, x.flip(3), x)
 
 
 def to_uint8(x: torch.Tensor) -> torch.Tensor:
     """[-1, 1] -> uint8, rounded and clamped."""
-    return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    levels = (x.float() + 1) * 127.5
+    return levels.round().clamp(0, 255).to(torch.uint8)
 
 
 def visible(x):
@@ -78,6 +83,20 @@ class Codec:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
         raise NotImplementedError
 
+    def to_vectors(self, given: np.ndarray) -> torch.Tensor:
+        """Vectors (N, D) or (N, L, D) as prepare_data takes them -> as the model does, of mean 0 and deviation 1."""
+        dim, length = self.description.get("vector_dim", 0), self.description.get("vector_len", 0)
+        if not dim:
+            raise UserError("vectors are given, and the model was trained without them")
+        wanted = (length, dim) if length else (dim,)
+        if given.shape[1:] != wanted:
+            wanted = ", ".join(map(str, ("N", *wanted)))
+            raise UserError(f"vectors have shape {given.shape}; the model accepts ({wanted})")
+        if not np.isfinite(given).all():
+            raise UserError("vectors hold NaN or infinity")
+        stats = self.description["vectors"]
+        return torch.from_numpy(normal_vectors(given, stats["mean"], stats["std"]))
+
     def keep_loaded(self) -> None:
         """Keep the decoder in memory, to decode batch after batch."""
 
@@ -111,8 +130,11 @@ class Arrays(Pixels):
     def to_output(self, x0):
         low, high = self.description["range"]
         dtype = np.dtype(self.description["dtype"])
-        values = low + (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2 * (high - low)
-        return (np.rint(values) if dtype.kind in "ui" else values).astype(dtype)
+        share = (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2
+        values = low + share * (high - low)
+        if dtype.kind in "ui":
+            values = np.rint(values)
+        return values.astype(dtype)
 
     def picture(self, output):
         low, high = self.description["range"]
@@ -133,8 +155,8 @@ class Latents(Codec):
         self.device = device
         self.info = description["latents"]
         self.image_size = description["resolution"] * self.info["downsample"]
-        self.offset = torch.tensor(self.info["offset"], device=device).view(1, -1, 1, 1)
-        self.scale = torch.tensor(self.info["scale"], device=device).view(1, -1, 1, 1)
+        offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
+        self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
         self.autoencoder = autoencoder
         self.path = path or self.info["path"]
         if autoencoder is None:
@@ -168,7 +190,8 @@ class Latents(Codec):
         autoencoder = self._open()  # not kept: training needs the memory
         z = x0.float().to(self.device) * self.scale + self.offset
         with torch.autocast(self.device.type, enabled=False):
-            return torch.cat([to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)])
+            images = [to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)]
+        return torch.cat(images)
 
     def preview(self, x0):
         return to_uint8(visible(x0) / 2).cpu()
@@ -302,8 +325,17 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     elif autoencoder:
         info = describe_latents(open_autoencoder(autoencoder), autoencoder, "")
     else:  # published weights that do not name their autoencoder
-        info = dict(autoencoder="", sha256="", path="", source="", downsample=8, parts=1, copies=1)
-        info |= dict(offset=[0.0] * channels, scale=[1.0] * channels)
+        info = {
+            "autoencoder": "",
+            "sha256": "",
+            "path": "",
+            "source": "",
+            "downsample": 8,
+            "parts": 1,
+            "copies": 1,
+            "offset": [0.0] * channels,
+            "scale": [1.0] * channels,
+        }
     encoder = None
     if dataset is not None and dataset.meta["kind"] == "latents":
         found = dataset.meta["latents"]

@@ -64,10 +64,14 @@ class DataLoader:
         """(B,) the images of this rank at a micro-step."""
         number, step = self.bucket(step)
         bucket = list(self.dataset.buckets.values())[number]
-        first = step * self.total_batch_size + (micro_step * self.world + self.rank) * self.device_batch_size
+        first_row = (micro_step * self.world + self.rank) * self.device_batch_size
+        first = step * self.total_batch_size + first_row
         positions = np.arange(first, first + self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
-        shuffled = [self._permutation(number, e, len(bucket))[offsets[epochs == e]] for e in np.unique(epochs)]
+        shuffled = []
+        for epoch in np.unique(epochs):
+            permutation = self._permutation(number, epoch, len(bucket))
+            shuffled.append(permutation[offsets[epochs == epoch]])
         return bucket.start + np.concatenate(shuffled)
 
     def bucket(self, step: int) -> tuple[int, int]:
@@ -87,7 +91,8 @@ class DataLoader:
         order = order[self._permutation(len(counts), epoch, len(order))]
         place = step - before.sum()
         number = order[place]
-        return int(number), int(before[number] + np.sum(order[:place] == number))
+        earlier = before[number] + np.sum(order[:place] == number)
+        return int(number), int(earlier)
 
     def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
         """Permutes `num` elements: a bucket's images or, past the last bucket, an epoch's batches."""
@@ -96,7 +101,8 @@ class DataLoader:
 
     def _read(self, indices: np.ndarray) -> list[torch.Tensor | None]:
         """Images, labels and vectors on the CPU."""
-        arrays = self.dataset.images(indices), self.dataset.labels(indices), self.dataset.vectors(indices)
+        data = self.dataset
+        arrays = data.images(indices), data.labels(indices), data.vectors(indices)
         tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
         if self.device.type == "cuda":
             tensors = [None if x is None else x.pin_memory() for x in tensors]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import UserError, base_dir, in_batches
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
@@ -71,7 +71,8 @@ class Dataset:
             splits = ", ".join(self.meta["splits"])
             raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
         part = self.meta["splits"][split]
-        self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+        hashes = json.dumps(part, sort_keys=True)
+        self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()
         self.num_images = part["num_images"]
         self.buckets = {}
         self._shards = []
@@ -104,8 +105,10 @@ class Dataset:
     def batches(self, indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Ascending indices in batches, each of one bucket."""
         cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
-        parts = np.split(indices, cuts[:-1])
-        return [part[i : i + batch_size] for part in parts for i in range(0, len(part), batch_size)]
+        batches = []
+        for part in np.split(indices, cuts[:-1]):
+            batches += [batch for batch in in_batches(part, batch_size) if len(batch)]
+        return batches
 
     def images(self, indices) -> np.ndarray:
         """(n,) integers in [0, num_images), in any order, of one bucket -> copies, (n, C, H, W) uint8 or fp16."""
@@ -136,8 +139,8 @@ class Dataset:
         """(n,) integers -> (n, D) or (n, L, D) float32 of mean 0 and deviation 1; None if the set has none."""
         if not self.vector_dim:
             return None
-        vectors = np.asarray(self._vectors[np.asarray(indices, np.int64)], np.float32)
-        return normal_vectors(vectors, self._vector_mean, self._vector_std)
+        indices = np.asarray(indices, np.int64)
+        return normal_vectors(self._vectors[indices], self._vector_mean, self._vector_std)
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
@@ -148,8 +151,8 @@ class Dataset:
 
 def normal_vectors(vectors: np.ndarray, mean, std) -> np.ndarray:
     """float32 (n, D) or (n, L, D), of mean 0 and deviation 1 in each of D; zeros behind a sequence's end stay zeros."""
-    vectors = np.asarray(vectors, np.float32)
-    normal = (vectors - np.float32(mean)) / np.float32(std)
+    centred = vectors.astype(np.float32) - np.float32(mean)
+    normal = centred / np.float32(std)
     if vectors.ndim == 3:
         normal[~vectors.any(2)] = 0
     return normal
@@ -184,9 +187,9 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
-        known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json"))) or "none yet"
+        known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json")))
         raise UserError(
-            f"no data set {name!r}; prepared in {data_dir()}: {known}; drawn on first use: {', '.join(SHAPES)}; "
+            f"no data set {name!r}; prepared in {data_dir()}: {known or 'none yet'}; drawn on first use: {', '.join(SHAPES)}; "
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )
     return Dataset(path, split)
@@ -245,9 +248,16 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
         np.lib.format.write_array_header_1_0(file, header)
         for array in arrays:
             file.write(array.data)
-    entry = {"file": path.name, "num_images": num, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    entry = {
+        "file": path.name,
+        "num_images": num,
+        "bytes": path.stat().st_size,
+        "sha256": sha256_of(path),
+    }
     size = arrays[0].shape[2:]  # () of labels
-    return entry if len(set(size)) < 2 else entry | {"size": size}
+    if len(set(size)) == 2:
+        entry["size"] = size
+    return entry
 
 
 def lock_set(path: Path, overwrite: bool, wait: bool = False):
@@ -269,7 +279,8 @@ def lock_set(path: Path, overwrite: bool, wait: bool = False):
 
 def publish_set(folder: Path, path: Path, meta: dict) -> None:
     """Add meta.json to the folder of a finished set and rename it to `path`, replacing an older set."""
-    write_atomic(folder / "meta.json", json.dumps({"format": FORMAT} | meta, indent=1).encode())
+    text = json.dumps({"format": FORMAT, **meta}, indent=1)
+    write_atomic(folder / "meta.json", text.encode())
     publish_folder(folder, path)
 
 
@@ -339,7 +350,8 @@ class DatasetWriter:
         bucket = buckets.setdefault((height, width), Bucket())
         if self.meta["class_names"]:
             labels = np.array(labels, np.int64)
-            assert labels.shape == (len(images),) and 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
+            assert labels.shape == (len(images),)
+            assert 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
             bucket.labels.append(labels)
         if vectors is not None:
             bucket.vectors.append(self._check_vectors(split, np.asarray(vectors)))
@@ -357,13 +369,16 @@ class DatasetWriter:
         if not np.isfinite(stored).all():
             raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
         dim = stored.shape[-1]
-        self.meta.setdefault("vectors", {"dim": dim, "len": stored.shape[1] if stored.ndim == 3 else 0})
+        length = stored.shape[1] if stored.ndim == 3 else 0
+        self.meta.setdefault("vectors", {"dim": dim, "len": length})
         if split == "train":
             tokens = stored.reshape(-1, dim).astype(np.float64)
-            if stored.ndim == 3:
+            if length:
                 tokens = tokens[tokens.any(1)]
             count = np.full(dim, len(tokens))
-            self._vector_sums = self._vector_sums + np.stack([count, tokens.sum(0), (tokens**2).sum(0)])
+            total = tokens.sum(0)
+            squares = (tokens**2).sum(0)
+            self._vector_sums = self._vector_sums + np.stack([count, total, squares])
         return stored
 
     def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:

@@ -122,9 +122,12 @@ def read_arrays(path: Path, file, shape: tuple, dtype=np.uint8) -> Iterator[np.n
 def array_source(images: Iterator[np.ndarray], labels: np.ndarray | None, is_val: np.ndarray) -> Source:
     def items():
         for i, image in enumerate(images):
-            yield Item(f"image {i}", image, 0 if labels is None else labels[i], is_val[i])
+            label = 0 if labels is None else labels[i]
+            yield Item(f"image {i}", image, label, is_val[i])
 
-    class_names = [] if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
+    class_names = []
+    if labels is not None:
+        class_names = [str(number) for number in range(labels.max() + 1)]
     return Source(len(is_val), class_names, items())
 
 
@@ -159,7 +162,9 @@ def read_idx(path: Path, options: Options) -> Source:
     for split, file in files.items():
         opened, shape = open_idx(file, 3)
         labels = read_idx_labels(file, shape[0])
-        is_val = np.full(shape[0], split == "val") if len(files) == 2 else val_mask(shape[0], options)
+        is_val = val_mask(shape[0], options)
+        if len(files) == 2:
+            is_val = np.full(shape[0], split == "val")
         sources.append(array_source(read_arrays(file, opened, shape), labels, is_val))
         kinds.add((shape[1:], labels is None))
     if len(kinds) > 1:
@@ -233,7 +238,8 @@ def read_npz(path: Path, options: Options) -> Source:
     def scaled():
         for i, image in enumerate(images):
             check_finite(path, i, image)
-            x = (image.astype(np.float64) - low) / (high - low) * 2 - 1
+            share = (image.astype(np.float64) - low) / (high - low)
+            x = 2 * share - 1
             source.num_clipped += int(np.sum(abs(x) > 1 + 1e-9))
             yield x.clip(-1, 1).astype(np.float16)
 
@@ -246,7 +252,8 @@ def value_range(path: Path, images: Iterator[np.ndarray]) -> tuple[float, float]
     low, high = math.inf, -math.inf
     for i, image in enumerate(images):
         check_finite(path, i, image)
-        low, high = min(low, float(image.min())), max(high, float(image.max()))
+        low = min(low, float(image.min()))
+        high = max(high, float(image.max()))
     if low == high:
         raise UserError(f"{path} holds the value {low:g} alone; give --range=LOW,HIGH")
     return low, high
