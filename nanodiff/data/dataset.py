@@ -190,7 +190,8 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
         known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json")))
         raise UserError(
             f"no data set {name!r}; prepared in {data_dir()}: {known or 'none yet'}; "
-            f"drawn on first use: {', '.join(SHAPES)}; prepare another with `python -m scripts.prepare_data --path=... --name=...`"
+            f"drawn on first use: {', '.join(SHAPES)}; "
+            "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )
     return Dataset(path, split)
 
