@@ -25,7 +25,8 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        flat = x.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -56,8 +57,10 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
         own_names = known
     new = [name for name in own_names if name not in known]
     names = [*known, *new]
-    has_null_row = len(class_table(loaded.model)[1].weight) > len(known)
-    null = [len(names)] if has_null_row else []
+    _, table = class_table(loaded.model)
+    null = []
+    if len(table.weight) > len(known):
+        null = [len(names)]
     numbers = [names.index(name) for name in own_names] or null
     if not numbers:
         raise UserError(f"data={dataset.name!r} has no labels, and {loaded.source} has no null class")

@@ -58,7 +58,10 @@ def warn_of_process(loaded: Loaded, config: dict) -> None:
         keys += PROCESS
     if loaded.config.get("num_timesteps") == config["num_timesteps"] == 1000 and "rescale_timesteps" in keys:
         keys.remove("rescale_timesteps")  # t is in [0, 1000) either way
-    differing = [f"{key}={loaded.config[key]}" for key in keys if loaded.config.get(key, config[key]) != config[key]]
+    differing = []
+    for key in keys:
+        if loaded.config.get(key, config[key]) != config[key]:
+            differing.append(f"{key}={loaded.config[key]}")
     if differing:
         print0(f"warning: {loaded.source} was trained with {', '.join(differing)}: it must relearn what it predicts")
 
