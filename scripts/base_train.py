@@ -268,6 +268,10 @@ if save_every < 0:
 config |= dict(model_tag=model_tag, total_batch_size=total_batch_size, lr=lr, muon_lr=muon_lr)
 config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every, grad_dtype=grad_dtype)
 config |= dict(sample_every=sample_every, save_every=save_every)
+step = start_step = meta["step"] if checkpoint else 0
+if checkpoint:
+    check_settings(checkpoint, meta, config)
+num_iterations = last_step(checkpoint, step, num_iterations)
 
 if trainable:
     train_only(raw_model, trainable)
@@ -302,7 +306,6 @@ quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, devic
 # Counters that a resume restores
 progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
 if checkpoint:
-    check_settings(checkpoint, meta, config)
     check_same_data(meta["data"], codec.description, model_tag)
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
@@ -318,8 +321,6 @@ if checkpoint:
 elif init_from:
     start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
     ema.load_state_dict({})  # no stored averages: they start from these weights
-step = start_step = progress["step"]
-num_iterations = last_step(checkpoint, step, num_iterations)
 
 described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
