@@ -40,17 +40,16 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tup
 
 
 def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
-    """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: y (N,), low_res (N, C, h, w).
+    """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: see conditioning.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
     (strong - weak). Both apply where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
     first cfg_channels of the prediction; None: x_t's channels, so that a learned variance is unguided.
     """
-    y = cond.get("y")
     cfg_scale = settings.cfg_scale
     weak_model = settings.weak_model
-    if cfg_scale != 1 and weak_model is None and y is None:
+    if cfg_scale != 1 and weak_model is None and not null_condition(model.config, cond):
         raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
     low, high = settings.cfg_interval
     always = low <= 0 and high >= 1
@@ -63,9 +62,8 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
             strong = model(x_t, t, **cond).float()
             weak = weak_model(x_t, t, **cond).float()
         else:
-            null = torch.full_like(y, model.config.num_classes)
-            both = {name: torch.cat([value, value]) for name, value in cond.items()}
-            both["y"] = torch.cat([y, null])
+            weak_cond = cond | null_condition(model.config, cond)
+            both = {name: torch.cat([value, weak_cond[name]]) for name, value in cond.items()}
             out = model(torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
             strong, weak = out.float().chunk(2)
         c = settings.cfg_channels or x_t.shape[1]
@@ -75,11 +73,26 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     return denoiser
 
 
-def conditioning(model_config, x0, labels) -> dict[str, torch.Tensor]:
-    """The model's inputs besides x_t and t: labels (N,) and, for super-resolution, x0 (N, C, H, W) made smaller."""
-    cond = {"y": labels} if model_config.num_classes else {}
+def conditioning(model_config, x0, labels, vectors=None, dropped=None) -> dict[str, torch.Tensor]:
+    """The model's inputs besides x_t and t: labels (N,), vectors (N, D) or (N, L, D) and, for super-resolution,
+    x0 (N, C, H, W) made smaller. Where `dropped` (N,), labels and vectors are those of no condition."""
+    cond = {}
+    if model_config.num_classes:
+        cond["y"] = labels
+    if model_config.vector_dim:
+        cond["vectors"] = vectors
+    if dropped is not None:
+        for name, null in null_condition(model_config, cond).items():
+            rows = dropped.view(-1, *[1] * (null.ndim - 1))
+            cond[name] = torch.where(rows, null, cond[name])
     if model_config.low_res:
         if x0.device.type == "mps" and x0.shape[-1] % model_config.low_res:
             raise UserError(f"low_res_size={model_config.low_res}; accepted on MPS: divisors of {x0.shape[-1]}")
         cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
     return cond
+
+
+def null_condition(model_config, cond: dict) -> dict[str, torch.Tensor]:
+    """What stands for no condition in `cond`: the null class for labels, zeros for vectors."""
+    null = {"y": model_config.num_classes, "vectors": 0}
+    return {name: torch.full_like(cond[name], null[name]) for name in null if name in cond}

@@ -12,7 +12,7 @@ from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
 # The data decide these fields of a model's config, the next follow from others; every other field has a setting
-FROM_DATA = ("image_size", "in_channels", "out_channels", "num_classes")
+FROM_DATA = ("image_size", "in_channels", "out_channels", "num_classes", "vector_dim", "vector_len")
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where that has another name
 SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
@@ -71,6 +71,8 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
         "in_channels": facts["channels"],
         "out_channels": out_channels,
         "num_classes": facts["num_classes"] if config["class_cond"] else 0,
+        "vector_dim": facts.get("vector_dim", 0),
+        "vector_len": facts.get("vector_len", 0),
     }
     for field, setting in setting_fields(kind).items():
         if setting not in config:

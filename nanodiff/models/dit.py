@@ -32,6 +32,8 @@ class DiTConfig:
     block: str = "modern"
     mlp_ratio: float = 4.0  # hidden / width; a modern MLP has three matrices, hence 2/3 of it
     low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
+    vector_dim: int = 0  # length D of the vectors that are given as a condition; 0 = none
+    vector_len: int = 0  # L vectors an image, such as a caption, become tokens; 0 = one, added to t's embedding
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
     flow_map: bool = False  # also sees h, the time to jump
 
@@ -110,6 +112,13 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
     head_dim = config.width // config.heads
     angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device).flatten(1)[:, None, None]
     return angles.sin().float(), angles.cos().float()
+
+
+def not_rotated(rotation: tuple[torch.Tensor, torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rotation_table with `count` tokens before the image's that have no place in it: by the angle 0."""
+    sin, cos = rotation
+    padding = sin.new_zeros(count, *sin.shape[1:])
+    return torch.cat([padding, sin]), torch.cat([padding + 1, cos])
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -221,7 +230,7 @@ class Final(nn.Module):
 
 
 class DiT(nn.Module):
-    """`model(x_t, t, y, low_res)` -> prediction. Build it on "meta", then `.to_empty(...)` and `init_weights`."""
+    """`model(x_t, t, y, low_res, vectors)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -235,6 +244,11 @@ class DiT(nn.Module):
         # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s at every start
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
+        if config.vector_len:
+            self.vector_embed = nn.Linear(config.vector_dim, C)
+            self.vector_position = nn.Parameter(torch.empty(config.vector_len, C))
+        elif config.vector_dim:
+            self.vector_embed = nn.Linear(config.vector_dim, C, bias=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final = Final(config)
 
@@ -243,22 +257,25 @@ class DiT(nn.Module):
         """Published init, drawn on the CPU, so that every device starts from the same weights.
 
         Xavier-uniform matrices, N(0, 0.02) embeddings; biases, adaLN and the last layer are zero, so each block starts
-        as the identity (adaLN-Zero) and the prediction as 0.
+        as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
         """
+        zero = ("ada", "final") if self.config.vector_len else ("ada", "final", "vector_embed")
         for name, p in self.named_parameters():
             w = torch.zeros(p.shape, device="cpu")
-            if "embed" in name and "patch" not in name and p.ndim > 1:
+            if p.ndim > 1 and name.startswith(("t_embed", "h_embed", "y_embed", "vector_position")):
                 w.normal_(std=0.02, generator=generator)
-            elif p.ndim > 1 and "ada" not in name and "final" not in name:
+            elif p.ndim > 1 and not any(part in name for part in zero):
                 nn.init.xavier_uniform_(w, generator=generator)
             if name == "h_embed.2.weight":  # so that a flow model is a flow map at once, good for short jumps
                 w.zero_()
             p.copy_(w)
 
-    def forward(self, x_t, t, y=None, low_res=None, h=None):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
+    def forward(self, x_t, t, y=None, low_res=None, vectors=None, h=None):
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w), vectors (N, D) or (N, L, D)
+        -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, the null class. h (N,) in [0, t]: how far a flow map jumps; None = 0.
+        Labels run from 0 to num_classes, the null class. Zeros are the vectors of no condition. h (N,) in [0, t]: how
+        far a flow map jumps; None = 0.
         """
         cfg = self.config
         p = cfg.patch_size
@@ -280,12 +297,18 @@ class DiT(nn.Module):
         if cfg.flow_map:
             h = torch.zeros_like(t) if h is None else h
             c = c + self.h_embed(timestep_embedding(h, T_EMBED_DIM))
+        if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
+            tokens = self.vector_embed(vectors).float() + self.vector_position
+            x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
+            rotation = not_rotated(rotation, cfg.vector_len)
+        elif cfg.vector_dim:
+            c = c + self.vector_embed(vectors)
         c = F.silu(c)  # adaLN's activation, the same in every block
 
         for block in self.blocks:
             x = run_block(cfg, block, x, c, rotation)
 
-        x = self.final(x, c)  # (N, T, p*p*out)
+        x = self.final(x[:, cfg.vector_len :], c)  # (N, T, p*p*out)
         x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.reshape(N, cfg.out_channels, H, W)
 
@@ -295,10 +318,15 @@ class DiT(nn.Module):
 
     def estimate_flops(self) -> int:
         """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
-        T = self.config.num_tokens
-        flops = self.config.depth * 4 * T * T * self.config.width  # q k^T and weights @ v, 2 T T C each
+        T, L = self.config.num_tokens, self.config.vector_len
+        flops = self.config.depth * 4 * (T + L) ** 2 * self.config.width  # q k^T and weights @ v, 2 T T C each
         for name, p in self.named_parameters():
-            if p.ndim == 2 and "y_embed" not in name:  # a look-up multiplies nothing
-                per_image = name.startswith(("t_embed", "h_embed")) or ".ada." in name
-                flops += 2 * p.numel() * (1 if per_image else T)
+            if p.ndim != 2 or name.startswith(("y_embed", "vector_position")):  # a look-up multiplies nothing
+                continue
+            tokens = T + L if name.startswith("blocks.") else T
+            if name.startswith("vector_embed"):
+                tokens = max(L, 1)
+            if name.startswith(("t_embed", "h_embed")) or ".ada." in name:  # once an image
+                tokens = 1
+            flops += 2 * p.numel() * tokens
         return 3 * flops

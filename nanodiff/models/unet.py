@@ -33,6 +33,8 @@ class UNetConfig:
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
     low_res: int = 0  # super-resolution: side in pixels of the image concatenated to x_t; 0 = off
+    vector_dim: int = 0  # length D of the vector that is given as a condition, added to t's embedding; 0 = none
+    vector_len: int = 0  # a DiT's: sequences of vectors are its tokens
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
@@ -159,7 +161,7 @@ class Level(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """`model(x_t, t, y, low_res)` -> prediction. Build it on "meta", then `.to_empty(...)` and `init_weights`."""
+    """`model(x_t, t, y, low_res, vectors)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
 
     def __init__(self, config: UNetConfig):
         super().__init__()
@@ -169,6 +171,8 @@ class UNet(nn.Module):
         if c.num_classes:
             table = torch.empty(c.num_classes + c.null_class, emb)  # not drawn here: see dit.py
             self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
+        if c.vector_dim:
+            self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
 
         def blocks(cin, cout, level):
             res = ResBlock(cin, cout, c)
@@ -212,11 +216,12 @@ class UNet(nn.Module):
                     uniform = torch.rand(p.shape, generator=generator, device="cpu")
                     p.copy_((2 * uniform - 1) * bound)
         for name, p in self.named_parameters():
-            if "out_layers.3." in name or "proj_out." in name or name.startswith("out.2."):
+            if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_emb.")):
                 p.zero_()
 
-    def forward(self, x_t, t, y=None, low_res=None):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w) -> (N, out_channels, H, W).
+    def forward(self, x_t, t, y=None, low_res=None, vectors=None):
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w), vectors (N, D)
+        -> (N, out_channels, H, W).
 
         The null class, if any, is label num_classes. Under autocast, too, the output is fp32.
         """
@@ -228,6 +233,8 @@ class UNet(nn.Module):
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:
                 emb = emb + self.label_emb(y)
+            if c.vector_dim:
+                emb = emb + self.vector_emb(vectors)
         h = x_t
         skips = []
         for block in self.input_blocks:
