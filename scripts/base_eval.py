@@ -35,6 +35,7 @@ from nanodiff.metrics.sample_files import open_samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.low_res import open_low_res
+from nanodiff.sampling.vectors import open_vectors
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
@@ -157,7 +158,7 @@ else:
         settings = SampleSettings(steps, sampler, *guidance)
         config |= settings.guidance  # the file's name says what was done
         small = open_low_res(low_res, loaded, device, autoencoder)
-        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small)
+        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small, open_vectors("", loaded))
         names = loaded.class_names
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}

@@ -259,9 +259,10 @@ if bpd_every >= 0 and codec.description["kind"] != "images":
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
-can_guide = num_classes > 0 and label_drop > 0
+can_guide = (num_classes > 0 or model_config.vector_dim > 0) and label_drop > 0
 if guided_from < 1 and not (can_guide and cfg_scale > 1):
-    raise UserError(f"guided_from={guided_from} needs classes, label_drop > 0 and cfg_scale > 1; accepted: 1")
+    needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
+    raise UserError(f"guided_from={guided_from} needs {needs}; accepted: 1")
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 # Record what is used
@@ -354,7 +355,7 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels, vectors = next(loader)  # (B, C, H, W) uint8, or fp16 where they are latents; (B,) int64
+images, labels, vectors = next(loader)  # (B, C, H, W) as stored, (B,) int64, (B, D) or (B, L, D) or None
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 meter = Meter(process, device, progress)
@@ -436,9 +437,7 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    u_map = torch.rand(process.num_uniforms, total_batch_size, generator=g, device=draw_device).to(
-        device
-    )  # (0 or 3, N)
+    u_map = torch.rand(process.num_uniforms, total_batch_size, generator=g, device=draw_device)  # (0 or 3, N)
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
@@ -454,8 +453,8 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        # Drop some labels, so that the model also learns to denoise without them: guidance needs both
-        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)  # num_classes is the null class
+        # Drop some labels (and vectors), so that the model also learns to denoise without: guidance needs both
+        cond = conditioning(model_config, x0, labels, vectors, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
         # The default loss, flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
@@ -463,8 +462,8 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        cond = conditioning(model_config, x0, y)
-        cond |= process.training_inputs(is_guided, u_map[:, rows])  # guidance in the loss, flow maps: see flow.py
+        # Guidance in the loss, and flow maps: see flow.py
+        cond |= process.training_inputs(is_guided, u_map[:, rows].to(device))
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, **cond)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps

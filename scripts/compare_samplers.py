@@ -24,6 +24,7 @@ from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations
+from nanodiff.sampling.vectors import open_vectors
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -77,7 +78,7 @@ if num_images:
 
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
-    samples = ModelSamples(model, process, codec, settings, seed)
+    samples = ModelSamples(model, process, codec, settings, seed, vectors=open_vectors("", loaded))
     on_step = lambda *_: bar.update(0)  # show the progress line during a long sampling
     with autocast:
         x0 = samples.draw(ids, codec.shape, batch_size, on_step)

@@ -148,7 +148,7 @@ bell = t_weighting == "bell" or (t_weighting == "auto" and process.num_timesteps
 timestep_sampler = make_timesteps("bell" if bell else "uniform", process, low=t_min, high=t_max)
 optim = make_optimizer(raw_model, "adamw", lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
-guidance = choose_guidance(cfg_scale, "0,1", can_guide=num_classes > 0 and label_drop > 0)
+guidance = choose_guidance(cfg_scale, "0,1", can_guide=loaded.has_condition and label_drop > 0)
 sample_settings = SampleSettings(sample_steps, choose_sampler(process, "auto", sample_steps), *guidance)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,9 +247,9 @@ while True:
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        y = torch.where(u_drop[rows] < label_drop, num_classes, labels)
+        cond = conditioning(model_config, x0, labels, vectors, dropped=u_drop[rows] < label_drop)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, **conditioning(model_config, x0, y))
+            terms = process.losses(model, x0, t[rows], noise, **cond)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()

@@ -44,6 +44,7 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluat
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
 from nanodiff.sampling.store import SampleStore
+from nanodiff.sampling.vectors import open_vectors
 
 # Model
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
@@ -57,6 +58,7 @@ num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
 size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
+vectors = ""  # .npy (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
 seed = 0  # >= 0: of the images
 # From given images
 from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; "" = from noise
@@ -109,6 +111,7 @@ if guide_run or guide_step != "newest" or guide_ema:
     weak_model = guide.model
 model, process = loaded.model, loaded.process
 small = open_low_res(low_res, loaded, device, autoencoder)
+rows = open_vectors(vectors, loaded)
 codec = load_codec(loaded.data, device, autoencoder)
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
@@ -140,7 +143,7 @@ if is_mixed and npz:
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 chosen = parse_classes(classes, loaded.class_names)
-samples = ModelSamples(model, process, codec, settings, seed, small, chosen, given)
+samples = ModelSamples(model, process, codec, settings, seed, small, rows, chosen, given)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
@@ -156,6 +159,7 @@ latents = {} if codec.undecodable else codec.description.get("latents", {})
 protocol = loaded.described() | {
     "data": loaded.data["name"],
     "low_res": small.described if small else "",
+    "vectors": rows.described if rows else "",
     "size": size or ("as the data's" if is_mixed else f"{codec.image_size}x{codec.image_size}"),
     "sampler": sampler,
     "steps": settings.steps,

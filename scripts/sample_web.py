@@ -33,6 +33,7 @@ from nanodiff.formats.load import find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.low_res import open_low_res
+from nanodiff.sampling.vectors import open_vectors
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -124,7 +125,10 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     sampler = choose_sampler(loaded.process, asked["sampler"], asked["steps"])
     cfg_scale, interval = choose_guidance(asked["cfg_scale"], asked["cfg_interval"], loaded.can_guide)
     settings = SampleSettings(asked["steps"], sampler, cfg_scale, interval)
-    samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked["seed"], small, asked["classes"])
+    vectors = open_vectors("", loaded)  # those of the validation images
+    samples = ModelSamples(
+        loaded.model, loaded.process, codec, settings, asked["seed"], small, vectors, asked["classes"]
+    )
     n = asked["num_images"]
     num_turns = len(samples.turns)
     is_mixed = len(codec.shapes) > 1  # each row of 8 has one shape

@@ -23,7 +23,9 @@ class Model(torch.nn.Module):
     def __init__(self, process):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
-        self.config = SimpleNamespace(num_classes=0, low_res=0, in_channels=3, out_channels=process.out_channels(3))
+        self.config = SimpleNamespace(
+            num_classes=0, low_res=0, vector_dim=0, vector_len=0, in_channels=3, out_channels=process.out_channels(3)
+        )
 
     def forward(self, x_t, t):
         return torch.tanh(self.scale * x_t).repeat(1, self.config.out_channels // 3, 1, 1)

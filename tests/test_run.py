@@ -52,7 +52,7 @@ class Memory(nn.Module):
         super().__init__()
         self.room, self.error, self.tried, self.cleared = room, error, [], 0
         self.w = nn.Parameter(torch.zeros(()))
-        self.config = SimpleNamespace(num_classes=0, low_res=0)
+        self.config = SimpleNamespace(num_classes=0, low_res=0, vector_dim=0, vector_len=0)
         self.num_timesteps = 0
 
     def shift(self, t):

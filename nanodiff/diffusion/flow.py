@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from nanodiff.common import UserError, print0
+from nanodiff.diffusion.guidance import null_condition
 
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
@@ -106,10 +107,10 @@ class FlowMatching:
         """What losses take in training, beyond a validation loss: is guidance learned by now; u (num_uniforms, N)."""
         return {"guided": guided}
 
-    def is_guided(self, t, y, null: int):
-        """(N, 1, 1, 1) bool: has the image a label, and does t lie in the interval of guidance?"""
+    def is_guided(self, t):
+        """(N, 1, 1, 1) bool: does t lie in the interval of guidance?"""
         low, high = self.cfg_interval
-        inside = (low <= t) & (t <= high) & (y != null)
+        inside = (low <= t) & (t <= high)
         return inside.view(-1, 1, 1, 1)
 
     def losses(self, model, x0, t, noise, guided=False, **cond) -> dict[str, torch.Tensor]:
@@ -118,18 +119,18 @@ class FlowMatching:
         `guided`: the model learns its own classifier-free guidance of scale w (GFT, Chen et al. 2025, arXiv:2501.15420;
         Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
-        which the model meets where v(x_t, t, y) is null + w (class - null) of plain training.
+        which the model meets where v(x_t, t, y) is null + w (class - null) of plain training. The bracket is 0 where
+        the label is dropped.
         """
         w = t.view(-1, 1, 1, 1)
         x_t = self.noised(x0, w, noise)
         v = self.velocity(model, x_t, t, **cond)
         target = noise - x0
         if guided:
-            null = model.config.num_classes
-            unlabelled = cond | {"y": torch.full_like(cond["y"], null)}
+            unlabelled = cond | null_condition(model.config, cond)
             with torch.no_grad():  # for all rows: a compiled model has one batch size
                 toward_class = v - self.velocity(model, x_t, t, **unlabelled)
-            share = self.is_guided(t, cond["y"], null) * (1 - 1 / self.cfg_scale)
+            share = self.is_guided(t) * (1 - 1 / self.cfg_scale)
             target = target + share * toward_class
         return {"loss": (v - target).square().flatten(1).mean(1)}
 
@@ -192,13 +193,12 @@ class FlowMap(FlowMatching):
         velocity, model = self.teacher.process.velocity, self.teacher.model
         if self.cfg_scale == 1:
             return velocity(model, x_t, t, **cond)
-        null = model.config.num_classes
-        both = {name: torch.cat([value, value]) for name, value in cond.items()}
-        both["y"] = torch.cat([cond["y"], torch.full_like(cond["y"], null)])
+        unlabelled = cond | null_condition(model.config, cond)
+        both = {name: torch.cat([value, unlabelled[name]]) for name, value in cond.items()}
         out = velocity(model, torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
         v, v_null = out.chunk(2)
         guided = v_null + self.cfg_scale * (v - v_null)
-        return torch.where(self.is_guided(t, cond["y"], null), guided, v)
+        return torch.where(self.is_guided(t), guided, v)
 
     def losses(self, model, x0, t, noise, u=None, **cond) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: of u, given u (3, N) uniform in [0, 1); without, the plain loss of v, for validation."""

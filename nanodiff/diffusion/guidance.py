@@ -96,3 +96,10 @@ def null_condition(model_config, cond: dict) -> dict[str, torch.Tensor]:
     """What stands for no condition in `cond`: the null class for labels, zeros for vectors."""
     null = {"y": model_config.num_classes, "vectors": 0}
     return {name: torch.full_like(cond[name], null[name]) for name in null if name in cond}
+
+
+def some_inputs(model_config, n: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels (n,) and vectors of the shapes that a model takes, to try it out."""
+    length, dim = model_config.vector_len, model_config.vector_dim
+    shape = (n, length, dim) if length else (n, dim)
+    return torch.zeros(n, dtype=torch.int64, device=device), torch.zeros(shape, device=device)

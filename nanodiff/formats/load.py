@@ -27,6 +27,7 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
+from nanodiff.sampling.vectors import open_vectors
 from nanodiff.training.checkpoint import find_checkpoint, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
@@ -56,9 +57,14 @@ class Loaded:
         return self.data["class_names"][: self.num_classes]
 
     @property
+    def has_condition(self) -> bool:
+        """Labels or vectors."""
+        return self.num_classes > 0 or self.model.config.vector_dim > 0
+
+    @property
     def can_guide(self) -> bool:
-        """Has it a null class for classifier-free guidance, which it has not learned itself?"""
-        return self.num_classes > 0 and self.config["label_drop"] > 0 and not learns_guidance(self.config)
+        """Can it predict without its condition, as classifier-free guidance needs, and has not learned it already?"""
+        return self.has_condition and self.config["label_drop"] > 0 and not learns_guidance(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +87,7 @@ class Loaded:
         from_images: str = "",
         strength: float = 0.6,
         mask: str = "",
+        vectors: str = "",
         autoencoder: str = "",
         batch_size: int = 64,
     ) -> np.ndarray:
@@ -92,10 +99,11 @@ class Loaded:
         guidance = choose_guidance(cfg_scale, cfg_interval, self.can_guide)
         settings = SampleSettings(steps, sampler, *guidance)
         chosen = parse_classes(classes, self.class_names)
+        rows = open_vectors(vectors, self)
         given = None
         if from_images:
             given = GivenImages(from_images, strength, mask, codec, self.device)
-        samples = ModelSamples(self.model, self.process, codec, settings, seed, small, chosen, given)
+        samples = ModelSamples(self.model, self.process, codec, settings, seed, small, rows, chosen, given)
         autocast = autocast_to(self.device, choose_dtype("auto", self.device))
         images = []
         for ids in in_batches(np.arange(num_images), batch_size):

@@ -22,6 +22,7 @@ from nanodiff.metrics.distances import (
 )
 from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.vectors import Vectors
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
@@ -133,12 +134,15 @@ class SampleQuality:
             raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
         self.metric = metric
         self.num_images = num_images
+        self.vectors = None
+        if model_config.vector_dim:
+            self.vectors = Vectors.of_dataset(open_dataset(data, "train"), codec.description)
         self.network = load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """`compare` for samples with seed 0; {} except on the first rank."""
-        samples = ModelSamples(model, process, codec, settings)
+        samples = ModelSamples(model, process, codec, settings, vectors=self.vectors)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
         if found is None:

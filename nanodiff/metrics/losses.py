@@ -35,10 +35,10 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in rank_batches(val_set.batches(chosen, batch_size)):
         generator = StackedGenerator(ids)
-        x0, labels, _ = stored_images(val_set, ids, codec, device, generator.randn_like)
+        x0, labels, vectors = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
         t = t_of[np.searchsorted(chosen, ids)].to(device)
-        cond = conditioning(model.config, x0, labels)
+        cond = conditioning(model.config, x0, labels, vectors)
         loss = process.losses(model, x0, t, noise, **cond)["loss"]  # (n,)
         sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
     total, counts = sum_over_ranks(sums, device)
@@ -54,8 +54,8 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
     sums = {}
     with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
         for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
-            x0, labels, _ = stored_images(val_set, ids, codec, device)
-            cond = conditioning(model.config, x0, labels)
+            x0, labels, vectors = stored_images(val_set, ids, codec, device)
+            cond = conditioning(model.config, x0, labels, vectors)
             terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)  # (n,) or (n, T) each
             for name, value in terms.items():
                 sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nanodiff.common import StackedGenerator, UserError, gather_batches, get_dist, in_batches
 from nanodiff.data.codec import stored_images
-from nanodiff.diffusion.guidance import conditioning, make_denoiser
+from nanodiff.diffusion.guidance import conditioning, make_denoiser, some_inputs
 from nanodiff.png import make_grid
 from nanodiff.sampling.given import Known
 
@@ -93,10 +93,10 @@ def network_evaluations(model, process, settings: SampleSettings, strength: floa
         return x_t.new_zeros(len(x_t), model.config.out_channels, 1, 1)
 
     stand_in.config = model.config
-    cond = {"y": torch.zeros(1, dtype=torch.int64)} if model.config.num_classes else {}
+    noise = torch.zeros(1, model.config.in_channels, 1, 1)
+    cond = conditioning(model.config, noise, *some_inputs(model.config, 1))
     settings = replace(settings, weak_model=settings.weak_model and stand_in)
     denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
-    noise = torch.zeros(1, model.config.in_channels, 1, 1)
     known = Known(noise, strength, torch.zeros(1, dtype=torch.bool))
     process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, known=known)
     return sum(num_images)
@@ -106,12 +106,21 @@ class ModelSamples:
     """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
     every script. The caller enters autocast.
 
-    `small`: a LowRes, the input of a super-resolution model. Samples cycle through `classes`, by default those of the
-    small images or all. `given`: GivenImages to start from.
+    `small`: a LowRes, the input of a super-resolution model. `vectors`: the Vectors of a model that takes them. Samples
+    cycle through `classes`, by default those that belong to these inputs, or all. `given`: GivenImages to start from.
     """
 
     def __init__(
-        self, model, process, codec, settings: SampleSettings, seed: int = 0, small=None, classes=None, given=None
+        self,
+        model,
+        process,
+        codec,
+        settings: SampleSettings,
+        seed: int = 0,
+        small=None,
+        vectors=None,
+        classes=None,
+        given=None,
     ):
         self.model = model
         self.process = process
@@ -120,9 +129,14 @@ class ModelSamples:
         self.settings = settings
         self.seed = seed
         self.small = small
+        self.vectors = vectors
         self.given = given
-        all_classes = small.labels if small else range(max(self.num_classes, 1))
-        self.turns = torch.as_tensor(classes or all_classes)
+        self.turns = torch.arange(max(self.num_classes, 1))
+        for inputs in filter(None, (vectors, small)):
+            if self.num_classes and inputs.labels is not None:
+                self.turns = inputs.labels
+        if classes:
+            self.turns = torch.as_tensor(classes)
         self.not_finite = 0  # images drawn with NaN or infinity
         self.shape = (3 if "latents" in codec.description else codec.shape[0], codec.image_size, codec.image_size)
         codec.keep_loaded()
@@ -141,6 +155,8 @@ class ModelSamples:
         if self.small:
             protocol["low_res"] = self.small.described
             protocol["classes"] = "of the small images"
+        if self.vectors:
+            protocol["vectors"] = self.vectors.described
         return protocol
 
     def labels(self, ids) -> torch.Tensor:
@@ -162,6 +178,8 @@ class ModelSamples:
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         if self.small:
             cond["low_res"] = self.small.images(ids)
+        if self.vectors:
+            cond["vectors"] = self.vectors(ids)
         seeds = [(self.seed << 32) + int(i) for i in ids]
         shape = shape or self.codec.sample_shape(ids[0])
         batch_size = batch_size or len(ids)
@@ -179,7 +197,8 @@ class ModelSamples:
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
-    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten.
+    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten. Vectors, and the
+    labels beside them, are those of `val_set`.
 
     Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With bucketed data each row has one
     shape. All ranks draw; None except on the first.
@@ -192,8 +211,13 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     if low_res:
         n = 24
         device = next(model.parameters()).device
-        truth, labels, _ = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
-        cond = conditioning(model.config, truth, labels)
+        truth, labels, vectors = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
+        cond = conditioning(model.config, truth, labels, vectors)
+    elif model.config.vector_dim:
+        n = columns * columns
+        numbers = np.arange(n) % len(val_set)
+        labels, vectors = torch.from_numpy(val_set.labels(numbers)), torch.from_numpy(val_set.vectors(numbers))
+        cond = conditioning(model.config, None, labels, vectors)
     else:
         rows = num_classes if 0 < num_classes <= 10 else columns
         n = columns * rows

@@ -1,0 +1,67 @@
+"""Vectors to sample with: rows of a file, or those of the validation images."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.data.dataset import normal_vectors, open_dataset
+from nanodiff.files import reading
+
+
+class Vectors:
+    """Sample i takes row i, modulo their number, and the label of the image that the row belongs to, if any.
+
+    `read`: ids (n,) -> (n, D) or (n, L, D) fp32. `description` is the codec's: its mean and deviation normalise vectors
+    as in training.
+    """
+
+    def __init__(self, read, count: int, labels: np.ndarray | None, described: str):
+        self.read = read
+        self.count = count
+        self.labels = None if labels is None else torch.from_numpy(labels)
+        self.described = described
+
+    @classmethod
+    def of_file(cls, where: str, description: dict) -> "Vectors":
+        """An .npy of vectors as they were given to prepare_data."""
+        path = Path(where).expanduser()
+        with reading(path):
+            array = np.load(path, allow_pickle=False)
+        length, dim = description["vector_len"], description["vector_dim"]
+        shape = (length, dim) if length else (dim,)
+        if array.shape[1:] != shape or not len(array) or array.dtype.kind not in "fiu":
+            raise UserError(f"vectors={where!r} holds {array.dtype} {array.shape}; accepted: numbers {('n', *shape)}")
+        if not np.isfinite(array).all():
+            raise UserError(f"vectors={where!r} holds NaN or infinity")
+        stats = description["vectors"]
+        rows = normal_vectors(array, stats["mean"], stats["std"])
+        return cls(rows.__getitem__, len(rows), None, where)
+
+    @classmethod
+    def of_dataset(cls, dataset, description: dict) -> "Vectors":
+        """The vectors and labels of a set's images."""
+        dataset.normalise_vectors_by(description["vectors"])
+        labels = dataset.labels(np.arange(len(dataset)))
+        return cls(dataset.vectors, len(dataset), labels, f"{dataset.name}, {dataset.split}")
+
+    def __call__(self, ids) -> torch.Tensor:
+        """(n, D) or (n, L, D) fp32."""
+        return torch.from_numpy(self.read(np.asarray(ids) % self.count))
+
+
+def open_vectors(where: str, loaded) -> Vectors | None:
+    """The vectors for a Loaded model; None for a model without, which takes no `where`. "": its validation images'."""
+    description = loaded.data
+    if not loaded.model.config.vector_dim:
+        if where:
+            raise UserError(f"vectors={where!r} would do nothing: {loaded.source} was trained without vectors")
+        return None
+    if where:
+        return Vectors.of_file(where, description)
+    if not description["name"]:
+        raise UserError(f"{loaded.source} names no data set to take vectors from: give --vectors=FILE.npy")
+    splits = open_dataset(description["name"]).meta["splits"]
+    dataset = open_dataset(description["name"], "val" if "val" in splits else "train")
+    return Vectors.of_dataset(dataset, description)

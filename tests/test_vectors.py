@@ -1,0 +1,246 @@
+"""Vectors beside the images as a condition: what they mean, and that they go wherever labels go."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from processes import run_process
+from test_base_train import losses, metrics, weights
+from tiny_runs import assert_identical, make_run, randomise, run_script
+
+from nanodiff.common import UserError, make_generator
+from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.diffusion.guidance import conditioning, make_denoiser
+from nanodiff.formats.load import load_run
+from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.models.unet import UNet, UNetConfig
+from nanodiff.sampling.draw import SampleSettings
+
+TINY = (
+    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
+    "--eval_images=20 --sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip"
+).split()  # fmt: skip
+SHAPE = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=4)
+
+
+def make_set(vectors_of, name="tiny", labelled=True, order=None, **sizes):
+    """A set of shapes with vectors_of(labels) beside the images; labels, if any, in the given order of images."""
+    with DatasetWriter(name, CLASS_NAMES if labelled else ()) as writer:
+        for split, n in ({"train": 72, "val": 24} | sizes).items():
+            images, labels = draw_shapes(n, seed=n)
+            chosen = np.arange(n) if order is None or split == "val" else order
+            images, labels = images[chosen], labels[chosen]
+            writer.append(split, images, labels if labelled else None, vectors_of(labels))
+
+
+def one_hot(labels):
+    return np.eye(len(CLASS_NAMES), dtype=np.float32)[labels]
+
+
+def words(labels):
+    """A sequence of up to three one-hot words: the class, and a second word for every other class."""
+    sequence = np.zeros((len(labels), 3, 10), np.float32)
+    sequence[np.arange(len(labels)), 0, labels] = 1
+    sequence[labels % 2 == 1, 1, 9] = 1
+    return sequence
+
+
+def dit(seed=0, **more):
+    model = DiT(DiTConfig(**SHAPE | {"num_classes": 0} | more))
+    model.init_weights(make_generator(seed))
+    return model
+
+
+def random(model):
+    model.load_state_dict(randomise(model.state_dict()))
+    return model
+
+
+def inputs(n=4):
+    g = make_generator(1)
+    return torch.randn(n, 3, 16, 16, generator=g), torch.rand(n, generator=g) * 1000
+
+
+@torch.no_grad()
+def test_one_hot_vectors_are_labels():
+    """A linear map of a one-hot vector is a row of a table; the zero vector is a null class of zeros."""
+    labelled = random(dit(num_classes=5))
+    state = labelled.state_dict()
+    state["y_embed.weight"][5] = 0
+    labelled.load_state_dict(state)
+    table = state.pop("y_embed.weight")
+    model = dit(vector_dim=5)
+    model.load_state_dict(state | {"vector_embed.weight": table[:5].T.contiguous()})
+    x_t, t = inputs(6)
+    y = torch.tensor([0, 1, 2, 3, 4, 5])
+    vectors = torch.cat([torch.eye(5), torch.zeros(1, 5)])
+    torch.testing.assert_close(model(x_t, t, vectors=vectors), labelled(x_t, t, y))
+    # and so they are guided alike
+    settings = SampleSettings(cfg_scale=3.0, cfg_interval=(0.0, 1.0))
+    t = torch.full((6,), 500.0)
+    by_vector = make_denoiser(model, {"vectors": vectors}, settings)(x_t, t)
+    torch.testing.assert_close(by_vector, make_denoiser(labelled, {"y": y}, settings)(x_t, t))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("vector_len", [0, 1, 3])
+def test_before_training_vectors_change_nothing_and_then_they_do(vector_len):
+    shape = (4, vector_len, 5) if vector_len else (4, 5)
+    model = dit(vector_dim=5, vector_len=vector_len)
+    x_t, t = inputs()
+    a, b = torch.randn(shape), torch.zeros(shape)
+    assert torch.equal(model(x_t, t, vectors=a), model(x_t, t, vectors=b))
+    random(model)
+    assert (model(x_t, t, vectors=a) - model(x_t, t, vectors=b)).abs().max() > 1e-3
+    both = model(x_t, t, vectors=a)
+    for i in range(4):  # a vector belongs to its image alone
+        torch.testing.assert_close(model(x_t[i : i + 1], t[i : i + 1], vectors=a[i : i + 1])[0], both[i])
+
+
+@torch.no_grad()
+def test_words_have_an_order():
+    model = random(dit(vector_dim=5, vector_len=3))
+    x_t, t = inputs()
+    sequence = torch.randn(4, 3, 5)
+    assert (model(x_t, t, vectors=sequence) - model(x_t, t, vectors=sequence.flip(1))).abs().max() > 1e-3
+
+
+def test_flops_count_the_tokens():
+    """All products of a block take L more tokens, and attention (T + L)^2 pairs."""
+    T, C, L, D = 16, 64, 5, 7
+    plain, longer = dit().estimate_flops(), dit(vector_dim=D, vector_len=L).estimate_flops()
+    block = sum(p.numel() for name, p in dit().blocks[0].named_parameters() if p.ndim == 2 and "ada" not in name)
+    attention = 4 * C * ((T + L) ** 2 - T**2)
+    assert longer - plain == 3 * (2 * (attention + 2 * block * L) + 2 * C * D * L)
+    assert dit(vector_dim=D).estimate_flops() - plain == 3 * 2 * C * D
+
+
+@torch.no_grad()
+def test_a_unet_takes_a_vector():
+    model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
+    model.init_weights(make_generator(0))
+    x_t, t = inputs(2)
+    random(model)
+    a, b = (model(x_t, t, vectors=v) for v in (torch.ones(2, 5), torch.zeros(2, 5)))
+    assert (a - b).abs().max() > 1e-3
+
+
+def test_the_dropped_get_zeros_and_the_null_class():
+    config = DiTConfig(**SHAPE, num_classes=8, vector_dim=5, vector_len=2)
+    vectors = torch.randn(3, 2, 5)
+    dropped = torch.tensor([False, True, False])
+    cond = conditioning(config, None, torch.tensor([1, 2, 3]), vectors, dropped)
+    assert cond["y"].tolist() == [1, 8, 3]
+    assert torch.equal(cond["vectors"], vectors * ~dropped.view(3, 1, 1))
+
+
+@pytest.mark.parametrize("vectors_of", [one_hot, words])
+def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script, vectors_of):
+    make_set(vectors_of)
+    run_script("base_train", *TINY, "--device_batch_size=8", "--model_tag=whole")
+    part = (*TINY, "--device_batch_size=8", "--model_tag=parts", "--save_every=3")
+    run_script("base_train", *part, "--num_iterations=3", "--resume=changed", "--warmdown_ratio=0.5")
+    run_script("base_train", *part, "--num_iterations=3")
+    run_script("base_train", *TINY, "--device_batch_size=8", "--model_tag=three", "--num_iterations=3")
+    assert_identical(weights(base, "parts", 3), weights(base, "three", 3))
+    assert metrics(base, "parts") == metrics(base, "three")
+    embedding = weights(base, "whole")["model.pt"]["vector_embed.weight"]
+    assert embedding.abs().max() > 0  # it learns
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_model_as_one(base, run_script):
+    make_set(words)
+    more = ("--device_batch_size=4", "--sample_every=0", "--sample_steps=2")
+    run_script("base_train", *TINY, *more, "--model_tag=one")
+    run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
+    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+
+
+def test_labels_and_vectors_that_are_permuted_together_change_nothing(base, run_script):
+    """The loader's order is one of positions, so a set in another order trains on other batches; its validation images
+    and what an epoch has seen are the same."""
+    make_set(words, "a")
+    order = np.random.default_rng(0).permutation(72)
+    make_set(words, "b", order=order)
+    a, b = open_dataset("a", "train"), open_dataset("b", "train")
+    ids = np.arange(72)
+    np.testing.assert_array_equal(a.vectors(order), b.vectors(ids))
+    np.testing.assert_array_equal(a.images(order), b.images(ids))
+    with torch.no_grad():
+        model = random(dit(vector_dim=10, vector_len=3))
+        x_t, t = inputs(4)
+        vectors = torch.from_numpy(a.vectors(ids[:4]))
+        shuffled = torch.tensor([2, 0, 3, 1])
+        out = model(x_t, t, vectors=vectors)
+        torch.testing.assert_close(model(x_t[shuffled], t[shuffled], vectors=vectors[shuffled]), out[shuffled])
+
+
+def make_unlabelled_run():
+    make_set(one_hot, labelled=False)
+    make_run(run_script, "a")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A base folder with a set of one-hot vectors without labels, and a run of random weights on it."""
+    base = tmp_path_factory.mktemp("vectors")
+    run_process(make_unlabelled_run, NANODIFF_BASE_DIR=str(base))
+    return base
+
+
+@pytest.fixture
+def here(trained, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(trained))
+    return trained
+
+
+SAMPLE = ("sample", "--run=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
+
+
+def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, run_script, tmp_path):
+    raw = one_hot(draw_shapes(24, seed=24)[1])
+    np.save(tmp_path / "rows.npy", raw)
+    for name, more in (("val", ()), ("file", (f"--vectors={tmp_path / 'rows.npy'}",))):
+        run_script(*SAMPLE, *more, f"--out={tmp_path / name}")
+    by_default, by_file = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("val", "file"))
+    np.testing.assert_array_equal(by_default, by_file)
+    np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
+    run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
+    assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()
+
+
+def test_mistakes_are_one_line(here, run_script, tmp_path):
+    for array, said in (
+        (np.zeros((3, 7), np.float32), r"accepted: numbers \('n', 8\)"),
+        (np.full((3, 8), np.nan, np.float32), "NaN"),
+        (np.array(["a"]), "accepted: numbers"),
+    ):
+        np.save(tmp_path / "bad.npy", array)
+        with pytest.raises(UserError, match=said):
+            run_script(*SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+    with pytest.raises(UserError, match=r"bad\.txt"):
+        run_script(*SAMPLE, f"--vectors={tmp_path / 'bad.txt'}", f"--out={tmp_path / 'x'}")
+    plain = (*SAMPLE[:1], "--run=plain", *SAMPLE[2:])
+    with DatasetWriter("plain") as writer:
+        for split in ("train", "val"):
+            writer.append(split, draw_shapes(24, seed=1)[0])
+    train = [arg for arg in TINY if "data=" not in arg]
+    run_script("base_train", *train, "--data=plain", "--model_tag=plain", "--num_iterations=1")
+    with pytest.raises(UserError, match="trained without vectors"):
+        run_script(*plain, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+    with pytest.raises(UserError, match=r"vectors of \(dim, len\) \(0, 0\), the model wants \(8, 0\)"):
+        run_script("base_eval", "--run=a", "--data=plain", "--metric=loss", "--device_type=cpu")
+
+
+def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
+    os.chdir(tmp_path)
+    lora = ("--base=a", "--data=tiny", "--num_iterations=2", "--compile=False", "--device_type=cpu")
+    done = run_script("lora_train", *lora, "--total_batch_size=8", "--model_tag=lora", "--dtype=float32")
+    assert done["step"] == 2
+    run_script("export", "--run=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
+    again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")
+    assert_identical(again.model.state_dict(), first.model.state_dict())
+    np.testing.assert_array_equal(again.sample(num_images=2, steps=2), first.sample(num_images=2, steps=2))
