@@ -233,7 +233,7 @@ def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys)
 @pytest.mark.parametrize(
     "mistake, said",
     [
-        (("--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes, label_drop > 0"),
+        (("--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes or vectors, label_drop > 0"),
         (("--guided_from=0.5", "--class_cond=False"), "guided_from=0.5 needs classes"),
         (("--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
         (("--guided_from=0.5", "--objective=eps"), "guided_from"),

@@ -49,7 +49,7 @@ def commands(path):
     text = path.read_text().replace("\\\n", " ")
     return [
         (match[1], [arg for arg in shlex.split(match[2], comments=True) if arg != "--"])
-        for match in re.finditer(r"-m scripts\.(\w+)([^`\n|>]*)", text)
+        for match in re.finditer(r"-m scripts\.(\w+)([^`\n|>)]*)", text)
         if match[1] != "report"  # takes no settings
     ]
 
