@@ -42,8 +42,8 @@ def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 def polar_express(X: torch.Tensor) -> torch.Tensor:
     """(K, m, n) from `normalised` -> (K, m, n): nearly U V^T of each matrix X = U S V^T.
 
-    Singular values above 1e-3 end within [0.98, 1.01]. In bf16 a cheaper form, two steps at a time on the Gram
-    matrix, blew a singular value up to 221.
+    Singular values above 1e-3 end within [0.98, 1.01]. Two cheaper forms were too inexact in bf16 (runs/LOG.md): two
+    steps at a time on the Gram matrix, and a on the diagonal of B, which saves the copy that baddbmm makes of X.
     """
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X  # (K, m, n), m <= n
