@@ -104,11 +104,13 @@ def test_python_starts_from_images_too(draw, images, tmp_path):  # noqa: F811
 
 def test_images_that_cannot_be_started_from(run_script, images, tmp_path):
     np.savez(tmp_path / "small.npz", images[:, :8, :8])
+    np.savez(tmp_path / "gray.npz", images[..., :1])
     (tmp_path / "text.png").write_text("no image")
     given = f"--from_images={tmp_path / 'given.npz'}"
     for args, message in (
         ([f"--from_images={tmp_path / 'absent'}"], "absent' is not there; accepted: an .npz file, a folder"),
-        ([f"--from_images={tmp_path / 'small.npz'}"], "images of 8x8; accepted: 16x16"),
+        ([f"--from_images={tmp_path / 'small.npz'}"], r"\(3, 8, 8\); accepted: \(3, 16, 16\)"),
+        ([f"--from_images={tmp_path / 'gray.npz'}"], r"\(1, 16, 16\); accepted: \(3, 16, 16\)"),
         ([given, f"--mask={tmp_path / 'text.png'}"], r"text\.png is no image"),
         ([given, "--size=16x32"], "size='16x32' with from_images"),
         (["--strength=0.2"], "would do nothing without from_images"),

@@ -155,7 +155,7 @@ def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
         ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
     print0(
         "note: t is embedded as in the published DiT, with frequencies 10000^(-i/128); diffusers' code has "
-        "10000^(-i/127), which changes predictions by about 3%"
+        "10000^(-i/127): its predictions differ from these"
     )
     tokens = settings["sample_size"] // settings["patch_size"]
     config = classic_config(ours, tokens, settings["num_attention_heads"])

@@ -37,10 +37,15 @@ class GivenImages:
         codec.keep_loaded()
         self.images, _, _ = read_images("from_images", where, codec.image_size, codec.description.get("range"))
         side = codec.image_size
-        if self.images.shape[2:] != (side, side):
-            height, width = self.images.shape[2:]
-            raise UserError(f"from_images={where!r} holds images of {height}x{width}; accepted: {side}x{side}")
-        self.codec, self.device, self.strength = codec, device, strength
+        channels = 3 if "latents" in codec.description else codec.shape[0]
+        if self.images.shape[1:] != (channels, side, side):
+            shape = self.images.shape[1:]
+            raise UserError(
+                f"from_images={where!r}: (channels, height, width) {shape}; accepted: {channels, side, side}"
+            )
+        self.codec = codec
+        self.device = device
+        self.strength = strength
         self.mask = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool, device=device)
         self.described = {"from_images": f"{where}, SHA-256 {hashlib.sha256(self.images.tobytes()).hexdigest()}"}
         self.described["strength"] = strength
