@@ -2,13 +2,12 @@
 
 import errno
 import os
-import resource
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import on_ranks, run_process
+from processes import on_ranks
 
 from nanodiff import files
 from nanodiff.common import UserError
@@ -99,20 +98,6 @@ def test_names_that_cannot_be():
     for name in ("", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"):
         with pytest.raises(UserError, match="name="):
             DatasetWriter(name)
-
-
-def write_without_room():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    with DatasetWriter("toy", []) as writer:
-        for _ in range(100):
-            writer.append("train", np.zeros((10, 3, 16, 16), np.uint8))
-
-
-@pytest.mark.slow
-def test_a_real_limit_on_file_size(base):
-    run = run_process(write_without_room, check=False)
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "toy" in run.stderr, run.stderr
-    assert not (base / "data" / "toy").exists() and not leftovers(base)
 
 
 def test_unwritable_destination(base):

@@ -112,17 +112,6 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     assert all(p.name.endswith(".lock") for p in base.glob("data/*"))
 
 
-def test_a_full_disk_while_preparing_leaves_nothing(tmp_path, base, monkeypatch):
-    def full(path):
-        raise OSError(28, "No space left on device", str(path))
-
-    make_folder(tmp_path / "in")
-    monkeypatch.setattr("nanodiff.data.dataset.writing", full)
-    with pytest.raises(OSError, match="No space left on device.*toy"):  # the program makes one line of it
-        prepare(tmp_path / "in")
-    assert os.listdir(base / "data") == [".toy.lock"]
-
-
 def test_the_command_that_is_printed_has_a_patch_for_every_size():
     for size in (*range(4, 140), 251, 600, 4096):
         config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
