@@ -219,8 +219,8 @@ def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
 
 @pytest.mark.slow
 def test_no_room_for_a_data_set_or_latents(base, tmp_path, run_script):
-    starved("prepare_data", "--source=shapes", kilobytes=100)
-    assert [path.name for path in (base / "data").iterdir()] == [".shapes.lock"]
+    starved("prepare_data", "--source=shapes", "--name=mine", kilobytes=100)
+    assert [path.name for path in (base / "data").iterdir()] == [".mine.lock"]
     make_data()
     args = ("--data=tiny", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
     starved("cache_latents", *args, kilobytes=2)
