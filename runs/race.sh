@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# A race against other projects' own code, by the rules of runs/RECORDS.md: CIFAR-10, the same cores, as many seconds with
+# everything counted, 500 samples by each one's own sampler with 25 evaluations, one judge.
+#   RACE_PYTHON=VENV/bin/python bash runs/race.sh FOLDER_OF_CLONES [minRF DiT ...]
+# FOLDER_OF_CLONES holds git clones: cloneofsimo/minRF, lucidrains/denoising-diffusion-pytorch, huggingface/diffusers,
+# openai/improved-diffusion, facebookresearch/DiT. RACE_PYTHON is a Python with what they need: torch torchvision accelerate
+# diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
+# runs/race/peers.py. Each peer runs at its published rate times 1, 3 and 10, and the best counts.
+#   RACE_SECONDS=1200  RACE_FACTORS="1 3 10"  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
+# Not yet run as a whole: each peer was tried for a minute with a smaller batch, and the judge with 600 images. With their
+# own batches on two cores, few steps fit into 20 minutes. A step that has begun is ended, so a first long one overruns.
+# First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
+clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+shift
+peers=("$@")
+[ $# -gt 0 ] || peers=(minRF denoising-diffusion-pytorch diffusers improved-diffusion DiT)
+out=${RACE_OUT:-${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/race}
+mkdir -p "$out"
+declare -A rates=([minRF]=5e-4 [denoising-diffusion-pytorch]=8e-5 [diffusers]=1e-4 [improved-diffusion]=1e-4 [DiT]=1e-4)
+
+# The training images as files that each of them reads (CLASS/CLASS_NUMBER.png), and as one array
+[ -f "$out/images/train.npz" ] || python3 - "$out/images" << 'EOP'
+import sys
+from pathlib import Path
+import numpy as np
+from nanodiff.data.dataset import open_dataset
+from nanodiff.png import encode_png
+
+data, out = open_dataset("cifar10", "train"), Path(sys.argv[1])
+images = np.concatenate([data.images(ids) for ids in np.array_split(np.arange(len(data)), 50)])
+images = images.transpose(0, 2, 3, 1)  # (N, H, W, C)
+labels = np.asarray(data.labels(np.arange(len(data))))
+for i, (image, label) in enumerate(zip(images, labels)):
+    name = data.class_names[label]
+    (out / "folder" / name).mkdir(parents=True, exist_ok=True)
+    (out / "folder" / name / f"{name}_{i:05d}.png").write_bytes(encode_png(image))
+np.savez(out / "train.npz", images=images, labels=labels)
+EOP
+
+for peer in "${peers[@]}"; do
+    [ -n "${rates[$peer]:-}" ] || { echo "error: no peer $peer; accepted: ${!rates[*]}" >&2; exit 2; }
+    [ -d "$clones/$peer" ] || { echo "error: no clone at $clones/$peer" >&2; exit 2; }
+    echo "$peer at commit $(git -C "$clones/$peer" rev-parse --short HEAD)"
+    for factor in ${RACE_FACTORS:-1 3 10}; do
+        rate=$(python3 -c "print(f'{${rates[$peer]} * $factor:g}')")
+        name=$out/${peer}_$rate
+        "${RACE_PYTHON:-python3}" runs/race/peers.py "$peer" "$clones/$peer" "$out/images" "${RACE_SECONDS:-1200}" "$rate" "$name" \
+            > "$name.log" 2>&1 || { echo "$peer at rate $rate failed; the end of $name.log:"; tail -n 5 "$name.log"; continue; }
+        tail -n 1 "$name.log"
+        for samples in "$name"_*.npz; do
+            python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 > "${samples%.npz}.txt"
+            echo "$(basename "$samples"): $(grep -E '^ *(fd_classifier|precision|recall) ' "${samples%.npz}.txt" | xargs)"
+        done
+    done
+done
