@@ -3,12 +3,13 @@
 x_t = (1 - t) x0 + t noise, t in [0, 1]; the velocity v = dx_t/dt = noise - x0 is what the network learns.
 """
 
+import functools
 from itertools import pairwise
 
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.diffusion.guidance import null_condition
+from nanodiff.diffusion.guidance import null_condition, with_and_without
 
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
@@ -193,10 +194,8 @@ class FlowMap(FlowMatching):
         velocity, model = self.teacher.process.velocity, self.teacher.model
         if self.cfg_scale == 1:
             return velocity(model, x_t, t, **cond)
-        unlabelled = cond | null_condition(model.config, cond)
-        both = {name: torch.cat([value, unlabelled[name]]) for name, value in cond.items()}
-        out = velocity(model, torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
-        v, v_null = out.chunk(2)
+        null = null_condition(model.config, cond)
+        v, v_null = with_and_without(functools.partial(velocity, model), x_t, t, cond, null)
         guided = v_null + self.cfg_scale * (v - v_null)
         return torch.where(self.is_guided(t), guided, v)
 

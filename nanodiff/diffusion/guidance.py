@@ -62,15 +62,19 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
             strong = model(x_t, t, **cond).float()
             weak = weak_model(x_t, t, **cond).float()
         else:
-            weak_cond = cond | null_condition(model.config, cond)
-            both = {name: torch.cat([value, weak_cond[name]]) for name, value in cond.items()}
-            out = model(torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
-            strong, weak = out.float().chunk(2)
+            strong, weak = with_and_without(model, x_t, t, cond, null_condition(model.config, cond))
         c = settings.cfg_channels or x_t.shape[1]
         guided = weak[:, :c] + cfg_scale * (strong[:, :c] - weak[:, :c])
         return torch.cat([guided, strong[:, c:]], dim=1)
 
     return denoiser
+
+
+def with_and_without(predict, x_t, t, cond: dict, null: dict):
+    """predict(x_t, t, **cond), and the same with `null` for the condition, in one pass of twice the batch; fp32."""
+    without = cond | null
+    both = {name: torch.cat([value, without[name]]) for name, value in cond.items()}
+    return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)
 
 
 def conditioning(model_config, x0, labels, vectors=None, dropped=None) -> dict[str, torch.Tensor]:
