@@ -59,15 +59,6 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
         writer.append("train", source.images([0, 1]), labels[:2], np.array([[0, 0], [9, 9]]))
     other = open_dataset("other")
     load_codec(make_codec(told, CPU).description, CPU, dataset=other)
-    codec = make_codec(told, CPU)
-    given = np.load(told.path / "train_vectors.npy")
-    np.testing.assert_array_equal(codec.to_vectors(given), told.vectors(range(24)))
-    with pytest.raises(UserError, match=r"shape \(24, 1\); the model accepts \(N, 2\)"):
-        codec.to_vectors(given[:, :1])
-    with pytest.raises(UserError, match="NaN"):
-        codec.to_vectors(given * np.nan)
-    with pytest.raises(UserError, match="trained without them"):
-        make_codec(source, CPU).to_vectors(given)
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
     np.testing.assert_allclose(other.vectors([1]), [(9 - mean) / std], rtol=1e-5)
     with pytest.raises(UserError, match=r"vectors of \(dim, len\) \(0, 0\), the model wants \(2, 0\)"):

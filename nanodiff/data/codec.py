@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import normal_vectors
 from nanodiff.models.autoencoder import open_autoencoder
 
 
@@ -82,20 +81,6 @@ class Codec:
     def preview(self, x0) -> torch.Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
         raise NotImplementedError
-
-    def to_vectors(self, given: np.ndarray) -> torch.Tensor:
-        """Vectors (N, D) or (N, L, D) as prepare_data takes them -> as the model does, of mean 0 and deviation 1."""
-        dim, length = self.description.get("vector_dim", 0), self.description.get("vector_len", 0)
-        if not dim:
-            raise UserError("vectors are given, and the model was trained without them")
-        wanted = (length, dim) if length else (dim,)
-        if given.shape[1:] != wanted:
-            wanted = ", ".join(map(str, ("N", *wanted)))
-            raise UserError(f"vectors have shape {given.shape}; the model accepts ({wanted})")
-        if not np.isfinite(given).all():
-            raise UserError("vectors hold NaN or infinity")
-        stats = self.description["vectors"]
-        return torch.from_numpy(normal_vectors(given, stats["mean"], stats["std"]))
 
     def keep_loaded(self) -> None:
         """Keep the decoder in memory, to decode batch after batch."""
