@@ -89,10 +89,7 @@ def meta_file(path, dtype=torch.float32, **sizes):
 
 def test_a_run_in_metas_format(base, export):
     write_run(base, "a", CLASSIC)
-    path = export("a", "--form=meta")
-    names = torch.load(path, weights_only=True).keys()  # github.com/facebookresearch/DiT; all of them: test_dit.py
-    assert {"pos_embed", "y_embedder.embedding_table.weight", "blocks.0.adaLN_modulation.1.bias"} <= names
-    loaded = load_run(str(path), "cpu", published=dict(num_heads=1))
+    loaded = load_run(str(export("a", "--form=meta")), "cpu", published=dict(num_heads=1))
     assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
     assert loaded.data["kind"] == "images" and loaded.process.clip_denoised
 

@@ -99,24 +99,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
         save_safetensors({"c": torch.zeros(2, dtype=torch.complex64)}, path)
 
 
-F32 = entry([2], 0, 8)
-CORRUPT = {  # header, bytes of data
-    "data left over": ({"a": F32}, 9),
-    "truncated data": ({"a": F32}, 7),
-    "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, 8),
-    "another shape": ({"a": entry([3], 0, 8)}, 8),
-    "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
-    "not JSON": (b"{hello", 0),
-    "not UTF-8": (b'{"\xff": 1}', 0),
-}
-
-
-@pytest.mark.parametrize("fault", CORRUPT)
-def test_a_corrupt_file_is_refused_in_one_line(tmp_path, fault):
-    header, data_bytes = CORRUPT[fault]
-    path = write(tmp_path / "bad.safetensors", header, b"\0" * data_bytes)
-    with pytest.raises(UserError, match=r"bad\.safetensors is (no intact|cut)"):
-        load_safetensors(path)
+@pytest.mark.parametrize("header", [{"a": entry([2], 0, 8, "F31")}, {"a": entry([3], 0, 8)}, b"{hello"])
+def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, header):
+    with pytest.raises(UserError, match=r"bad\.safetensors is no intact"):
+        load_safetensors(write(tmp_path / "bad.safetensors", header, bytes(8)))
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):

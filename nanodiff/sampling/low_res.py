@@ -93,7 +93,7 @@ def read_images(setting: str, where: str, resolution=0, value_range=None) -> tup
     """
     path = Path(where).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
-        raise UserError(f"{setting}={where!r} is not there; accepted: an .npz file, a folder of images, val")
+        raise UserError(f"{setting}={where!r} is not there; accepted: an .npz file, a folder of images")
     kind, options = "npz", Options(val_fraction=0, range=value_range)
     if path.is_dir():
         kind, options = "folder", Options(val_fraction=0, resolution=resolution)
