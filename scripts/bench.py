@@ -12,7 +12,6 @@ the table shows medians. first_step_s includes the setup; it is shorter where to
 import itertools
 import json as json_format
 import multiprocessing
-import re
 import statistics
 import sys
 import time
@@ -42,7 +41,7 @@ from nanodiff.models.unet import UNetConfig
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
 
-# The arms: all combinations of these lists, comma-separated; the singular, as in --depth=4, means the same
+# The arms: all combinations of these lists, comma-separated
 archs = "dit_classic,dit"  # dit_classic, dit, unet
 depths = "4"  # the dial of model size
 dtypes = "auto"  # auto, bfloat16, float16, float32
@@ -294,8 +293,7 @@ def show(rows: list[dict]) -> None:
 
 
 def main():
-    plural = [re.sub(rf"^--({'|'.join(RULES)})=", r"--\1s=", arg) for arg in sys.argv[1:]]  # --depth=4 is --depths=4
-    config = configure(globals(), plural)
+    config = configure(globals())
     if get_dist()[2] > 1:
         raise UserError("bench times one process; for several, read the log lines of base_train under torchrun")
     device = init_device(device_type)

@@ -50,7 +50,7 @@ def run_bench(base, monkeypatch, capsys):
 
 
 def test_every_combination_beside_its_reference(run_bench):
-    rows = run_bench("--archs=dit", "--depth=1,2", "--batch_size=1,2", "--optimizers=adamw,muon")
+    rows = run_bench("--archs=dit", "--depths=1,2", "--batch_sizes=1,2", "--optimizers=adamw,muon")
     ours = [row for row in rows if not row["reference"]]
     assert len({row["what"] for row in ours}) == len(ours) == 2 * 2 * 2
     assert len(rows) - len(ours) == 2 * 2  # a reference per depth and batch size
@@ -87,7 +87,7 @@ def test_the_table_and_the_profile(run_bench, tmp_path):
     "arg, fault",
     [
         ("--depths=4,x", "depths='4,x'; accepted: >= 1, comma-separated"),
-        ("--depth=1.5", "depths='1.5'; accepted"),
+        ("--depths=1.5", "depths='1.5'; accepted"),
         ("--archs=dit,vit", "archs='dit,vit'; accepted: dit_classic.dit.unet"),
         ("--compiles=yes", "compiles='yes'; accepted: True.False.max"),
     ],
