@@ -12,6 +12,7 @@ the table shows medians. first_step_s includes the setup; it is shorter where to
 import itertools
 import json as json_format
 import multiprocessing
+import re
 import statistics
 import sys
 import time
