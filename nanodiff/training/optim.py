@@ -250,15 +250,6 @@ class Optimizer:
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, bucket))
 
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that a rank sends per step: reduce-scatter and all-gather, (world - 1) shares each on a ring."""
-        total = 0
-        for bucket in self.buckets:
-            each = bucket.grad_dtype.itemsize + 4  # a gradient, then a weight
-            total += (self.world - 1) * each * bucket.own.numel()
-        return total
-
     def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
         """Backward hook: the gradient of `p` is there. Starts the exchange of complete buckets."""
         if self.last_micro_step:
@@ -337,10 +328,22 @@ class Optimizer:
             bucket.grad.mul_(scale)
             grad_scale = None
         adamw(
-            [bucket.own], [bucket.grad], [bucket.state["exp_avg"]], [bucket.state["exp_avg_sq"]], [], [before],
-            fused=True, amsgrad=False, maximize=False, beta1=self.betas[0], beta2=self.betas[1], eps=1e-8,
-            lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"], grad_scale=grad_scale,
-        )  # fmt: skip
+            [bucket.own],
+            [bucket.grad],
+            [bucket.state["exp_avg"]],
+            [bucket.state["exp_avg_sq"]],
+            [],  # maxima, for amsgrad
+            [before],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=bucket.group["lr"],
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=1e-8,
+            weight_decay=bucket.group["weight_decay"],
+            grad_scale=grad_scale,
+        )
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
@@ -394,9 +397,15 @@ NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN
 
 
 def make_optimizer(
-    model: torch.nn.Module, optimizer: str = "muon", lr: float = 3e-3, muon_lr: float = 0.02, weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999), compile: bool = False, grad_dtype: torch.dtype = torch.float32,
-) -> Optimizer:  # fmt: skip
+    model: torch.nn.Module,
+    optimizer: str = "muon",
+    lr: float = 3e-3,
+    muon_lr: float = 0.02,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    compile: bool = False,
+    grad_dtype: torch.dtype = torch.float32,
+) -> Optimizer:
     """The optimizer of a model that is already on its device, in fp32; a collective.
 
     "muon": Muon at `muon_lr`, in bf16 where native, for the blocks' matrices except adaLN's, convolutions as (out,
@@ -404,18 +413,24 @@ def make_optimizer(
     dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
     `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     """
-    groups = []  # AdamW first: its all-gathers run while Muon computes
-    for kind, rate, decay in (("adamw", lr, weight_decay), ("adamw", lr, 0.0), ("muon", muon_lr, weight_decay)):
-        groups.append(dict(kind=kind, lr=rate, initial_lr=rate, weight_decay=decay, names=[], params=[], places=[]))
+    matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
+    vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
+    muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
+    groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
+    for group in groups:
+        group |= dict(lr=group["initial_lr"], names=[], params=[], places=[])
     for place, (name, p) in enumerate(model.named_parameters()):
         if not p.requires_grad:
             continue
         assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
-        index = 0 if p.ndim >= 2 else 1
-        if optimizer == "muon" and p.ndim >= 2 and name.startswith(BLOCKS) and not re.match(NOT_MUON, name):
-            index = 2
-        for key, value in (("names", name), ("params", p), ("places", place)):
-            groups[index][key].append(value)
+        is_muon = optimizer == "muon" and name.startswith(BLOCKS) and not re.match(NOT_MUON, name)
+        if p.ndim < 2:
+            group = vectors
+        else:
+            group = muon if is_muon else matrices
+        group["names"].append(name)
+        group["params"].append(p)
+        group["places"].append(place)
     device = next(model.parameters()).device
     compiled = compile and device.type == "cuda" and not why_not_compiled(device)
     native = choose_dtype("auto", device) == torch.bfloat16
