@@ -244,8 +244,10 @@ if epochs > 100:
 # A few dozen evaluations, grids and checkpoints in a run, whatever its length
 given = (eval_every, sample_every, save_every)
 eval_every, sample_every, save_every = [cadence(every, num_iterations) for every in given]
-every = f"validation loss {eval_every:,}, grid {sample_every:,}, checkpoint {save_every:,}"
-print0(f"every so many steps of {num_iterations:,}: {every} (less than 1: a fraction; 250 or more)")
+if any(0 < every < 1 for every in given):
+    fractions = " / ".join(f"{every:g}" for every in given)
+    every = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
+    print0(f"validation loss / grid / checkpoint: every {fractions} x {num_iterations:,} = {every}, 250 or more")
 
 # Settings that the data or the process leave nothing to do
 if grad_dtype == "auto":
