@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
 from nanodiff.common import StackedGenerator
-from nanodiff.data import latents as codec
+from nanodiff.data import codec
 from nanodiff.diffusion import guidance
 from nanodiff.diffusion import process as processes
-from nanodiff.diffusion import sampling as evaluation
-from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
 from nanodiff.models import autoencoder, lora
 from nanodiff.models import build as recipe
+from nanodiff.sampling.draw import SampleSettings
 from nanodiff.training import optim
 from nanodiff.training.ema import EMA
 
@@ -71,16 +71,17 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     if rank:
         lora.add_classes(model, 1)
         lora.add_lora(model, rank, rank, "all", [num_classes])
-    optimizer, ema = optim.make_optimizer(model, config["optimizer"]), EMA(model)
+    optimizer = optim.make_optimizer(model, config["optimizer"])
+    ema = EMA(model, optimizer)
 
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
     t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
     x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
-    cond = evaluation.conditioning(model_config, x0, y)
+    cond = guidance.conditioning(model_config, x0, y)
     terms = process.losses(model, x0, t, noise, **cond)
     (terms["loss"] * weight).mean().backward()
-    evaluation.quartile_sums(t, terms["loss"], weight, process)
+    quartile_sums(t, terms["loss"], weight, process)
     for bucket in optimizer.buckets:  # sync_grads compares addresses, which fake tensors lack
         bucket.grad = torch.zeros_like(bucket.flat)
         for view, p in zip(bucket.views(bucket.grad), bucket.params):
@@ -91,7 +92,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     optimizer.load_state_dict(optimizer.state_dict())
     with ema.applied(model):
         for sampler in list(process.samplers)[:samplers]:
-            settings = evaluation.SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
+            settings = SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
             denoiser = guidance.make_denoiser(model, cond, settings)
             generator = StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)
