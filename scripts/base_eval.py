@@ -24,8 +24,7 @@ from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_to
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
-from nanodiff.diffusion.guidance import choose_guidance
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
@@ -33,9 +32,6 @@ from nanodiff.metrics.distances import load_stats, save_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.sample_files import open_samples
 from nanodiff.metrics.well_formed import measure_form
-from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.low_res import open_low_res
-from nanodiff.sampling.vectors import open_vectors
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the one written to last
@@ -149,16 +145,11 @@ else:
         names = measured.class_names
     else:
         num_images = num_images or 400
-        steps = steps or loaded.process.default_steps
-        sampler = choose_sampler(loaded.process, sampler, steps)
-        codec = load_codec(loaded.data, device, autoencoder)
-        if codec.undecodable:
-            raise UserError(f"metric={metric}: {codec.undecodable}")
-        guidance = choose_guidance(cfg_scale, cfg_interval, loaded.can_guide)
-        settings = SampleSettings(steps, sampler, *guidance)
+        settings = loaded.settings(steps, sampler, cfg_scale, cfg_interval)
         config |= settings.guidance  # the file's name says what was done
-        small = open_low_res(low_res, loaded, device, autoencoder)
-        measured = ModelSamples(loaded.model, loaded.process, codec, settings, seed, small, open_vectors("", loaded))
+        measured = loaded.samples(settings, seed, low_res=low_res, autoencoder=autoencoder)
+        if measured.codec.undecodable:
+            raise UserError(f"metric={metric}: {measured.codec.undecodable}")
         names = loaded.class_names
         result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
     result |= measured.protocol | {"num_images": num_images}

@@ -9,22 +9,20 @@ noise. Evaluations: a guided pair counts once. Distance: base_eval's fd_classifi
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
-from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import match_labels
 from nanodiff.device import autocast_to, choose_dtype, init_device
-from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations
-from nanodiff.sampling.vectors import open_vectors
+from nanodiff.sampling.draw import SampleSettings, network_evaluations
 from nanodiff.web.report import LiveReport
 
 run = ""  # tag or folder of a run; "" = the run that was written to last
@@ -37,6 +35,7 @@ reference_steps = 1000  # >= 1: steps of the second-order reference for the erro
 error_images = 32  # >= 1: images for the error
 num_images = 400  # >= 0: samples for the distance, on labelled sets; 0 = the error alone
 cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 seed = 0  # >= 0: of the samples
 batch_size = 64  # >= 1: images at a time
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
@@ -52,20 +51,24 @@ device = init_device(device_type)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 loaded = load_run(run, device, checkpoint_step, ema)
-process, model, num_classes = loaded.process, loaded.model, loaded.num_classes
-codec = load_codec(loaded.data, device, autoencoder)
-if model.config.low_res or codec.undecodable:
-    raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
+process = loaded.process
 names = process.samplers if samplers == "auto" else samplers.split(",")
 if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
 most_steps = process.num_timesteps or 10**6  # a Gaussian diffusion cannot take more steps than it has timesteps
 counts = sorted({min(int(text), most_steps) for text in steps.split(",")})
-guidance, _ = choose_guidance(cfg_scale, "0,1", loaded.can_guide)
-plan = [SampleSettings(count, choose_sampler(process, name, count), guidance) for name in names for count in counts]
+guided = loaded.settings(counts[0], "auto", cfg_scale, cfg_interval)
+samples = loaded.samples(guided, seed, autoencoder=autoencoder)
+codec = samples.codec
+if samples.small or codec.undecodable:
+    raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
+plan = []
+for name in names:
+    for count in counts:
+        plan.append(replace(guided, steps=count, sampler=choose_sampler(process, name, count)))
 second_order = "dpm++" if process.num_timesteps else "heun"
-reference_settings = SampleSettings(min(reference_steps, most_steps), second_order, guidance)
-num_images = num_images if num_classes else 0  # a set without labels has no classifier
+reference_settings = replace(guided, steps=min(reference_steps, most_steps), sampler=second_order)
+num_images = num_images if loaded.num_classes else 0  # a set without labels has no classifier
 if num_images:
     network = features.load_network("fd_classifier", loaded.data["name"], device)
     dataset = features.image_set(loaded.data["name"], "train")
@@ -78,11 +81,11 @@ if num_images:
 
 def draw(ids, settings) -> torch.Tensor:
     """x0 (n, C, H, W) of the samples `ids`: the same noise and classes for every sampler."""
-    samples = ModelSamples(model, process, codec, settings, seed, vectors=open_vectors("", loaded))
+    drawn = replace(samples, settings=settings)
     on_step = lambda *_: bar.update(0)  # show the progress line during a long sampling
     with autocast:
-        x0 = samples.draw(ids, codec.shape, batch_size, on_step)
-    if bad := samples.not_finite:
+        x0 = drawn.draw(ids, codec.shape, batch_size, on_step)
+    if bad := drawn.not_finite:
         raise UserError(f"{settings.sampler}, {settings.steps} steps: {bad} of {len(x0)} images are not finite")
     return x0.float()
 
@@ -93,7 +96,7 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
     reference = draw(few, reference_settings)
     bar.update()
     for settings in plan:
-        evaluations = network_evaluations(model, process, SampleSettings(settings.steps, settings.sampler))
+        evaluations = network_evaluations(loaded.model, process, SampleSettings(settings.steps, settings.sampler))
         row = {"sampler": settings.sampler, "steps": settings.steps, "evaluations": evaluations, "error": None}
         if settings.sampler not in ("sde", "ddpm"):
             row["error"] = float((draw(few, settings) - reference).square().mean().sqrt())
@@ -101,7 +104,7 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
             pixels = lambda ids, settings=settings: codec.to_pixels(draw(ids, settings))
             found = features.collect_features(pixels, in_batches(np.arange(num_images), batch_size), network)
             row["fd_classifier"] = features.compare("fd_classifier", found, known)["fd_classifier"]
-            asked = class_numbers[torch.arange(num_images) % num_classes]
+            asked = class_numbers[samples.labels(range(num_images))]
             row["class_accuracy"] = float((found.logits.argmax(1) == asked).double().mean())
         rows.append(row)
         bar.update()
@@ -110,9 +113,9 @@ with Progress(len(plan) + 1, "samplings", "comparing") as bar:
 # The table, printed and in the run's report
 
 reference = f"{second_order}, {reference_settings.steps} steps"
-result = {"metric": "samplers"} | loaded.described() | {"rows": rows, "cfg_scale": guidance, "seed": seed}
-result |= {"dtype": dtype, "reference": reference, "error_images": error_images, "num_images": num_images}
-print0(f"{loaded.source}, guidance {guidance:g}; error against {reference}, {error_images} images")
+result = {"metric": "samplers"} | loaded.described() | {"rows": rows} | guided.guidance
+result |= {"seed": seed, "dtype": dtype, "reference": reference, "error_images": error_images, "num_images": num_images}
+print0(f"{loaded.source}, guidance {guided.cfg_scale:g}; error against {reference}, {error_images} images")
 print0(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
 for row in rows:
     cells = ["" if value is None else f"{value:.3g}" if type(value) is float else str(value) for value in row.values()]

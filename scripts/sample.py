@@ -31,20 +31,16 @@ from nanodiff.common import (
     print0,
     sum_over_ranks,
 )
-from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import choose_guidance
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import check_guide, load_run
 from nanodiff.formats.published import PUBLISHED
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, network_evaluations, parse_classes, parse_size
+from nanodiff.sampling.draw import parse_size
 from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.low_res import open_low_res
 from nanodiff.sampling.store import SampleStore
-from nanodiff.sampling.vectors import open_vectors
 
 # Model
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
@@ -109,30 +105,17 @@ if guide_run or guide_step != "newest" or guide_ema:
     guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
     check_guide(guide, loaded)
     weak_model = guide.model
-model, process = loaded.model, loaded.process
-small = open_low_res(low_res, loaded, device, autoencoder)
-rows = open_vectors(vectors, loaded)
-codec = load_codec(loaded.data, device, autoencoder)
+others = {"eta": eta, "weak_model": weak_model, "cfg_channels": cfg_channels}
+settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)
+config |= settings.guidance  # the name and the protocol say what was done
+samples = loaded.samples(settings, seed, classes, low_res, vectors, autoencoder)
+codec, small = samples.codec, samples.small
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
-steps = steps or process.default_steps
-sampler = choose_sampler(process, sampler, steps, eta, respacing)
-cfg_scale, interval = choose_guidance(cfg_scale, cfg_interval, loaded.can_guide or guide is not None)
-settings = SampleSettings(
-    steps=respacing or steps,
-    sampler=sampler,
-    cfg_scale=cfg_scale,
-    cfg_interval=interval,
-    eta=eta,
-    weak_model=weak_model,
-    cfg_channels=cfg_channels or None,
-)
-config |= settings.guidance  # the name and the protocol say what was done
-shape = parse_size(size, model.config, codec)
+shape = parse_size(size, loaded.model.config, codec)
 is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
-given = None
 if from_images:
-    given = GivenImages(from_images, strength, mask, codec, device)
+    samples.given = GivenImages(from_images, strength, mask, codec, device)
     shape, is_mixed = codec.shape, False
     if size:
         raise UserError(f"size={size!r} with from_images; accepted: the model's own size")
@@ -142,8 +125,6 @@ if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
-chosen = parse_classes(classes, loaded.class_names)
-samples = ModelSamples(model, process, codec, settings, seed, small, rows, chosen, given)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
@@ -156,25 +137,19 @@ if out and Path(stem).is_dir():
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.description.get("latents", {})
-protocol = loaded.described() | {
+protocol = loaded.described() | samples.protocol
+protocol |= {
     "data": loaded.data["name"],
-    "low_res": small.described if small else "",
-    "vectors": rows.described if rows else "",
     "size": size or ("as the data's" if is_mixed else f"{codec.image_size}x{codec.image_size}"),
-    "sampler": sampler,
-    "steps": settings.steps,
     "eta": eta,
-    "network_evaluations": network_evaluations(model, process, settings, strength if given else 1.0),
-    **(given.described if given else {}),
-    **settings.guidance,
+    **(samples.given.described if samples.given else {}),
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,
     "lora": lora,
     "lora_scale": lora_scale if lora else None,
-    "classes": classes or ("of the small images" if small else "all, balanced"),
+    "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,
     "num_images": num_images,
-    "seed": seed,
     "batch_size": batch_size,
     "autoencoder": latents.get("autoencoder"),
     "autoencoder_sha256": latents.get("sha256"),

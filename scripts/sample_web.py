@@ -16,6 +16,7 @@ import signal
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,16 +25,13 @@ import torch.nn.functional as F
 import nanodiff
 from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
-from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
+from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.diffusion.process import SAMPLERS, make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import find_run, load_run
+from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.low_res import open_low_res
-from nanodiff.sampling.vectors import open_vectors
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -98,12 +96,11 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 @functools.lru_cache(maxsize=1)
-def load(run_dir: Path, step: int, ema: str, times: tuple, device):
-    """(Loaded, codec, LowRes or None). `times` of the checkpoint change when a run starts anew."""
+def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
+    """The model and samples of it. `times` of the checkpoint change when a run starts anew."""
     loaded = load_run(str(run_dir), device, step, ema)
-    codec = load_codec(loaded.data, device, autoencoder)
-    small = open_low_res(loaded.model.config.low_res and low_res, loaded, device, autoencoder)
-    return loaded, codec, small
+    enlarged = low_res if loaded.model.config.low_res else ""
+    return loaded, loaded.samples(SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
 
 
 def check_between(name: str, value, least: int, most: int) -> None:
@@ -121,14 +118,10 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     path = runs[asked["run"]]
     step = asked["checkpoint_step"]
     times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
-    loaded, codec, small = load(path, step, asked["ema"], times, device)
-    sampler = choose_sampler(loaded.process, asked["sampler"], asked["steps"])
-    cfg_scale, interval = choose_guidance(asked["cfg_scale"], asked["cfg_interval"], loaded.can_guide)
-    settings = SampleSettings(asked["steps"], sampler, cfg_scale, interval)
-    vectors = open_vectors("", loaded)  # those of the validation images
-    samples = ModelSamples(
-        loaded.model, loaded.process, codec, settings, asked["seed"], small, vectors, asked["classes"]
-    )
+    loaded, samples = load(path, step, asked["ema"], times, device)
+    settings = loaded.settings(asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
+    samples = replace(samples, settings=settings, seed=asked["seed"], classes=asked["classes"], not_finite=0)
+    codec, small = samples.codec, samples.small
     n = asked["num_images"]
     num_turns = len(samples.turns)
     is_mixed = len(codec.shapes) > 1  # each row of 8 has one shape
@@ -157,7 +150,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     warning = codec.undecodable
     if samples.not_finite:
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
-    drawn = asked | {"sampler": sampler, "cfg_scale": cfg_scale, "cfg_interval": list(interval)}
+    guidance = {"cfg_scale": settings.cfg_scale, "cfg_interval": list(settings.cfg_interval)}
+    drawn = asked | guidance | {"sampler": settings.sampler}
     text = {"protocol": json.dumps(drawn)}
     classes = []  # of the grid's columns
     if loaded.num_classes and (n <= columns or columns % num_turns == 0):

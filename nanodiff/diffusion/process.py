@@ -28,8 +28,8 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] != "latents")
 
 
-def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacing: str = "") -> str:
-    """Resolve "auto"; refuse now what process.sample would fail on later."""
+def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
+    """Resolve "auto"; refuse now what process.sample would fail on later. `steps`: a number, or a respacing."""
     sampler = process.default_sampler if sampler == "auto" else sampler
     kind = "Gaussian diffusion" if process.num_timesteps else "flow matching"
     if sampler not in process.samplers:
@@ -38,7 +38,7 @@ def choose_sampler(process, sampler: str, steps: int, eta: float = 0.0, respacin
     if eta and sampler != "ddim":
         raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
     if process.num_timesteps:
-        process.respaced(respacing or steps)
-    elif respacing:
-        raise UserError(f"respacing={respacing!r} with {kind}, whose t is continuous; accepted: steps")
+        process.respaced(steps)
+    elif isinstance(steps, str):
+        raise UserError(f"respacing={steps!r} with {kind}, whose t is continuous; accepted: steps")
     return sampler

@@ -75,35 +75,52 @@ class Loaded:
         sha256 = sha256_of(self.weights_path)
         return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
+    def settings(
+        self, steps: int | str = 0, sampler: str = "auto", cfg_scale: float = 2.0, cfg_interval: str = "0,1", **others
+    ) -> SampleSettings:
+        """From the settings of scripts/sample.py, resolved for this model; `others` are fields of SampleSettings."""
+        steps = steps or self.process.default_steps
+        sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
+        can_guide = self.can_guide or others.get("weak_model") is not None
+        guidance = choose_guidance(cfg_scale, cfg_interval, can_guide)
+        return SampleSettings(steps, sampler, *guidance, **others)
+
+    def samples(
+        self, settings: SampleSettings, seed: int = 0, classes=(), low_res="", vectors="", autoencoder=""
+    ) -> ModelSamples:
+        """Samples of this model; `classes` to `autoencoder`: as in scripts/sample.py."""
+        return ModelSamples(
+            self.model,
+            self.process,
+            load_codec(self.data, self.device, autoencoder),
+            settings,
+            seed,
+            parse_classes(classes, self.class_names),
+            open_low_res(low_res, self, autoencoder),
+            open_vectors(vectors, self),
+        )
+
     def sample(
         self,
         classes=(),
         num_images: int = 16,
         seed: int = 0,
-        steps: int = 0,
-        sampler: str = "auto",
-        cfg_scale: float = 2.0,
-        cfg_interval: str = "0,1",
         from_images: str = "",
         strength: float = 0.6,
         mask: str = "",
         vectors: str = "",
         autoencoder: str = "",
         batch_size: int = 64,
+        **settings,
     ) -> np.ndarray:
-        """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays."""
-        codec = load_codec(self.data, self.device, autoencoder)
-        small = open_low_res("", self, self.device, autoencoder)
-        steps = steps or self.process.default_steps
-        sampler = choose_sampler(self.process, sampler, steps)
-        guidance = choose_guidance(cfg_scale, cfg_interval, self.can_guide)
-        settings = SampleSettings(steps, sampler, *guidance)
-        chosen = parse_classes(classes, self.class_names)
-        rows = open_vectors(vectors, self)
-        given = None
+        """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
+
+        `settings`: those of the method `settings`.
+        """
+        samples = self.samples(self.settings(**settings), seed, classes, "", vectors, autoencoder)
+        codec = samples.codec
         if from_images:
-            given = GivenImages(from_images, strength, mask, codec, self.device)
-        samples = ModelSamples(self.model, self.process, codec, settings, seed, small, rows, chosen, given)
+            samples.given = GivenImages(from_images, strength, mask, codec, self.device)
         autocast = autocast_to(self.device, choose_dtype("auto", self.device))
         images = []
         for ids in in_batches(np.arange(num_images), batch_size):

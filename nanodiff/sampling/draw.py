@@ -23,7 +23,7 @@ class SampleSettings:
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     eta: float = 0.0  # ddim's
     weak_model: torch.nn.Module | None = None
-    cfg_channels: int | None = None
+    cfg_channels: int = 0  # 0 = x_t's
 
     @property
     def guidance(self) -> dict:
@@ -102,51 +102,52 @@ def network_evaluations(model, process, settings: SampleSettings, strength: floa
     return sum(num_images)
 
 
+@dataclass
 class ModelSamples:
     """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
-    every script. The caller enters autocast.
+    every script. The caller enters autocast."""
 
-    `small`: a LowRes, the input of a super-resolution model. `vectors`: the Vectors of a model that takes them. Samples
-    cycle through `classes`, by default those that belong to these inputs, or all. `given`: GivenImages to start from.
-    """
+    model: torch.nn.Module
+    process: object
+    codec: object
+    settings: SampleSettings
+    seed: int = 0
+    classes: list[int] | None = None  # taken in turn; None = those of the inputs below, or all
+    small: object = None  # a LowRes: the input of a super-resolution model
+    vectors: object = None  # the Vectors of a model that takes them
+    given: object = None  # GivenImages to start from
+    not_finite: int = 0  # images drawn with NaN or infinity
 
-    def __init__(
-        self,
-        model,
-        process,
-        codec,
-        settings: SampleSettings,
-        seed: int = 0,
-        small=None,
-        vectors=None,
-        classes=None,
-        given=None,
-    ):
-        self.model = model
-        self.process = process
-        self.codec = codec
-        self.num_classes = model.config.num_classes
-        self.settings = settings
-        self.seed = seed
-        self.small = small
-        self.vectors = vectors
-        self.given = given
-        self.turns = torch.arange(max(self.num_classes, 1))
-        for inputs in filter(None, (vectors, small)):
-            if self.num_classes and inputs.labels is not None:
-                self.turns = inputs.labels
-        if classes:
-            self.turns = torch.as_tensor(classes)
-        self.not_finite = 0  # images drawn with NaN or infinity
-        self.shape = (3 if "latents" in codec.description else codec.shape[0], codec.image_size, codec.image_size)
-        codec.keep_loaded()
+    def __post_init__(self):
+        self.codec.keep_loaded()
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.config.num_classes
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image."""
+        side = self.codec.image_size
+        return (3 if "latents" in self.codec.description else self.codec.shape[0], side, side)
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The classes that samples take in turn: int64."""
+        if self.classes:
+            return torch.tensor(self.classes)
+        for inputs in (self.small, self.vectors):
+            if self.num_classes and inputs and inputs.labels is not None:
+                return inputs.labels
+        return torch.arange(max(self.num_classes, 1))
 
     @property
     def protocol(self) -> dict:
+        strength = self.given.strength if self.given else 1.0
         protocol = {
             "sampler": self.settings.sampler,
             "steps": self.settings.steps,
-            "network_evaluations": network_evaluations(self.model, self.process, self.settings),
+            "network_evaluations": network_evaluations(self.model, self.process, self.settings, strength),
             **self.settings.guidance,
             "classes": "all, balanced",
             "seed": self.seed,

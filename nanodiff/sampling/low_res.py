@@ -22,9 +22,9 @@ class LowRes:
     or train if there is none. Images of the model's size are downsampled as in training.
     """
 
-    def __init__(self, where: str, loaded, device, autoencoder: str):
+    def __init__(self, where: str, loaded, autoencoder: str):
         self.config = loaded.model.config
-        self.device = device
+        self.device = loaded.device
         dataset = None
         if where in ("", "val"):
             dataset = own_images(where, loaded)
@@ -40,7 +40,7 @@ class LowRes:
                 raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
             self.stored = images.__getitem__
             self.described = f"{where}, SHA-256 {hashlib.sha256(images.tobytes()).hexdigest()}"
-        self.codec = load_codec(loaded.data, device, autoencoder, dataset)
+        self.codec = load_codec(loaded.data, self.device, autoencoder, dataset)
         self.labels = torch.from_numpy(labels)  # (number of images,) int64
 
     def images(self, ids) -> torch.Tensor:
@@ -56,10 +56,10 @@ class LowRes:
         return self.codec.to_pixels(large)
 
 
-def open_low_res(where: str, loaded, device, autoencoder: str = "") -> LowRes | None:
+def open_low_res(where: str, loaded, autoencoder: str) -> LowRes | None:
     """None for models without low_res, which take no `where`."""
     if loaded.model.config.low_res:
-        return LowRes(where, loaded, device, autoencoder)
+        return LowRes(where, loaded, autoencoder)
     if where:
         raise UserError(f"low_res={where!r} would do nothing: {loaded.source} is no super-resolution model")
 
