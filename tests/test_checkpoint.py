@@ -73,6 +73,8 @@ def test_the_best_stays_beside_the_newest(tmp_path):
     save(tmp_path, 3, keep=2)  # the run went back, and compares no more with what it left
     mark_if_best(tmp_path, 3, "val/loss_ema", 0.8)
     assert find_checkpoint(tmp_path, "best").name == "step_000003"
+    mark_if_best(tmp_path, 7, "val/loss_ema", 0.1)  # and was killed before it had saved the step
+    assert find_checkpoint(tmp_path, "best") == find_checkpoint(tmp_path)
     with pytest.raises(UserError, match="has no best checkpoint"):
         save(tmp_path / "other", 1)
         find_checkpoint(tmp_path / "other", "best")

@@ -133,6 +133,9 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
         step = read_best(run_dir).get("step")
         if step is None:
             raise UserError(f"{run_dir} has no best checkpoint: none was evaluated when it was saved; accepted: newest")
+        if step not in dict(found):  # the run was killed while it was being saved
+            print0(f"the best checkpoint, of step {step}, was not saved to its end: the newest instead")
+            step = "newest"
     if step != "newest":
         steps = ", ".join(str(s) for s, _ in found) or "none"
         found = [(s, path) for s, path in found if s == int(step)]
