@@ -6,10 +6,12 @@ import zlib
 
 import numpy as np
 
+PADDING = 2  # pixels between the images of a grid
+
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
-    size = struct.pack(">I", len(data))
-    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    size = len(data).to_bytes(4, "big")
+    checksum = zlib.crc32(kind + data).to_bytes(4, "big")
     return size + kind + data + checksum
 
 
@@ -30,7 +32,7 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     return data + _chunk(b"IEND", b"")
 
 
-def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndarray:
+def make_grid(images, columns: int, scale: int = 0) -> np.ndarray:
     """Images (C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
 
     Images in a row share a shape. scale=0 enlarges small ones.
@@ -38,26 +40,28 @@ def make_grid(images, columns: int, padding: int = 2, scale: int = 0) -> np.ndar
     if not scale:
         widest = max(image.shape[2] for image in images)
         scale = max(1, 48 // widest)
-    rows = []  # (H, W, 3)
-    for first in range(0, len(images), columns):
-        row = np.stack(images[first : first + columns])  # (n, C, H, W)
-        row = row.repeat(scale, axis=2).repeat(scale, axis=3)
-        tiles = np.pad(row, ((0, 0), (0, 0), (padding, 0), (padding, 0)))
-        tiles = np.broadcast_to(tiles, (len(row), 3, *tiles.shape[2:]))
-        rows.append(np.concatenate(tiles.transpose(0, 2, 3, 1), axis=1))
-    height = sum(row.shape[0] for row in rows) + padding
-    width = max(row.shape[1] for row in rows) + padding
-    grid = np.zeros((height, width, 3), np.uint8)
-    top = 0
+    rows = [images[first : first + columns] for first in range(0, len(images), columns)]
+    height = width = PADDING
     for row in rows:
-        grid[top : top + row.shape[0], : row.shape[1]] = row
-        top += row.shape[0]
+        _, image_height, image_width = row[0].shape
+        height += scale * image_height + PADDING
+        width = max(width, PADDING + len(row) * (scale * image_width + PADDING))
+    grid = np.zeros((height, width, 3), np.uint8)
+    top = PADDING
+    for row in rows:
+        left = PADDING
+        for image in row:
+            tile = image.transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)  # (H, W, C)
+            height, width, _ = tile.shape
+            grid[top : top + height, left : left + width] = tile
+            left += width + PADDING
+        top += height + PADDING
     return grid
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
     """`grid` (H, W, 3) uint8 as half blocks, two pixels per character, averaged to `width` (None: the terminal's)."""
-    width = shutil.get_terminal_size().columns if width is None else width
+    width = width or shutil.get_terminal_size().columns
     factor = -(-grid.shape[1] // width)  # pixels averaged on a side
     pad_height = -grid.shape[0] % (2 * factor)  # a character holds two rows
     pad_width = -grid.shape[1] % factor

@@ -24,7 +24,7 @@ def test_pillow_reads_back_pixels_and_text(shape):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_tile_of_a_grid_is_its_image(channels):
     images = np.random.default_rng(0).integers(1, 256, (7, channels, 4, 5), np.uint8)
-    grid = make_grid(images, columns=3, padding=2, scale=3)
+    grid = make_grid(images, columns=3, scale=3)
     assert grid.shape == (3 * (12 + 2) + 2, 3 * (15 + 2) + 2, 3) and grid.dtype == np.uint8
     for i, image in enumerate(images):
         top, left = 2 + i // 3 * 14, 2 + i % 3 * 17
@@ -32,7 +32,7 @@ def test_each_tile_of_a_grid_is_its_image(channels):
         for dy, dx in ((0, 0), (2, 1)):  # any pixel of each 3 x 3 repetition
             np.testing.assert_array_equal(tile[dy::3, dx::3], np.broadcast_to(image.transpose(1, 2, 0), (4, 5, 3)))
     assert grid.astype(int).sum() == images.astype(int).sum() * 9 * 3 // channels  # the rest is black
-    assert make_grid(images[:2], 8, padding=0, scale=1).shape == (4, 10, 3)  # fewer images than columns: one row
+    assert make_grid(images[:2], 8, scale=1).shape == (8, 16, 3)  # fewer images than columns: one row
     several = make_grid([*images[:6], *images[:2, :, :2, :3]], columns=3, scale=3)  # rows of two shapes
     np.testing.assert_array_equal(several[:28], grid[:28])
     assert several.shape == (28 + 8 + 2, grid.shape[1], 3) and not several[30:, 24:].any()
