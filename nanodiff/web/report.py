@@ -100,50 +100,54 @@ def thin(y: np.ndarray) -> np.ndarray:
     return np.unique(keep)
 
 
-def curve(label: str, x: np.ndarray, y: np.ndarray, colour: int, style: str) -> dict:
-    """A curve for report.html. `style`: "line", "raw" is faint and thin, "dots" marks each value."""
-    rows = thin(y)
-    y = [float(f"{value:.6g}") for value in y[rows]]
-    return {"label": label, "colour": colour % 8, "style": style, "x": x[rows].tolist(), "y": y}
+def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
+    """A metric's curve, none if it was not logged. Noisy ones are smoothed; `show_raw` adds what was logged.
 
-
-def curves_of(run: Run, key: str, label: str, colour: int, show_raw: bool = False) -> list[dict]:
-    """A metric's curve, none if it was not logged. Noisy ones are smoothed; `show_raw` adds what was logged."""
+    Styles: "line", "raw" is faint and thin, "dots" marks each value.
+    """
     points = sorted(run.logged.get(key, {}).items())
     if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
         return []
     x = np.array([step * run.per_step for step, _ in points])
     y = np.array([value for _, value in points])
     if not key.startswith("train/"):
-        return [curve(label, x, y, colour, "dots")]
-    if key == "train/lrm":
-        return [curve(label, x, y, colour, "line")]
-    smoothed = curve(label, x, smooth(y), colour, "line")
-    return [curve("not smoothed", x, y, colour, "raw"), smoothed] if show_raw else [smoothed]
+        drawn = [(label, "dots", y)]
+    elif key == "train/lrm":
+        drawn = [(label, "line", y)]
+    else:
+        drawn = [(label, "line", smooth(y))]
+        if show_raw:
+            drawn.insert(0, ("not smoothed", "raw", y))
+    curves = []
+    for name, style, values in drawn:
+        rows = thin(values)
+        digits = [float(f"{value:.6g}") for value in values[rows]]
+        curves.append({"label": name, "style": style, "x": x[rows].tolist(), "y": digits})
+    return curves
 
 
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
-    overlay = len(runs) > 1
     keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
     page = ""
     for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
         title, axis = CHARTS.get(name, (name, ""))
         shown = [key for key in keys if chart_of(key) == name]
-        if overlay:
-            for key in shown:
-                curves = [curves_of(run, key, run.name, j) for j, run in enumerate(runs)]
-                page += chart(key, curves, axis, "images")
+        if len(runs) == 1:
+            page += chart(title, "step", axis, [(runs[0], key, key) for key in shown])
         else:
-            show_raw = sum(key.startswith("train/") for key in shown) == 1
-            curves = [curves_of(runs[0], key, key, i, show_raw) for i, key in enumerate(shown)]
-            page += chart(title, curves, axis, "step")
+            for key in shown:
+                page += chart(key, "images", axis, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(title: str, curves: list[list[dict]], axis: str, unit: str) -> str:
-    """Curves of each metric over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
-    drawn = [one for of_metric in curves for one in of_metric]
+def chart(title: str, unit: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
+    """The (run, key, label) of `metrics` over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
+    show_raw = sum(key.startswith("train/") for _, key, _ in metrics) == 1
+    drawn = []
+    for i, (run, key, label) in enumerate(metrics):
+        for curve in curves_of(run, key, label, show_raw):
+            drawn.append(curve | {"colour": i % 8})
     if not drawn:
         return ""
     data = {"title": title, "unit": unit, "axis": axis, "curves": drawn}
@@ -154,18 +158,20 @@ def chart(title: str, curves: list[list[dict]], axis: str, unit: str) -> str:
 def strip(run: Run) -> str:
     """A run's grids, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
     paths = sorted(run.folder.glob("samples/step_*.png"))
-    shown = np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS)).round().astype(int)
+    if not paths:
+        return ""
+    shown = np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS)).round()
     images = ""
     for i in shown:
-        step = int(paths[i].stem.removeprefix("step_"))
-        png = base64.b64encode(paths[i].read_bytes()).decode()
+        path = paths[int(i)]
+        step = int(path.stem.removeprefix("step_"))
+        png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
     last = len(shown) - 1
-    page = f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>
+    return f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>
 {images}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
 <small>{len(shown)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
-    return page if images else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,12 +180,12 @@ def strip(run: Run) -> str:
 
 def cell(value) -> str:
     """For the eye: commas in integers and from 1,000 up, else four digits."""
-    if value is None or value == "":
+    if value is None:
         return ""
-    if type(value) is int:
-        return f"{value:,}"
     if type(value) is float:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if type(value) is int:
+        return f"{value:,}"
     value = brief(value, 20)
     if isinstance(value, list):
         value = ", ".join(map(str, value))
@@ -188,12 +194,15 @@ def cell(value) -> str:
 
 def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
     """A row for each key, or only for those whose values differ."""
-    rows = ["".join(f"<th>{escape(name)}</th>" for name in ("", *head))] if any(head) else []
+    rows = ""
+    if head:
+        rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
     for key in dict.fromkeys(key for column in columns for key in column):
         values = [cell(column.get(key)) for column in columns]
-        if len(set(values)) > 1 if differing else any(values):
-            rows.append(f"<th>{escape(key)}</th>" + "".join(f"<td>{value}</td>" for value in values))
-    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
+        if len(set(values)) > 1 or (any(values) and not differing):
+            cells = "".join(f"<td>{value}</td>" for value in values)
+            rows += f"<tr><th>{escape(key)}</th>{cells}</tr>"
+    return f'<div class="scroll"><table>{rows}</table></div>'
 
 
 def flat(facts: dict, prefix: str = "") -> dict:
@@ -219,19 +228,21 @@ def evaluation(path: Path, run: Run) -> str:
     result = {key: brief(value) for key, value in json.loads(path.read_text()).items()}
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # of compare_samplers
-    measured, protocol = {}, {}
-    for key, value in flat(result).items():
-        is_setting = type(value) is not float or key.endswith(("cfg_scale", "eta"))
-        group = protocol if is_setting else measured
-        group[key] = value
+    protocol = flat(result)
+    measured = {}
+    for key, value in list(protocol.items()):
+        if type(value) is float and not key.endswith(("cfg_scale", "eta")):
+            measured[key] = protocol.pop(key)
     step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
-    shown = table([""], [measured]) if measured else ""
+    shown = table([], [measured]) if measured else ""
     if rows:
-        names = [f"{row['sampler']}, {row['steps']}" for row in rows]
         head = [key for key in rows[0] if key not in ("sampler", "steps")]
-        shown += table(head, [dict(zip(names, [row[key] for row in rows])) for key in head])
+        columns = []
+        for key in head:
+            columns.append({f"{row['sampler']}, {row['steps']}": row[key] for row in rows})
+        shown += table(head, columns)
     return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{shown}
-<details><summary>Protocol</summary>{table([""], [protocol])}</details>"""
+<details><summary>Protocol</summary>{table([], [protocol])}</details>"""
 
 
 def settings(runs: list[Run]) -> str:
