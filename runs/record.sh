@@ -24,6 +24,7 @@ seconds=$((SECONDS - start))
 
 python3 -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
     --npz --out="$folder/measured.npz"
-python3 -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10
+python3 -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10 \
+    --judge=runs/records/judge_cifar10.safetensors
 echo "$tag: $seconds s of at most $limit, process start and compilation included"
 [ "$seconds" -le $limit ]

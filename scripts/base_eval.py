@@ -55,6 +55,10 @@ samples = ""  # images to measure instead of the run's: an .npz as scripts/sampl
 # Only metric=fid|fd_classifier
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
 save_reference = ""  # write mu and sigma of the data set to this .npz, and measure nothing
+# Only metric=class_accuracy|fd_classifier
+judge = (
+    ""  # a classifier's .safetensors, as in runs/records: figures of two machines compare; "" = one trained on the set
+)
 # Only metric=fid
 reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
 inception = ""  # path of Inception's weights; "" = download them once
@@ -129,7 +133,7 @@ elif save_reference:
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"save_reference={save_reference!r}: cannot write there")
     dataset = features.image_set(name, reference_split)
-    network = features.load_network(metric, name, device, inception)
+    network = features.load_network(metric, name, device, inception or judge)
     known = features.reference_features(dataset, network)
     if rank == 0:
         save_stats(path, known.mu, known.sigma)
@@ -175,7 +179,7 @@ else:
         with autocast:
             images = gather_batches(measured.images, batches, "samples")
     else:
-        network = features.load_network(metric, name, device, inception)
+        network = features.load_network(metric, name, device, inception or judge)
         result["network"] = network.title
         if reference:
             known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))

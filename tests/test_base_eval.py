@@ -161,6 +161,15 @@ def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick
     assert (itself["precision"], itself["recall"]) == (1, 1)
 
 
+def test_a_judge_brought_along_has_the_figures_of_the_one_trained_here(run_dir, run_script, quick_classifier, tmp_path):
+    own = evaluate(run_script, run_dir, "fd_classifier", *FEW)
+    trained = classifier.get_classifier(open_dataset("tiny"), open_dataset("tiny", "val"), "cpu")
+    classifier.save_classifier(trained, tmp_path / "judge.safetensors")
+    other = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--judge={tmp_path}/judge.safetensors")
+    assert other["fd_classifier"] == pytest.approx(own["fd_classifier"], rel=0.01)
+    assert "judge_" in other["network"]
+
+
 @pytest.mark.parametrize("metric", ["loss", "fd_classifier"])
 def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_classifier, monkeypatch, metric):
     build = load.build

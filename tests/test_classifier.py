@@ -10,6 +10,7 @@ import torch
 from processes import on_ranks
 from tiny_runs import make_data
 
+from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
@@ -17,12 +18,15 @@ from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import (
     Classifier,
     get_classifier,
+    load_classifier,
     load_images,
     plan_training,
+    save_classifier,
     shift,
     shrink,
     train_classifier,
 )
+from nanodiff.safetensors import save_safetensors
 
 
 @pytest.fixture
@@ -109,6 +113,20 @@ def test_the_first_rank_trains_for_all(tiny, monkeypatch):
     (printed, first), (nothing, second) = on_ranks(work)
     assert "training a classifier" in printed and nothing == ""
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):
+    torch.manual_seed(0)
+    classifier = Classifier(3, 40, 7).eval()
+    save_classifier(classifier, tmp_path / "judge.safetensors")
+    judge = load_classifier(tmp_path / "judge.safetensors", "cpu")
+    images = torch.randint(256, (5, 3, 40, 40), dtype=torch.uint8)
+    torch.testing.assert_close(judge.features(images), classifier.features(images), rtol=1e-2, atol=1e-3)
+    num_bytes = sum(x.nbytes for x in classifier.state_dict().values())
+    assert (tmp_path / "judge.safetensors").stat().st_size < 0.51 * num_bytes
+    save_safetensors({"x": images}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="holds no classifier"):
+        load_classifier(tmp_path / "other.safetensors", "cpu")
 
 
 def test_large_sets_are_drawn_from(tiny, monkeypatch):

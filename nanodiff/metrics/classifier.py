@@ -4,6 +4,7 @@ far are their features from those of real images?"""
 import hashlib
 import math
 import time
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from nanodiff.common import Progress, UserError, from_first_rank, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype
+from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
+from nanodiff.safetensors import load_safetensors, save_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
@@ -45,7 +48,7 @@ class Classifier(nn.Module):
 
     @property
     def title(self) -> str:
-        return f"classifier trained on the set, {self.accuracy:.2%} right on held-out images"
+        return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = shrink(images, self.resolution).float() / 127.5 - 1
@@ -160,6 +163,25 @@ def load_images(dataset, resolution: int, seed: int):
         images = torch.as_tensor(dataset.images(rows))
         parts.append(shrink(images, resolution))
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
+
+
+def save_classifier(classifier: Classifier, path: Path) -> None:
+    """Write the weights in fp16, half a million of them, as a judge that others can load."""
+    tensors = {name: x.half() for name, x in classifier.state_dict().items() if x.is_floating_point()}
+    save_safetensors(tensors, path, {"resolution": str(classifier.resolution)})
+
+
+def load_classifier(path: Path, device) -> Classifier:
+    """A classifier that save_classifier wrote, named by its SHA-256."""
+    tensors, metadata = load_safetensors(path)
+    with reading(path, "holds no classifier"):
+        num_classes = len(tensors["head.weight"])
+        channels = tensors["trunk.0.0.weight"].shape[1]
+        classifier = Classifier(channels, int(metadata["resolution"]), num_classes)
+        classifier.load_state_dict(tensors, strict=False)  # without batch normalisation's counters
+    classifier.name = f"judge_{sha256_of(path)[:12]}"
+    classifier = classifier.to(device, memory_format=torch.channels_last)
+    return classifier.requires_grad_(False).eval()
 
 
 def get_classifier(train, val, device) -> Classifier:

@@ -70,8 +70,6 @@ def save_stats(path: Path, mu: torch.Tensor, sigma: torch.Tensor) -> None:
 
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64."""
-    if not path.is_file():
-        raise UserError(f"no file of reference statistics {path}")
     with reading(path), np.load(path, allow_pickle=False) as file:
         mu = torch.from_numpy(file["mu"].astype(np.float64))
         sigma = torch.from_numpy(file["sigma"].astype(np.float64))

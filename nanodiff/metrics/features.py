@@ -5,6 +5,7 @@ A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): n
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from nanodiff.common import UserError, gather_batches, get_dist, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.metrics.cache import cached
-from nanodiff.metrics.classifier import get_classifier
+from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (
     FeatureStats,
     frechet_distance,
@@ -51,10 +52,13 @@ def image_set(name: str, split: str) -> Dataset:
     return dataset
 
 
-def load_network(metric: str, data: str, device, inception: str = ""):
-    """Inception for "fid" (`inception`: path of its weights), else the classifier of `data`. Called by all ranks."""
+def load_network(metric: str, data: str, device, weights: str = ""):
+    """Inception for "fid", else a classifier; `weights` is its file, "" the published one, or the classifier trained on
+    `data`. Called by all ranks."""
     if metric == "fid":
-        return load_inception(inception, device)
+        return load_inception(weights, device)
+    if weights:
+        return load_classifier(Path(weights).expanduser(), device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
