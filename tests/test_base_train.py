@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
 import torch
 from processes import run_process
-from tiny_runs import assert_identical, decode_png, make_data, make_run, run_script
+from tiny_runs import assert_identical, decode_png, losses, make_data, make_run, metrics, run_script, weights
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -35,22 +34,6 @@ def tiny(base):
     """A data set of 72 images, so that an epoch ends in mid-step."""
     make_data(train=72)
     return base
-
-
-def metrics(base, tag):
-    """[{...}] of metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (base / "runs" / tag / "metrics.jsonl").read_text().splitlines()]
-    clock = ("total_training_time_s", "train/dt_ms", "train/data_ms", "train/images_per_sec", "train/mfu")
-    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
-
-
-def losses(base, tag):
-    return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
-
-
-def weights(base, tag, step=6):
-    folder = base / "runs" / tag / "checkpoints" / f"step_{step:06d}"
-    return {p.name: torch.load(p, weights_only=True) for p in folder.glob("*.pt")}
 
 
 @pytest.mark.parametrize(
@@ -90,24 +73,11 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
     assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
 
 
-def test_the_grid_is_guided_within_the_interval_only(tiny, run_script):
-    """Heun's two steps evaluate at t = 1 and 0.5: an interval between them leaves the grid unguided."""
-
-    def draw(tag, *more):
-        run_script("base_train", *TINY, "--sample_every=0", "--sample_steps=2", f"--model_tag={tag}", *more)
-        return decode_png((tiny / "runs" / tag / "samples" / "step_000006.png").read_bytes())
-
-    plain = draw("plain", "--cfg_scale=1")
-    assert (draw("never", "--cfg_scale=99", "--cfg_interval=0.6,0.9") == plain).all()
-    assert (draw("first", "--cfg_scale=99", "--cfg_interval=0.6,1") != plain).any()
-
-
 @pytest.mark.parametrize("iterations", [0, 1])
 def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
     off = ("--eval_every=-1", "--sample_every=-1", "--save_every=-1")
     done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *off, "--model_tag=off")
-    assert done["step"] == iterations and len(metrics(tiny, "off")) == iterations
-    assert not (done["run_dir"] / "checkpoints").exists()
+    assert done["step"] == iterations and not (done["run_dir"] / "checkpoints").exists()
     on = ("--eval_every=0", "--sample_every=0", "--save_every=0", "--sample_steps=2")
     done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *on, "--model_tag=on")
     assert math.isfinite(metrics(tiny, "on")[-1]["val/loss"])
@@ -116,14 +86,14 @@ def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
 
 
 def test_horizons(tiny, run_script):
-    """Steps follow from FLOPs or from tokens per parameter, by the arithmetic that is printed."""
+    """Steps follow from FLOPs, epochs or tokens per parameter, by the arithmetic that is printed; one at least."""
     args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1", "--save_every=-1"]
     a = run_script("base_train", *args, "--target_flops=1e9", "--model_tag=a")
     assert abs(a["step"] * 16 * a["flops_per_image"] - 1e9) <= 8 * a["flops_per_image"]
-    c = run_script("base_train", *args, "--num_epochs=2.5", "--model_tag=c")
-    assert c["step"] == round(2.5 * 72 / 16)
     b = run_script("base_train", *args, "--target_param_data_ratio=0.005", "--model_tag=b")
     assert abs(b["step"] * 16 * 16 - 0.005 * b["num_params"]) <= 8 * 16  # 16 tokens an image
+    for epochs, steps in ((2.5, round(2.5 * 72 / 16)), (0.001, 1)):
+        assert run_script("base_train", *args, f"--num_epochs={epochs}", f"--model_tag=c{steps}")["step"] == steps
 
 
 def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
@@ -131,7 +101,7 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
     by the square root of the batch, AdamW's also by the width. A resumed run keeps its batch."""
     args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
     args += ["--eval_every=-1"]
-    for tokens, batch in ((5e6, 32), (1.25e6, 16), (20e6, 64)):
+    for tokens, batch in ((1.25e6, 16), (20e6, 64)):
         more = (f"--num_epochs={tokens / 16 / 72}", "--save_every=-1", f"--model_tag=t{batch}", "--lr=0.001")
         out = set_up(run_script, capsys, *args, *more)
         scale = math.sqrt(batch / 64)
@@ -146,7 +116,7 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
         run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32")
 
 
-@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+@pytest.mark.parametrize("ranks", [3, 7])
 def test_the_batch_is_a_multiple_of_any_number_of_ranks(tiny, run_script, capsys, monkeypatch, ranks):
     args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1"]
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -193,11 +163,6 @@ def test_a_horizon_behind_the_checkpoint_loses_nothing(tiny, run_script, script)
     assert run_script(script, *args)["step"] == 6  # the run's own command still ends where it ended
 
 
-def test_the_shortest_horizon_is_one_step(tiny, run_script):
-    args = [arg for arg in TINY if "num_iterations" not in arg] + ["--eval_every=-1"]
-    assert run_script("base_train", *args, "--num_epochs=0.001")["step"] == 1
-
-
 def test_a_preset_with_an_interval_trains_without_labels(tiny, run_script, capsys):
     """Scale and interval are ignored together, once said, and recorded as used."""
     for more in ("--class_cond=False", "--label_drop=0"):
@@ -224,23 +189,17 @@ def test_a_run_that_saves_nothing_says_so(tiny, run_script, capsys, monkeypatch)
 
 
 def test_learning_rate_warms_up_and_down(tiny, run_script):
-    run_script(
-        "base_train", *TINY, "--num_iterations=10", "--warmup_ratio=0.2", "--warmdown_ratio=0.4", "--eval_every=-1"
-    )
+    schedule = ("--warmup_ratio=0.2", "--warmdown_ratio=0.4", "--final_lr_frac=0.2")
+    run_script("base_train", *TINY, "--num_iterations=10", *schedule, "--eval_every=-1")
     lrm = [line["train/lrm"] for line in metrics(tiny, "tiny_dit_d1")]
-    assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    linear = ("--num_iterations=4", "--warmup_ratio=0", "--warmdown_ratio=1", "--eval_every=-1", "--model_tag=linear")
-    run_script("base_train", *TINY, *linear, "--final_lr_frac=0.2")
-    assert [line["train/lrm"] for line in metrics(tiny, "linear")] == pytest.approx([1, 0.8, 0.6, 0.4])
+    assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        ("--dropout=0.3",), ("--variance=learned",), ("--arch=unet", "--patch_size=2"),
-        ("--optimizer=adamw", "--muon_lr=0.1"), ("--latent_norm=scale",), ("--objective=eps", "--timestep_shift=3"),
-        ("--objective=flow_x0", "--bpd_every=1"), ("--grad_dtype=bfloat16",),
-        ("--timesteps=uniform", "--timestep_std=0.7"),
+        ("--dropout=0.3",), ("--arch=unet", "--patch_size=2"), ("--optimizer=adamw", "--muon_lr=0.1"),
+        ("--objective=eps", "--timestep_shift=3"), ("--timesteps=uniform", "--timestep_std=0.7"),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_do_nothing_is_refused(tiny, run_script, capsys, more):
@@ -251,59 +210,19 @@ def test_a_setting_that_would_do_nothing_is_refused(tiny, run_script, capsys, mo
     assert more[-1][2:].split("=")[0] in said and said.count("\n") <= 1
 
 
-def test_warnings(tiny, run_script, capsys):
-    run_script("base_train", *TINY, "--num_iterations=1", "--eval_every=-1", "--save_every=-1", "--model_tag=a")
-    out = capsys.readouterr().out
-    assert "saves no checkpoint" in out and "100 epochs" not in out
-    run_script("base_train", *TINY, "--num_iterations=0", "--eval_every=-1", "--model_tag=b")
-    assert "warning: " not in capsys.readouterr().out
-
-
 def test_a_set_without_validation_split_trains(base, run_script, capsys):
     with DatasetWriter("tiny", CLASS_NAMES) as writer:
         writer.append("train", *draw_shapes(24, seed=1))
     grid = ("--sample_every=0", "--sample_steps=2", "--low_res_size=8")
-    run_script("base_train", *TINY, "--num_iterations=2", *grid, "--model_tag=a")
+    run_dir = run_script("base_train", *TINY, "--num_iterations=2", *grid)["run_dir"]
     assert capsys.readouterr().out.count("no validation split") == 1
-    assert [line["step"] for line in metrics(base, "a")] == [1, 2] and (
-        base / "runs/a/samples/step_000002.png"
-    ).exists()
-
-
-def test_speed_and_eta_leave_out_the_first_step(tiny, run_script, capsys, monkeypatch):
-    """It compiles; here it waits for the loss instead."""
-    honest, calls = FlowMatching.losses, []
-
-    def losses(*args, **kwargs):
-        calls.append(time.sleep(0 if calls else 1.0))
-        return honest(*args, **kwargs)
-
-    monkeypatch.setattr(FlowMatching, "losses", losses)
-    run_script("base_train", *TINY, "--num_iterations=4", "--log_every=2", "--eval_every=-1", "--model_tag=a")
-    lines = [json.loads(line) for line in (tiny / "runs/a/metrics.jsonl").read_text().splitlines()]
-    assert (
-        "first step with images of 3x16x16: 1." in capsys.readouterr().out
-        and max(line["train/dt_ms"] for line in lines) < 500
-    )
+    assert (run_dir / "samples" / "step_000002.png").exists()
 
 
 def test_training_learns(tiny, run_script):
-    args = (*TINY, "--num_iterations=60", "--eval_every=30", "--ema_rates=0.9")
-    run_script("base_train", *args)
+    run_script("base_train", *TINY, "--num_iterations=40", "--eval_every=20", "--ema_rates=0.9")
     val = [line["val/loss_ema"] for line in metrics(tiny, "tiny_dit_d1") if "val/loss" in line]
     assert val[1] < val[0] < 1.9  # v = noise - x0 has variance 1 + var(x0) for a model that knows nothing
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatch):
-    run_script("base_train", *TINY, "--num_iterations=2", "--model_tag=a")
-    honest = FlowMatching.losses
-    monkeypatch.setattr(FlowMatching, "losses", lambda *a, **k: {"loss": honest(*a, **k)["loss"] * float("nan")})
-    with pytest.raises(FloatingPointError, match="step 2"):
-        run_script("base_train", *TINY, "--num_iterations=4", "--resume=changed", "--model_tag=a")
-    monkeypatch.undo()
-    assert torch.isfinite(
-        torch.load(tiny / "runs/a/checkpoints/step_000002/model.pt", weights_only=True)["patch_embed.weight"]
-    ).all()
 
 
 @pytest.mark.slow
@@ -311,19 +230,19 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, run_script, monkeypatc
     "more",
     [
         ("--arch=unet", "--num_res_blocks=1", "--low_res_size=8"),
-        ("--arch=unet", "--num_res_blocks=1", "--objective=v", "--dropout=0.1"),
-        ("--low_res_size=4", "--checkpointing"),
+        ("--arch=unet", "--num_res_blocks=1", "--objective=v", "--dropout=0.1", "--class_cond=False"),
         ("--arch=dit_classic", "--objective=eps", "--variance=learned_range", "--loss=rescaled_kl", "--bpd_every=0"),
-        ("--objective=x_prev", "--variance=learned", "--sampler=ddpm", "--sample_steps=50"),
-        ("--class_cond=False", "--objective=x0", "--noise_schedule=linear", "--variance=fixed_large", "--ema_rates="),
+        ("--low_res_size=4", "--objective=x_prev", "--variance=learned", "--sampler=ddpm", "--sample_steps=25"),
+        ("--objective=x0", "--noise_schedule=linear", "--variance=fixed_large", "--ema_rates=", "--checkpointing"),
     ],
 )
 def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     """One step, a grid, and one more step after a resume equal two steps in one go, dropout included."""
-    few = ("--num_timesteps=50",) if any("--objective" in arg for arg in more) else ()
     tiny_args = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in more)]
-    args = (*tiny_args, "--total_batch_size=8", "--warmup_ratio=0", "--warmdown_ratio=0", *few, *more)
-    end = ("--eval_every=0", "--eval_images=4", "--sample_every=0", *["--sample_steps=2"] * ("x_prev" not in str(more)))
+    args = (*tiny_args, "--total_batch_size=8", "--warmup_ratio=0", "--warmdown_ratio=0", "--sample_steps=2", *more)
+    if any("--objective" in arg for arg in more):
+        args += ("--num_timesteps=25",)
+    end = ("--eval_every=0", "--eval_images=4", "--sample_every=0")
     run_script("base_train", *args, *end, "--num_iterations=1", "--model_tag=a")
     run_script("base_train", *args, "--eval_every=-1", "--num_iterations=2", "--resume=changed", "--model_tag=a")
     run_script("base_train", *args, "--eval_every=-1", "--num_iterations=2", "--model_tag=b")
@@ -331,22 +250,6 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     assert (tiny / "runs" / "a" / "samples" / "step_000001.png").stat().st_size > 1000
     if "--bpd_every=0" in more:
         assert 0 < metrics(tiny, "a")[-1]["val/bpd"] < 50
-
-
-def test_fp16_overflow_skips_the_step_and_moves_the_scale(tiny, run_script, monkeypatch):
-    """IDDPM's rule: log2 of the scale falls by 1 on overflow and the weights stay; else it grows by 0.001."""
-    monkeypatch.setattr("nanodiff.device.choose_dtype", lambda *_: torch.float16)
-    honest, calls = FlowMatching.losses, []
-
-    def losses(*args, **kwargs):
-        calls.append(1)
-        loss = honest(*args, **kwargs)["loss"] / 64  # or the scale of 2^20 may be too much for the first step
-        return {"loss": loss * float("inf") if len(calls) == 2 else loss}
-
-    monkeypatch.setattr(FlowMatching, "losses", losses)
-    run_script("base_train", *TINY, "--num_iterations=3", "--eval_every=-1", "--model_tag=a", "--warmup_ratio=0")
-    scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
-    assert scale == pytest.approx([20.001, 19.001, 19.002])
 
 
 def overflow_once():
@@ -393,12 +296,11 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
     """The real library, without a network and without an account; pictures do not need Pillow."""
     pytest.importorskip("wandb")
     run_process(train_twice_with_wandb, WANDB_MODE="offline", WANDB_SILENT="true")
-    kept = sorted((tiny / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(kept) == 2 and kept[0].name == kept[1].name and all(p.stat().st_size > 1000 for p in kept)
-    ids = [
-        json.loads((p / "meta.json").read_text())["loop"]["wandb_id"] for p in (tiny / "runs/a/checkpoints").iterdir()
-    ]
-    assert ids == [kept[0].stem.removeprefix("run-")] * 2
+    run_dir = tiny / "runs" / "a"
+    kept = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(kept) == 2 and kept[0].name == kept[1].name
+    metas = [json.loads(path.read_text()) for path in run_dir.glob("checkpoints/*/meta.json")]
+    assert [meta["loop"]["wandb_id"] for meta in metas] == [kept[0].stem.removeprefix("run-")] * 2
 
 
 def test_device_batch_size_0_takes_up_to_64_on_a_cpu(tiny, run_script):
@@ -407,8 +309,7 @@ def test_device_batch_size_0_takes_up_to_64_on_a_cpu(tiny, run_script):
     args += ["--eval_every=-1", "--num_iterations=2", "--total_batch_size=96"]
     assert run_script("base_train", *args, "--model_tag=a")["device_batch_size"] == 48
     run_script("base_train", *args, "--device_batch_size=32", "--model_tag=b")
-    losses = [[line["train/loss"] for line in metrics(tiny, tag)] for tag in "ab"]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses(tiny, "a") == pytest.approx(losses(tiny, "b"), rel=1e-5)
 
 
 def test_a_run_of_any_length_has_a_few_dozen_evaluations_and_checkpoints(tiny, run_script):
@@ -446,14 +347,13 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
 
 
 def test_an_average_can_be_added_when_resuming(tiny, run_script):
-    """It starts from the weights of the checkpoint; the one that was kept is as before."""
+    """It starts from the weights of the checkpoint."""
     args = (*TINY, "--ema_ramp=False")
     run_script("base_train", *args, "--ema_rates=0.9")
     run_script("base_train", *args, "--ema_rates=0.9,0.5", "--num_iterations=7", "--resume=changed")
     old, new = weights(tiny, "tiny_dit_d1"), weights(tiny, "tiny_dit_d1", step=7)
-    lerp = {name: old["model.pt"][name].lerp(new["model.pt"][name], 0.5) for name in new["ema_0.5.pt"]}
     for name, average in new["ema_0.5.pt"].items():
-        torch.testing.assert_close(average, lerp[name])
+        torch.testing.assert_close(average, old["model.pt"][name].lerp(new["model.pt"][name], 0.5))
 
 
 @pytest.mark.parametrize("more", [(), ("--arch=unet", "--num_res_blocks=1", "--patch_size=0")])

@@ -1,6 +1,5 @@
 """Nothing is lost: trainers that are killed, stopped, starved of disk, or spread over other ranks."""
 
-import json
 import os
 import random
 import re
@@ -12,26 +11,22 @@ import time
 from functools import partial
 
 import pytest
-import torch
 from conftest import ROOT
 from processes import Started, free_port, run_process
-from tiny_runs import assert_identical, make_autoencoder, make_data
+from tiny_runs import assert_identical, make_autoencoder, make_data, metrics, weights
 
 from nanodiff import common
 
 TRAIN = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=100 --log_every=1 --eval_every=-1 "
+    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=60 --log_every=1 --eval_every=-1 "
     "--sample_every=-1 --save_every=2 --checkpoints_kept=2 --compile=False --dtype=float32 --device_type=cpu"
 ).split()  # fmt: skip
 
 
-def everything(base, tag, step=100):
+def everything(base, tag, step=60):
     """What a run has made, without what depends on the clock."""
-    run = base / "runs" / tag
-    newest = run / "checkpoints" / f"step_{step:06d}"
-    tensors = {path.name: torch.load(path, weights_only=True) for path in newest.glob("*.pt")}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return tensors, [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in lines]
+    lines = [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in metrics(base, tag)]
+    return weights(base, tag, step), lines
 
 
 def slow_fsync():
@@ -41,25 +36,25 @@ def slow_fsync():
 
 
 @pytest.mark.slow
-def test_twenty_kills_lose_nothing(base, run_script):
+def test_kills_lose_nothing(base, run_script):
     make_data()
     run_script("base_train", *TRAIN, "--model_tag=whole", "--save_every=0")
     checkpoints = base / "runs" / "killed" / "checkpoints"
     rng, in_save = random.Random(0), 0
-    for kill in range(20):
+    for kill in range(10):
         running = Started("base_train", *TRAIN, "--model_tag=killed", before=slow_fsync)
         time.sleep(rng.uniform(0.1, 0.7))
-        while kill % 3 == 0 and not any(checkpoints.glob(".*")) and running.codes() == [None]:
-            time.sleep(0.001)  # a third of the kills wait for a save
+        while kill % 2 == 0 and not any(checkpoints.glob(".*")) and running.codes() == [None]:
+            time.sleep(0.001)  # half of the kills wait for a save
         running.kill()
         assert running.codes() == [-signal.SIGKILL], "the run ended before it was killed often enough"
         in_save += any(checkpoints.glob(".*"))
     assert in_save >= 3, "too few of the kills hit a save"
     run_script("base_train", *TRAIN, "--model_tag=killed")
     (weights, lines), (expected_weights, expected_lines) = everything(base, "killed"), everything(base, "whole")
-    assert lines == expected_lines and [step for step, *_ in lines] == [*range(1, 101)]  # none twice, none missing
+    assert lines == expected_lines and [step for step, *_ in lines] == [*range(1, 61)]  # none twice, none missing
     assert_identical(weights, expected_weights)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000098", "step_000100"]  # nothing half done
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000058", "step_000060"]  # nothing half done
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +109,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, tim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGHUP")), (2, ("1", 4, "SIGTERM")), (2, ("0", 4, "SIGINT"))])
+@pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGHUP")), (2, ("1", 4, "SIGTERM"))])
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ranks, fault):
     make_data()
     done = run_process("base_train", *SHORT, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
@@ -181,10 +176,6 @@ def test_two_nodes_train_the_same_model_as_one_process(base, run_script):
     run_script("base_train", *SHORT, "--model_tag=one")
     for (_, *expected), (_, *got) in zip(everything(base, "one", 8)[1], everything(base, "nodes", 8)[1]):
         assert got == pytest.approx(expected, rel=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# No room on the disk
 
 
 def no_file_beyond(size):

@@ -1,13 +1,12 @@
 """Fine-tuning as a whole: the base stays; the same adapters whatever the ranks, micro-batches and interruptions."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from processes import run_process
-from tiny_runs import TIMELESS, make_data, make_run
+from tiny_runs import TIMELESS, assert_identical, losses, make_data, make_run, metrics
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -45,18 +44,8 @@ def old(base, run_script, tmp_path_factory):
     return base / "runs" / "old"
 
 
-def metrics(base, tag):
-    """[{...}] of metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (base / "runs" / tag / "metrics.jsonl").read_text().splitlines()]
-    clock = ("total_training_time_s", "train/dt_ms", "train/data_ms", "train/images_per_sec", "train/mfu")
-    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
-
-
-def losses(base, tag):
-    return [line["train/loss"] for line in metrics(base, tag)]
-
-
 def adapters(base, tag, step=6):
+    """(tensors, metadata) of its file."""
     return load_safetensors(base / "runs" / tag / "adapters" / f"step_{step:06d}.safetensors")
 
 
@@ -74,8 +63,8 @@ def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
     shutil.rmtree(done["run_dir"] / "checkpoints" / "step_000006")
     assert run_script("lora_train", *part)["start_step"] == 4
     assert metrics(base, "parts") == metrics(base, "whole")
-    assert_same(adapters(base, "parts")[0], adapters(base, "whole")[0])
-    assert adapters(base, "parts")[1] == adapters(base, "whole")[1]
+    for part, whole in zip(adapters(base, "parts"), adapters(base, "whole")):
+        assert_identical(part, whole)
 
 
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
@@ -93,9 +82,10 @@ def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
 
 def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_script):
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    done = run_script("lora_train", *TINY, "--model_tag=a", "--targets=qkv,fc2", "--sample_every=0", "--sample_steps=2")
-    after = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    assert after == before
+    grid = ("--sample_every=0", "--sample_steps=2", "--timestep_shift=3")  # of a flow it can be changed
+    done = run_script("lora_train", *TINY, "--model_tag=a", "--targets=qkv,fc2", *grid)
+    assert done["process"].timestep_shift == load_run("a", "cpu").process.timestep_shift == 3
+    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
     tuned, plain = done["raw_model"], load_run("old", "cpu").model.state_dict()
     for name, x in tuned.state_dict().items():
         if "lora" not in name and not name.startswith("y_embed"):
@@ -114,22 +104,25 @@ def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_sc
 
 def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_path):
     """By its tag, or as base and file: the same model, with the class that it has learned."""
-    run_script("lora_train", *TINY, "--model_tag=a", "--lr=0.001")
+    run_script("lora_train", *TINY, "--model_tag=a", "--lr=0.001", "--num_iterations=2")
+    file = base / "runs/a/adapters/step_000002.safetensors"
     run, by_hand = load_run("a", "cpu"), load_run("old", "cpu")
-    apply_adapters(by_hand, str(base / "runs/a/adapters/step_000006.safetensors"))
+    apply_adapters(by_hand, str(file))
     assert_same(run.model.state_dict(), by_hand.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
-    assert run.num_classes == 9 and run.step == 6 and run.run_dir == base / "runs" / "a" and run.data["name"] == "tuned"
-    run_script("sample", *TIMELESS, "--run=a", "--num_images=9", "--steps=2", f"--out={tmp_path / 'a'}", "--npz")
-    with np.load(tmp_path / "a.npz") as file:
-        assert file["labels"].tolist() == [*range(9)] and file["arr_0"].shape == (9, 16, 16, 3)
-        images = file["arr_0"]
-    lora = f"--lora={base / 'runs/a/adapters/step_000006.safetensors'}"
-    merged = (*TIMELESS, "--run=old", lora, "--num_images=9", "--steps=2", "--npz")
+    assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
+
+    def sample(name, *args):
+        some = (*TIMELESS, "--num_images=9", "--steps=2", f"--out={tmp_path / name}", "--npz")
+        run_script("sample", *some, *args)
+        with np.load(tmp_path / f"{name}.npz") as drawn:
+            assert drawn["labels"].tolist() == [*range(9)]
+            return drawn["arr_0"]
+
+    images = sample("a", "--run=a")
     for scale, same in ((1, True), (0, False)):
-        run_script("sample", *merged, f"--lora_scale={scale}", f"--out={tmp_path / f'scale{scale}'}")
-        with np.load(tmp_path / f"scale{scale}.npz") as file:
-            assert np.array_equal(file["arr_0"], images) is same
+        found = sample(f"scale{scale}", "--run=old", f"--lora={file}", f"--lora_scale={scale}")
+        assert np.array_equal(found, images) is same
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--base" not in arg]
     done = run_script("lora_train", *again, "--base=a", "--model_tag=b", "--num_iterations=1")
@@ -200,19 +193,13 @@ def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
     faults = {
         "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
         "--base=none": "run='none' is no folder, file or tag; known tags: old",
-        "--data=none": "no data set 'none'",
         "--data=large": r"3, 32\), the model wants \('images', 3, 16\)",
-        "--targets=k": "no linear layer is named 'k'; accepted: all, ada, fc1",
-        "--train_classes=moon": "no class 'moon'",
         "--t_min=0.8": "t_min=0.8 and t_max=0.5; accepted: t_min < t_max",
-        "--total_batch_size=6": "is not a multiple of device_batch_size x ranks = 4 x 1",
-        "--base_step=7": "has no checkpoint of step 7; it has: 0, 1",
-        "--resume=9": "has no checkpoint of step 9",
         "--model_tag=old": "old is a run of base_train; use another model_tag",
     }
     for arg, fault in faults.items():
         with pytest.raises(UserError, match=fault):
-            run_script("lora_train", *TINY, "--t_max=0.5", "--device_batch_size=4", "--model_tag=a", arg)
+            run_script("lora_train", *TINY, "--t_max=0.5", "--model_tag=a", arg)
     assert not list(base.glob("runs/*/adapters"))
 
 
@@ -234,15 +221,6 @@ def test_training_goes_on_from_adapters(base, old, run_script):
     run_script("lora_train", *again, "--model_tag=second")
     first, second = (load_run(tag, "cpu").model.state_dict() for tag in ("first", "second"))
     assert_same(first, second, rtol=0, atol=1e-6)
-    for more, fault in (
-        ("--rank=3", "give --rank=2"),
-        ("--targets=qkv", "other layers"),
-        ("--train_classes=bar", "learned"),
-    ):
+    for more, fault in (("--rank=3", "give --rank=2"), ("--targets=qkv", "other layers")):
         with pytest.raises(UserError, match=fault):
             run_script("lora_train", *again, more, "--model_tag=third")
-
-
-def test_the_shift_of_a_flow_base_can_be_changed(old, run_script):
-    shifted = run_script("lora_train", *TINY, "--model_tag=b", "--timestep_shift=3", "--num_iterations=0")
-    assert shifted["process"].timestep_shift == load_run("b", "cpu").process.timestep_shift == 3

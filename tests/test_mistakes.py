@@ -36,18 +36,8 @@ def damage_sets(root):
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     labels = data / "shuffled" / "train_labels.npy"
     labels.write_bytes(labels.read_bytes()[:-8] + (77).to_bytes(8, "little"))
-    make_data("large", resolution=32)
     with DatasetWriter("alone") as writer:
         writer.append("train", np.zeros((4, 3, 16, 16), np.uint8))
-
-
-def damage_published(root):
-    """Files that are almost in a published format."""
-    torch.save({"some.weight": torch.zeros(3)}, root / "other.pt")
-    torch.save({1: torch.zeros(1)}, root / "numbers.pt")
-    torch.save({"ema": {"x_embedder.proj.weight": 3}}, root / "values.pt")
-    flat = ("pos_embed", "x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
-    torch.save({name: torch.zeros(1) for name in flat}, root / "flat.pt")
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +53,20 @@ def place(tmp_path_factory):
             writer.append("val", np.zeros((1, 3, 16, 16), np.uint8))
         for tag, *args in (("a",), ("gauss", "--objective=eps", "--num_timesteps=30"), ("plain", "--class_cond=False")):
             run_process(*TRAIN, "--num_iterations=1", f"--model_tag={tag}", *args)
-        for tag in ("broken", "torn"):
-            shutil.copytree(root / "runs" / "a", root / "runs" / tag)
-            model = root / "runs" / tag / "checkpoints" / "step_000001" / "model.pt"
-            data = model.read_bytes()
-            model.write_bytes(data[:100] if tag == "torn" else data[:5000] + b"?" + data[5001:])
+        shutil.copytree(root / "runs" / "a", root / "runs" / "broken")
+        model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.pt"
+        data = model.read_bytes()
+        model.write_bytes(data[:5000] + b"?" + data[5001:])
         (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)
         (root / "file").write_text("no folder")
         (root / "typo.py").write_text("depht = 2\n")
-        (root / "call.py").write_text("depth = open('pwned', 'w')\n")
         make_folder(root / "mixed", sizes=((8, 8), (9, 9)))
         np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
         write_cifar(root / "cifar.tar.gz")
-        (root / "cut.tar.gz").write_bytes((root / "cifar.tar.gz").read_bytes()[:-1000])
         (root / "idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 5))
         damage_sets(root)
-        damage_published(root)
+        flat = ("pos_embed", "x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
+        torch.save({name: torch.zeros(1) for name in flat}, root / "flat.pt")  # almost a published model
         write_mnist(root / "mnist")
         (root / "mnist" / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(5, np.uint8))))
         yield root
@@ -87,79 +75,56 @@ def place(tmp_path_factory):
 MISTAKES = [
     # settings
     ((*TRAIN, "--dept=3"), "dept"),
-    ((*TRAIN, "--lr=-1"), "lr"),
     ((*TRAIN, "typo.py"), "depht"),
-    ((*TRAIN, "call.py"), "call.py"),
     ((*TRAIN, "--ema_rates=0.9,2"), "ema_rates"),
     ((*TRAIN, "--total_batch_size=7", "--device_batch_size=2"), "total_batch_size=7"),
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
     ((*TRAIN, "--patch_size=5"), "patch_size=5"),
-    ((*TRAIN, "--sampler=ddim", "--sample_every=0"), "ddim"),
     ((*TRAIN, "--timesteps=loss-second-moment"), "loss-second-moment"),
-    ((*TRAIN, "--objective=eps", "--timesteps=logit-normal"), "logit-normal"),
     ((*TRAIN, "--bpd_every=1"), "bpd_every"),
-    ((*TRAIN, "--label_drop=1"), "label_drop=1"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=10", "--noise_schedule=linear"), "num_timesteps=10"),
     ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21", "--sample_every=0"), "21"),
     ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
-    ((*TRAIN, "--device_type=mps"), "mps"),
     # data sets
     ((*TRAIN, "--data=unheard"), "unheard"),
-    ((*TRAIN, "--data=file"), "file"),
     ((*TRAIN, "--data=garbled"), "meta.json"),
     ((*TRAIN, "--data=future"), "99"),
     ((*TRAIN, "--data=short"), "val_images_000.npy"),
     # runs
     ((*TRAIN, "--model_tag=a", "--resume=7"), "step 7"),
     ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
-    ((*TRAIN, "--model_tag=a", "--depth=2"), "depth=2"),
     ((*TRAIN, "--model_tag=broken"), "broken"),
-    ((*TRAIN, "--model_tag=torn"), "torn"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
     ((*SAMPLE, "--run=broken"), "broken"),
     ((*SAMPLE, f"--run={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--run=~nobody/x"), "~nobody/x"),
-    ((*SAMPLE, "--run=unheard"), "unheard"),
     ((*SAMPLE, "--run=empty"), "empty"),
     ((*SAMPLE, "--run=a", "--ema=0.5"), "0.5"),
     ((*SAMPLE, "--run=a", "--checkpoint_step=9"), "step 9"),
-    ((*SAMPLE, "--run=a", "--classes=a,b"), "'a'"),
-    ((*SAMPLE, "--run=plain", "--classes=0"), "no classes"),
     ((*SAMPLE, "--run=a", "--cfg_interval=0.8,0.1"), "0.8,0.1"),
     ((*SAMPLE, "--run=a", "--sampler=ddpm"), "ddpm"),
-    ((*SAMPLE, "--run=gauss", "--steps=31"), "31"),
     ((*SAMPLE, "--run=gauss", "--respacing=ddim17"), "ddim17"),
-    ((*SAMPLE, "--run=gauss", "--sampler=ddpm", "--eta=0.5"), "eta"),
     ((*SAMPLE, "--run=a", "--eta=0.5"), "eta"),
     ((*SAMPLE, "--run=a", "--respacing=10"), "respacing"),
     ((*SAMPLE, "--run=a", "--out=file/x"), "see out"),
-    ((*SAMPLE, "--run=other.pt"), "other.pt"),
-    ((*SAMPLE, "--run=numbers.pt"), "numbers.pt"),
-    ((*SAMPLE, "--run=values.pt"), "values.pt"),
     ((*SAMPLE, "--run=flat.pt"), "flat.pt"),
     ((*EVAL, "--run=plain", "--metric=loss", "--data=alone"), "'val'"),
-    ((*EVAL, "--run=a", "--data=large"), "large"),
     ((*EVAL, "--run=plain", "--metric=class_accuracy"), "class_accuracy"),
-    ((*EVAL, "--run=a", "--metric=class_accuracy", "--sampler=ddim"), "ddim"),
     ((*EVAL, "--run=a", "--metric=bpd"), "bpd"),
     ((*EVAL, "--run=a", "--metric=fd_classifier", "--cfg_interval=0.3"), "'0.3'"),
     # preparing data
     (PREPARE, "path"),
-    ((*PREPARE, "--path=absent"), "absent"),
     ((*PREPARE, "--path=mixed"), "resolution"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
     ((*PREPARE, "--source=cifar10", "--path=cifar.tar.gz"), "SHA-256"),
-    ((*PREPARE, "--source=cifar10", "--path=cut.tar.gz", "--sha256="), "cut.tar.gz"),
     ((*PREPARE, "--source=idx", "--path=idx3-ubyte.gz"), "idx3-ubyte.gz"),
     ((*PREPARE, "--source=shapes", "--name=a/b"), "a/b"),
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
     ((*PREPARE, "--verify=unheard"), "unheard"),
     ((*PREPARE, "--verify=bits"), "train_images_000.npy"),
     ((*PREPARE, "--path=mnist"), "5 labels for 20 images"),
-    ((*PREPARE, "--path=mixed", "--labels=file"), "labels"),
-    ((*PREPARE, "--path=file", "--source=folder"), "file"),
 ]
 
 
@@ -184,15 +149,14 @@ def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arg
     gc.collect()  # the frames of the error hold the run's lock, as the process would until its end
     assert code == 2 and message.startswith("error: ") and "\n" not in message and named in message, message
     assert whole(place) == before
-    assert not list(place.rglob(".tmp*")) and not list(place.rglob("pwned"))
+    assert not list(place.rglob(".tmp*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(*TRAIN, "--depth=x"), (*SAMPLE, "--run=unheard")])
-def test_as_the_user_sees_it(place, arguments):
-    done = run_process(*arguments, check=False)
+def test_as_the_user_sees_it(place):
+    done = run_process(*SAMPLE, "--run=unheard", check=False)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("error: ") and arguments[-1].partition("=")[2] in line
+    assert done.returncode == 2 and line.startswith("error: ") and "unheard" in line
 
 
 def test_more_ranks_than_images(place, run_script):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from conftest import script_settings
+from tiny_runs import logged
 
 from configurator import Config
 from nanodiff.common import UserError
@@ -23,7 +24,6 @@ from nanodiff.training.resume import (
     check_settings,
     cut_batch,
     largest_batch,
-    last_step,
     resume_point,
     run_folder,
 )
@@ -73,9 +73,7 @@ def find(memory, limit):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize(
-    "limit, room, best", [(64, 20, 16), (64, 64, 64), (64, 1000, 64), (48, 1000, 48), (63, 30, 21), (7, 5, 1)]
-)
+@pytest.mark.parametrize("limit, room, best", [(64, 20, 16), (48, 1000, 48), (63, 30, 21), (7, 5, 1)])
 def test_the_largest_batch_that_fits(error, limit, room, best):
     memory = Memory(room, error)
     assert find(memory, limit) == best
@@ -90,18 +88,13 @@ def test_no_batch_fits_or_something_else_is_wrong():
         find(Memory(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), 8)
 
 
-@pytest.mark.parametrize("theirs, found", [(2, 2), (16, 8), (0, None)])
-def test_ranks_agree_on_the_largest_batch(monkeypatch, theirs, found):
-    """8 fit on this rank; the other, whose answer stands in for the collective, has room for `theirs`."""
+def test_ranks_agree_on_the_largest_batch(monkeypatch):
+    """8 fit on this rank; the other, whose answer stands in for the collective, has room for 2."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    minimum = lambda x, op: x.clamp_(max=theirs) if op == dist.ReduceOp.MIN else None
+    minimum = lambda x, op: x.clamp_(max=2) if op == dist.ReduceOp.MIN else None
     monkeypatch.setattr(dist, "all_reduce", minimum)
-    if found:
-        assert find(Memory(8), 16) == found
-    else:
-        with pytest.raises(UserError, match="not even one image"):
-            find(Memory(8), 16)
+    assert find(Memory(8), 16) == 2
 
 
 def test_means_since_the_last_log_line():
@@ -158,29 +151,26 @@ def test_times_leave_out_the_first_step_and_eta_counts_evaluations(monkeypatch):
     assert meter.console(line, num_iterations=611).endswith("eta 5.0 m")  # 600 steps of (1 + 4) / 10 s
 
 
-@pytest.mark.parametrize("tag", ["a/b", "..", ".", "a\nb", "-a", "", "a b"])
+@pytest.mark.parametrize("tag", ["a/b", "..", "a\nb", ""])
 def test_a_model_tag_is_a_name(base, tag):
     with pytest.raises(UserError, match="model_tag="):
         run_folder(tag)
     assert run_folder("a.b+c=1_d-2") == base / "runs" / "a.b+c=1_d-2"
 
 
-def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch, capsys):
+def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch):
     monkeypatch.setattr("nanodiff.models.build.why_not_compiled", lambda device: "")
     as_said = lambda model, whole, autotune: "as a whole" if whole else "by blocks"
     monkeypatch.setattr("nanodiff.models.build.compile_model", as_said)
-    for steps, how in ((2999, "by blocks"), (3000, "as a whole")):
-        assert compiled(nn.Identity(), torch.device("cpu"), steps) == how
-        assert how in capsys.readouterr().out
+    cpu = torch.device("cpu")
+    assert compiled(nn.Identity(), cpu, 2999) == "by blocks"
+    assert compiled(nn.Identity(), cpu, 3000) == "as a whole"
     with monkeypatch.context() as two_ranks:  # else no exchange could overlap with backward
         two_ranks.setenv("WORLD_SIZE", "2")
-        assert compiled(nn.Identity(), torch.device("cpu"), 3000) == "by blocks"
+        assert compiled(nn.Identity(), cpu, 3000) == "by blocks"
     unet = UNet(UNetConfig.from_depth(1, 16))
     assert compiled(unet, torch.device("cuda"), 1) == "by blocks"
-    assert compiled(unet, torch.device("cpu"), 3000) is unet and "UNet" in capsys.readouterr().out
-    monkeypatch.setattr("nanodiff.models.build.why_not_compiled", lambda device: "no compiler")
-    model = nn.Identity()
-    assert compiled(model, torch.device("cpu"), 3000) is model and "no compiler" in capsys.readouterr().out
+    assert compiled(unet, cpu, 3000) is unet
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):
@@ -196,9 +186,6 @@ def test_wandb_without_a_login_is_one_line(monkeypatch):
     with pytest.raises(UserError, match="no API key"):
         check_wandb("name")
     assert sys.excepthook is hook  # wandb's own would print a traceback above the line
-    check_wandb("dummy")
-    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline")))
-    check_wandb("name")
 
 
 def config_of(defaults, **changed):
@@ -209,63 +196,48 @@ def config_of(defaults, **changed):
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):
     described = {"config": config_of({"lr": 1, "rank": 3}, lr=2), "num_iterations": 3}
-    log = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 0, None)
+    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, None)
     for step in (1, 2, 3):
         log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})  # x0.std() works
-    again = RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 2, None)
+    again = RunLog("dummy", tmp_path, torch.device("cpu"), described, 2, None)
     again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
-    written = (tmp_path / "a" / "config.json").read_text()
-    assert json.loads(written)["changed_from"] == {"lr": 1}
+    lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
+    assert logged(tmp_path) == lines
+    first = json.loads((tmp_path / "config.json").read_text())
+    assert first["changed_from"] == {"lr": 1}
     # What was recorded stays; what is changed is appended with its step
     for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
         described = {"config": config_of({"lr": 1, "rank": 3}, lr=lr), "num_iterations": 9}
-        RunLog("dummy", tmp_path / "a", torch.device("cpu"), described, 2, None)
-        record = json.loads((tmp_path / "a" / "config.json").read_text())
+        RunLog("dummy", tmp_path, torch.device("cpu"), described, 2, None)
+        record = json.loads((tmp_path / "config.json").read_text())
         assert len(record["changes"]) == num_changes
         assert record["changes"][-1] == {"step": 2, "config": {"lr": lr}, "num_iterations": 9}
-        assert record | {"changes": None} == json.loads(written) | {"changes": None}
+        assert record | {"changes": None} == first | {"changes": None}
 
 
 def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
-    """Settings are fixed unless a table says otherwise, so a new one is fixed too."""
+    """Settings are fixed unless a table says otherwise, so a new one is fixed too. Refusals: test_base_train."""
     assert resume_point(tmp_path, "auto", "base_train") == resume_point(tmp_path, "never", "base_train") == (None, {})
-    with pytest.raises(UserError, match="no checkpoint of step 3"):
-        resume_point(tmp_path, "3", "base_train")
     meta = dict(step=1, config={"depth": 4, "gone": 1}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
     path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
     assert resume_point(tmp_path, "auto", "base_train") == (path, meta)
     with pytest.raises(UserError, match="a run of base_train"):
         resume_point(tmp_path, "auto", "lora_train")
-    with pytest.raises(UserError, match="resume=never"):
-        resume_point(tmp_path, "never", "base_train")
 
     def check(resume="auto", **changed):
         defaults = {"lr": 1, "depth": 4, "new": 7, "num_iterations": -1, "log_every": 10, "resume": "auto"}
         check_settings(path, meta, config_of(defaults, resume=resume, **changed))
         return capsys.readouterr().out.splitlines()[-1]
 
-    assert check() == f"resumed from {path}"
     assert check(num_iterations=500) == f"resumed from {path}"  # the checkpoint's -1 was derived, too
     assert check(log_every=1).endswith("now with log_every=1 (was 10)")
     for resume in ("1", "changed"):
         assert "now with lr=2 (was 1)" in check(resume, lr=2)
         with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
             check(resume, lr=2, depth=3, new=8)
-    with pytest.raises(UserError, match=r"lr=2 \(was 1\); give --model_tag=NAME .* or --resume=changed"):
-        check(lr=2)
 
 
 def test_the_tables_of_a_resume_name_settings():
     assert not FREE & RATES
     names = {name for script in ("base_train", "lora_train") for name in script_settings(script)}
     assert names >= FREE | RATES
-
-
-def test_a_horizon_behind_the_checkpoint_is_refused():
-    assert last_step(None, 0, 10) == 10 and last_step(None, 0, 0) == 0
-    assert last_step("x", 30, 30) == 30
-    assert last_step("x", 30, 0) == 30  # trains nothing: evaluates, samples and saves what there is
-    with pytest.raises(UserError, match="num_iterations=15: x is at step 30; accepted: 30 or more"):
-        last_step("x", 30, 15)

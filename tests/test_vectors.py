@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from processes import run_process
-from test_base_train import losses, metrics, weights
-from tiny_runs import assert_identical, make_run, randomise, run_script
+from tiny_runs import assert_identical, losses, make_run, metrics, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
-from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import conditioning, make_denoiser
 from nanodiff.formats.load import load_run
@@ -25,13 +24,11 @@ TINY = (
 SHAPE = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=4)
 
 
-def make_set(vectors_of, name="tiny", labelled=True, order=None, **sizes):
-    """A set of shapes with vectors_of(labels) beside the images; labels, if any, in the given order of images."""
-    with DatasetWriter(name, CLASS_NAMES if labelled else ()) as writer:
-        for split, n in ({"train": 72, "val": 24} | sizes).items():
+def make_set(vectors_of, labelled=True):
+    """A set of shapes with vectors_of(labels) beside the images."""
+    with DatasetWriter("tiny", CLASS_NAMES if labelled else ()) as writer:
+        for split, n in (("train", 72), ("val", 24)):
             images, labels = draw_shapes(n, seed=n)
-            chosen = np.arange(n) if order is None or split == "val" else order
-            images, labels = images[chosen], labels[chosen]
             writer.append(split, images, labels if labelled else None, vectors_of(labels))
 
 
@@ -85,26 +82,24 @@ def test_one_hot_vectors_are_labels():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("vector_len", [0, 1, 3])
-def test_before_training_vectors_change_nothing_and_then_they_do(vector_len):
+@pytest.mark.parametrize("arch, vector_len", [("dit", 0), ("dit", 3), ("unet", 0)])
+def test_before_training_vectors_change_nothing_and_then_they_do(arch, vector_len):
     shape = (4, vector_len, 5) if vector_len else (4, 5)
-    model = dit(vector_dim=5, vector_len=vector_len)
+    if arch == "dit":
+        model = dit(vector_dim=5, vector_len=vector_len)
+    else:
+        model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
+        model.init_weights(make_generator(0))
     x_t, t = inputs()
     a, b = torch.randn(shape), torch.zeros(shape)
     assert torch.equal(model(x_t, t, vectors=a), model(x_t, t, vectors=b))
     random(model)
-    assert (model(x_t, t, vectors=a) - model(x_t, t, vectors=b)).abs().max() > 1e-3
     both = model(x_t, t, vectors=a)
+    others = [b, a.flip(1)] if vector_len else [b]  # words have an order
+    assert all((both - model(x_t, t, vectors=other)).abs().max() > 1e-3 for other in others)
     for i in range(4):  # a vector belongs to its image alone
-        torch.testing.assert_close(model(x_t[i : i + 1], t[i : i + 1], vectors=a[i : i + 1])[0], both[i])
-
-
-@torch.no_grad()
-def test_words_have_an_order():
-    model = random(dit(vector_dim=5, vector_len=3))
-    x_t, t = inputs()
-    sequence = torch.randn(4, 3, 5)
-    assert (model(x_t, t, vectors=sequence) - model(x_t, t, vectors=sequence.flip(1))).abs().max() > 1e-3
+        alone = model(x_t[i : i + 1], t[i : i + 1], vectors=a[i : i + 1])[0]
+        torch.testing.assert_close(alone, both[i], rtol=1e-4, atol=1e-4)
 
 
 def test_flops_count_the_tokens():
@@ -115,16 +110,6 @@ def test_flops_count_the_tokens():
     attention = 4 * C * ((T + L) ** 2 - T**2)
     assert longer - plain == 3 * (2 * (attention + 2 * block * L) + 2 * C * D * L)
     assert dit(vector_dim=D).estimate_flops() - plain == 3 * 2 * C * D
-
-
-@torch.no_grad()
-def test_a_unet_takes_a_vector():
-    model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
-    model.init_weights(make_generator(0))
-    x_t, t = inputs(2)
-    random(model)
-    a, b = (model(x_t, t, vectors=v) for v in (torch.ones(2, 5), torch.zeros(2, 5)))
-    assert (a - b).abs().max() > 1e-3
 
 
 def test_the_dropped_get_zeros_and_the_null_class():
@@ -139,15 +124,13 @@ def test_the_dropped_get_zeros_and_the_null_class():
 @pytest.mark.parametrize("vectors_of", [one_hot, words])
 def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script, vectors_of):
     make_set(vectors_of)
-    run_script("base_train", *TINY, "--device_batch_size=8", "--model_tag=whole")
-    part = (*TINY, "--device_batch_size=8", "--model_tag=parts", "--save_every=3")
-    run_script("base_train", *part, "--num_iterations=3", "--resume=changed", "--warmdown_ratio=0.5")
-    run_script("base_train", *part, "--num_iterations=3")
-    run_script("base_train", *TINY, "--device_batch_size=8", "--model_tag=three", "--num_iterations=3")
-    assert_identical(weights(base, "parts", 3), weights(base, "three", 3))
-    assert metrics(base, "parts") == metrics(base, "three")
-    embedding = weights(base, "whole")["model.pt"]["vector_embed.weight"]
-    assert embedding.abs().max() > 0  # it learns
+    args = (*TINY, "--device_batch_size=8", "--eval_every=2", "--warmup_ratio=0", "--warmdown_ratio=0")
+    run_script("base_train", *args, "--model_tag=parts", "--num_iterations=2")
+    run_script("base_train", *args, "--model_tag=parts", "--num_iterations=4", "--resume=changed")
+    run_script("base_train", *args, "--model_tag=whole", "--num_iterations=4")
+    assert_identical(weights(base, "parts", 4), weights(base, "whole", 4))
+    assert metrics(base, "parts") == metrics(base, "whole")
+    assert weights(base, "whole", 4)["model.pt"]["vector_embed.weight"].abs().max() > 0  # it learns
 
 
 @pytest.mark.slow
@@ -157,25 +140,6 @@ def test_two_ranks_train_the_same_model_as_one(base, run_script):
     run_script("base_train", *TINY, *more, "--model_tag=one")
     run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
-
-
-def test_labels_and_vectors_that_are_permuted_together_change_nothing(base, run_script):
-    """The loader's order is one of positions, so a set in another order trains on other batches; its validation images
-    and what an epoch has seen are the same."""
-    make_set(words, "a")
-    order = np.random.default_rng(0).permutation(72)
-    make_set(words, "b", order=order)
-    a, b = open_dataset("a", "train"), open_dataset("b", "train")
-    ids = np.arange(72)
-    np.testing.assert_array_equal(a.vectors(order), b.vectors(ids))
-    np.testing.assert_array_equal(a.images(order), b.images(ids))
-    with torch.no_grad():
-        model = random(dit(vector_dim=10, vector_len=3))
-        x_t, t = inputs(4)
-        vectors = torch.from_numpy(a.vectors(ids[:4]))
-        shuffled = torch.tensor([2, 0, 3, 1])
-        out = model(x_t, t, vectors=vectors)
-        torch.testing.assert_close(model(x_t[shuffled], t[shuffled], vectors=vectors[shuffled]), out[shuffled])
 
 
 def make_unlabelled_run():
@@ -221,16 +185,12 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
         np.save(tmp_path / "bad.npy", array)
         with pytest.raises(UserError, match=said):
             run_script(*SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    with pytest.raises(UserError, match=r"bad\.txt"):
-        run_script(*SAMPLE, f"--vectors={tmp_path / 'bad.txt'}", f"--out={tmp_path / 'x'}")
-    plain = (*SAMPLE[:1], "--run=plain", *SAMPLE[2:])
     with DatasetWriter("plain") as writer:
         for split in ("train", "val"):
             writer.append(split, draw_shapes(24, seed=1)[0])
-    train = [arg for arg in TINY if "data=" not in arg]
-    run_script("base_train", *train, "--data=plain", "--model_tag=plain", "--num_iterations=1")
+    run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
     with pytest.raises(UserError, match="trained without vectors"):
-        run_script(*plain, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+        run_script(*SAMPLE, "--run=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
     with pytest.raises(UserError, match=r"vectors of \(dim, len\) \(0, 0\), the model wants \(8, 0\)"):
         run_script("base_eval", "--run=a", "--data=plain", "--metric=loss", "--device_type=cpu")
 

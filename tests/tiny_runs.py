@@ -69,6 +69,27 @@ def assert_identical(a, b, path=""):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, path
 
 
+def logged(run_dir):
+    """[{...}] of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics(base, tag):
+    """What a run logged, without what depends on the clock."""
+    clock = {"total_training_time_s", "train/dt_ms", "train/data_ms", "train/images_per_sec", "train/mfu"}
+    return [{k: v for k, v in line.items() if k not in clock} for line in logged(base / "runs" / tag)]
+
+
+def losses(base, tag):
+    return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
+
+
+def weights(base, tag, step=6):
+    """{file: tensors} of a checkpoint."""
+    folder = base / "runs" / tag / "checkpoints" / f"step_{step:06d}"
+    return {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.pt")}
+
+
 def make_run(run_script, tag, *args):
     """Train `tag` for no step, then put random weights into its checkpoint 1; other ones for raw and averaged."""
     tiny = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in args)]
