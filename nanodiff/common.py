@@ -235,10 +235,13 @@ class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; in a file, every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
-        self.total, self.unit, self.label, self.done = total, unit, label, 0
+        self.total = total
+        self.unit = unit
+        self.label = label
+        self.done = 0
         self.start = self.last = time.perf_counter()
         self.shown = get_dist()[0] == 0
-        self.pause, self.before, self.after = (0.2, "\r\033[K", "") if sys.stderr.isatty() else (30.0, "", "\n")
+        self.on_terminal = sys.stderr.isatty()
 
     def __enter__(self):
         return self
@@ -246,18 +249,22 @@ class Progress:
     def update(self, n: int = 1) -> None:
         self.done += n
         now = time.perf_counter()
-        if self.shown and (now - self.last > self.pause or (self.before and self.done >= self.total)):
+        pause = 0.2 if self.on_terminal else 30.0
+        is_end = self.on_terminal and self.done >= self.total
+        if now - self.last > pause or is_end:
             self.last = now
             rate = self.done / max(now - self.start, 1e-9)
             eta = max(self.total - self.done, 0) / max(rate, 1e-9)
-            text = f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s"
-            sys.stderr.write(self.before + text + self.after)
-            sys.stderr.flush()
+            self._show(f"{self.label} {self.done:,.0f}/{self.total:,} {self.unit} | {rate:,.1f}/s | eta {eta:,.0f} s")
 
     def __exit__(self, *exc):
+        if self.on_terminal:
+            self._show("")
+
+    def _show(self, text: str) -> None:
         if self.shown:
-            sys.stderr.write(self.before)
-            sys.stderr.flush()
+            text = f"\r\033[K{text}" if self.on_terminal else f"{text}\n"
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
