@@ -1,6 +1,5 @@
 """Samples that start from a given image (SDEdit) or keep a part of it (inpainting)."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from nanodiff.common import UserError
 from nanodiff.data.decode import open_image
 from nanodiff.files import reading
-from nanodiff.sampling.low_res import read_images
+from nanodiff.sampling.low_res import read_images, with_hash
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,17 @@ class GivenImages:
         self.images, _, _ = read_images("from_images", where, codec.image_size, codec.description.get("range"))
         side = codec.image_size
         channels = 3 if "latents" in codec.description else codec.shape[0]
-        if self.images.shape[1:] != (channels, side, side):
-            shape = self.images.shape[1:]
-            raise UserError(
-                f"from_images={where!r}: (channels, height, width) {shape}; accepted: {channels, side, side}"
-            )
+        shape, wanted = self.images.shape[1:], (channels, side, side)
+        if shape != wanted:
+            raise UserError(f"from_images={where!r}: (channels, height, width) {shape}; accepted: {wanted}")
         self.codec = codec
         self.device = device
         self.strength = strength
         self.mask = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool, device=device)
-        self.described = {"from_images": f"{where}, SHA-256 {hashlib.sha256(self.images.tobytes()).hexdigest()}"}
-        self.described["strength"] = strength
+        self.described = {"from_images": with_hash(where, self.images), "strength": strength}
         if mask:
             pixels = read_mask(mask, side)
-            self.described["mask"] = f"{mask}, SHA-256 {hashlib.sha256(pixels.tobytes()).hexdigest()}"
+            self.described["mask"] = with_hash(mask, pixels)
             known = torch.from_numpy(pixels).float()[None, None]
             share = F.interpolate(known, size=codec.shape[1:], mode="area")
             self.mask = (share == 1).to(device)  # a latent is known where all its pixels are

@@ -27,7 +27,7 @@ class LowRes:
         self.device = loaded.device
         dataset = None
         if where in ("", "val"):
-            dataset = own_images(where, loaded)
+            dataset = own_images(loaded, "small images from: give --low_res=FILE.npz", where)
             labels = dataset.labels(range(len(dataset)))
             self.stored = dataset.images  # ids (n,) -> images (n, C, h, w)
             self.described = f"{dataset.name}, {dataset.split}"
@@ -39,7 +39,7 @@ class LowRes:
                 accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
                 raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
             self.stored = images.__getitem__
-            self.described = f"{where}, SHA-256 {hashlib.sha256(images.tobytes()).hexdigest()}"
+            self.described = with_hash(where, images)
         self.codec = load_codec(loaded.data, self.device, autoencoder, dataset)
         self.labels = torch.from_numpy(labels)  # (number of images,) int64
 
@@ -64,11 +64,16 @@ def open_low_res(where: str, loaded, autoencoder: str) -> LowRes | None:
         raise UserError(f"low_res={where!r} would do nothing: {loaded.source} is no super-resolution model")
 
 
-def own_images(where: str, loaded):
+def with_hash(where: str, array: np.ndarray) -> str:
+    """For protocols: a file's path may stay while its content changes."""
+    return f"{where}, SHA-256 {hashlib.sha256(array.tobytes()).hexdigest()}"
+
+
+def own_images(loaded, what: str, where: str = ""):
     """The validation images of the set that the model was trained on; for "", its training images if it has none."""
     name = loaded.data["name"]
     if not name:
-        raise UserError(f"{loaded.source} names no data set to take small images from: give --low_res=FILE.npz")
+        raise UserError(f"{loaded.source} names no data set to take {what}")
     train_set = open_dataset(name, "train")
     if where == "" and "val" not in train_set.meta["splits"]:
         return train_set

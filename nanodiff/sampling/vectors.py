@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import normal_vectors, open_dataset
+from nanodiff.data.dataset import normal_vectors
 from nanodiff.files import reading
+from nanodiff.sampling.low_res import own_images
 
 
 class Vectors:
@@ -60,8 +61,5 @@ def open_vectors(where: str, loaded) -> Vectors | None:
         return None
     if where:
         return Vectors.of_file(where, description)
-    if not description["name"]:
-        raise UserError(f"{loaded.source} names no data set to take vectors from: give --vectors=FILE.npy")
-    splits = open_dataset(description["name"]).meta["splits"]
-    dataset = open_dataset(description["name"], "val" if "val" in splits else "train")
+    dataset = own_images(loaded, "vectors from: give --vectors=FILE.npy")
     return Vectors.of_dataset(dataset, description)
