@@ -120,22 +120,26 @@ def read_adapters(path: str, origin: dict) -> tuple[dict[str, torch.Tensor], lis
 def start_from_adapters(model, path: str, scale: float, origin: dict, class_names: list[str]) -> None:
     """Copy a file's adapters into those that add_lora made with alpha / rank = `scale`: same base, layers and rank."""
     tensors, classes, file_scale = read_adapters(path, origin)
-    rows = [x for name, x in tensors.items() if name.endswith(ROWS)]
-    adapters = {PREFIX + name: p for name, p in trained(model).items() if not name.endswith(".delta")}
-    in_file = {name for name in tensors if not name.endswith(ROWS)}
-    for name in sorted(adapters.keys() ^ in_file):
-        layer = name.removeprefix(PREFIX)
-        raise UserError(f"init_from={path!r} has adapters on other layers, such as {layer}; see targets")
+    given = {}
+    rows = None
+    for name, x in tensors.items():
+        if name.endswith(ROWS):
+            rows = x
+        else:
+            given[name.removeprefix(PREFIX)] = x
+    adapters = {name: p for name, p in trained(model).items() if not name.endswith(".delta")}
+    for name in sorted(adapters.keys() ^ given.keys()):
+        raise UserError(f"init_from={path!r} has adapters on other layers, such as {name}; see targets")
     for name, p in adapters.items():
-        x = tensors[name]
+        x = given[name]
         if x.shape != p.shape:
             raise UserError(f"init_from={path!r} has adapters of rank {len(x)}; give --rank={len(x)}")
         p.copy_(x * (file_scale / scale) if name.endswith(B) else x)
-    if not rows:
+    if rows is None:
         return
     table = class_table(model)[1]
     learning = table.rows.tolist() if isinstance(table, ClassTable) else []
-    for class_name, row in zip(classes, rows[0]):
+    for class_name, row in zip(classes, rows):
         number = len(class_names) if class_name is None else class_names.index(class_name)
         if number not in learning:
             raise UserError(f"init_from={path!r} has learned class {class_name!r}; name it in train_classes")

@@ -239,19 +239,22 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
     model.float()  # an assigned tensor keeps its own dtype
 
 
-INPUTS = ("image_size", "in_channels", "num_classes", "low_res")  # of a model's config
-PREDICTION = ("objective", "noise_schedule", "num_timesteps", "rescale_timesteps")  # settings that decide it
-
-
 def check_guide(guide: Loaded, loaded: Loaded) -> None:
     """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
-    differing = [key for key in INPUTS if getattr(guide.model.config, key) != getattr(loaded.model.config, key)]
-    is_flow = loaded.config["objective"].startswith("flow")
-    keys = PREDICTION[:1] if is_flow else PREDICTION
-    differing += [key for key in keys if guide.config.get(key) != loaded.config[key]]
-    codecs = [model.data.get("latents", {}) for model in (guide, loaded)]
-    differing += [key for key in ("sha256", "offset", "scale") if codecs[0].get(key) != codecs[1].get(key)]
     if loaded.config["objective"].startswith("flow_map"):
         raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
+    keys = ["objective"]
+    if loaded.process.num_timesteps:
+        keys += ["noise_schedule", "num_timesteps", "rescale_timesteps"]
+    inputs = ("image_size", "in_channels", "num_classes", "low_res")
+    latents = ("sha256", "offset", "scale")
+
+    def facts(model: Loaded) -> dict:
+        found = {key: getattr(model.model.config, key) for key in inputs}
+        found |= {key: model.config.get(key) for key in keys}
+        return found | {key: model.data.get("latents", {}).get(key) for key in latents}
+
+    theirs = facts(guide)
+    differing = [key for key, value in facts(loaded).items() if theirs[key] != value]
     if differing:
         raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
