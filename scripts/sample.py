@@ -100,12 +100,11 @@ published = {name: config[name] for name in PUBLISHED}
 loaded = load_run(run, device, checkpoint_step, ema, published)
 if lora:
     apply_adapters(loaded, lora, lora_scale)
-guide = weak_model = None
+guide = None
 if guide_run or guide_step != "newest" or guide_ema:
     guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
     check_guide(guide, loaded)
-    weak_model = guide.model
-others = {"eta": eta, "weak_model": weak_model, "cfg_channels": cfg_channels}
+others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
 settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)
 config |= settings.guidance  # the name and the protocol say what was done
 samples = loaded.samples(settings, seed, classes, low_res, vectors, autoencoder)

@@ -64,29 +64,30 @@ def describe_run(path: Path) -> dict:
     if not checkpoints:
         raise UserError(f"{path} holds no checkpoint")
     meta = load_meta(checkpoints[-1][1])
-    config = meta["config"]
-    num_classes = meta["model_config"]["num_classes"]
-    is_guided = num_classes > 0 and config["label_drop"] != 0 and not learns_guidance(config)
-    # An adapter has its base's process, known once that is loaded
-    samplers = SAMPLERS if "lora" in meta else make_process(config, meta["data"]).samplers
-    emas = [*map(str, meta["ema_rates"]), "raw"]
-    return {
-        "weights": [(step, ema) for step, _ in reversed(checkpoints) for ema in emas],
-        "classes": meta["data"]["class_names"] if num_classes else [],
-        "is_guided": is_guided,
-        "samplers": ["auto", *samplers],
-        "cfg_scale": config["cfg_scale"] if is_guided else 1,
-        "cfg_interval": config.get("cfg_interval", "0,1"),
-        "sampler": config.get("sampler", "auto"),
-        "steps": config["sample_steps"],
-    }
+    with reading(path, "was trained by another version"):
+        config = meta["config"]
+        num_classes = meta["model_config"]["num_classes"]
+        is_guided = num_classes > 0 and config["label_drop"] != 0 and not learns_guidance(config)
+        # An adapter has its base's process, known once that is loaded
+        samplers = SAMPLERS if "lora" in meta else make_process(config, meta["data"]).samplers
+        emas = [*map(str, meta["ema_rates"]), "raw"]
+        return {
+            "weights": [(step, ema) for step, _ in reversed(checkpoints) for ema in emas],
+            "classes": meta["data"]["class_names"] if num_classes else [],
+            "is_guided": is_guided,
+            "samplers": ["auto", *samplers],
+            "cfg_scale": config["cfg_scale"] if is_guided else 1,
+            "cfg_interval": config.get("cfg_interval", "0,1"),
+            "sampler": config.get("sampler", "auto"),
+            "steps": config["sample_steps"],
+        }
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
     """{tag: description} of the runs that can be sampled."""
     offered = {}
     for tag, path in runs.items():
-        with suppress(UserError), reading(path, "was trained by another version"):
+        with suppress(UserError):
             offered[tag] = describe_run(path)
     return offered
 
@@ -197,8 +198,7 @@ def main():
     first_run = find_run(run).resolve()
     if first_run.is_file():
         raise UserError(f"run={run!r} is a file, and the page samples runs: use scripts.sample")
-    with reading(first_run, "was trained by another version"):
-        describe_run(first_run)  # refuses a run that cannot be sampled
+    describe_run(first_run)  # refuses a run that cannot be sampled
     device = init_device(device_type)
     compute_dtype = choose_dtype(dtype, device)
     server = LocalServer(port, Handler)

@@ -43,6 +43,7 @@ def test_mistakes(base, run_script):
     for args, message in (
         ("--steps=5,0", "steps='5,0'; accepted: whole numbers from 1"),
         ("--samplers=ddim", "not a sampler of flow matching"),
+        ("--cfg_interval=1,0", "cfg_interval='1,0'; accepted: two numbers from 0 to 1"),
     ):
         with pytest.raises(UserError, match=message):
             compared(run_script, run_dir, args)

@@ -54,8 +54,8 @@ class Autoencoder(nn.Module):
 # AutoencoderKL: Rombach et al. 2022 (latent diffusion). Module names are diffusers'.
 
 
-def conv3(c_in: int, c_out: int, **kwargs) -> nn.Conv2d:
-    return nn.Conv2d(c_in, c_out, 3, **{"padding": 1, **kwargs})
+def conv3(c_in: int, c_out: int, padding: int = 1, **kwargs) -> nn.Conv2d:
+    return nn.Conv2d(c_in, c_out, 3, padding=padding, **kwargs)
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
@@ -200,11 +200,13 @@ class TinyAutoencoder(Autoencoder):
 
     def __init__(self, latent_channels: int = 4, mid_pool: bool = False):
         super().__init__()
-        self.latent_channels, width = latent_channels, 64
+        self.latent_channels = latent_channels
+        width = 64
         blocks = lambda pool: [TinyBlock(width, pool) for _ in range(3)]
         encoder = [conv3(3, width), TinyBlock(width)]
         for pool in (False, False, mid_pool):
-            encoder += [conv3(width, width, stride=2, bias=False), *blocks(pool)]
+            encoder.append(conv3(width, width, stride=2, bias=False))
+            encoder += blocks(pool)
         self.encoder = nn.Sequential(*encoder, conv3(width, latent_channels))
         decoder = [conv3(latent_channels, width), nn.ReLU()]
         for pool in (mid_pool, False, False):
