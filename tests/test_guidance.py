@@ -45,22 +45,6 @@ def test_one_doubled_forward_equals_two(scale, low_res):
     torch.testing.assert_close(out[:, 3:], with_class[:, 3:], rtol=1e-4, atol=1e-4)  # the variance is not guided
 
 
-SOME, ALL = (0.2, 0.7), (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    "scale, interval, t, guided",
-    [(3, SOME, 199, False), (3, SOME, 201, True), (3, SOME, 699, True), (3, SOME, 701, False), (3, ALL, 0, True),
-     (3, ALL, 1000, True), (1, ALL, 500, False)],
-)  # fmt: skip
-def test_interval_and_scale_one(scale, interval, t, guided):
-    model, (x, _, y) = Counted(), inputs()
-    t = torch.full((3,), float(t))
-    out = make_denoiser(model, {"y": y}, SampleSettings(cfg_scale=scale, cfg_interval=interval))(x, t)
-    assert model.batches == [6 if guided else 3]
-    assert torch.equal(out, model(x, t, y)) != guided
-
-
 def test_autoguidance_extrapolates_from_the_weak_model():
     strong, weak, (x, t, y) = Counted(0), Counted(1), inputs()
     out = make_denoiser(strong, {"y": y}, SampleSettings(cfg_scale=2.0, weak_model=weak))(x, t)
@@ -84,12 +68,15 @@ def test_unconditional_models():
 
 
 @pytest.mark.parametrize("rescale, num_timesteps", [(False, 50), (True, 50), (False, 1000)])
-def test_the_interval_is_a_part_of_the_range_of_t(rescale, num_timesteps):
-    """Whatever t the model sees: of 50 steps, those with t / T in [0.2, 0.6] are guided."""
+def test_guided_within_the_interval_only_and_never_by_scale_1(rescale, num_timesteps):
+    """Whatever t the model sees: of 50 steps, those with t / T in [0.2, 0.6] are guided; by default all."""
     process = GaussianDiffusion(num_timesteps=num_timesteps, rescale_timesteps=rescale, variance="learned_range")
-    model, x = Counted(), inputs()[0]
-    settings = SampleSettings(cfg_scale=2.0, cfg_interval=(0.2, 0.6))
-    denoiser = make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings, process.t_end)
-    process.sample(denoiser, x, 50, "ddpm")
-    t = process.respaced(50).model_t[::-1] / process.t_end
-    assert [n == 2 * len(x) for n in model.batches] == [0.2 <= part <= 0.6 for part in t]
+    x = inputs()[0]
+    part_of_range = process.respaced(50).model_t[::-1] / process.t_end
+    for scale, (low, high) in ((2.0, (0.2, 0.6)), (2.0, (0.0, 1.0)), (1.0, (0.2, 0.6))):
+        model = Counted()
+        settings = SampleSettings(cfg_scale=scale, cfg_interval=(low, high))
+        denoiser = make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings, process.t_end)
+        process.sample(denoiser, x, 50, "ddpm")
+        guided = [n == 2 * len(x) for n in model.batches]
+        assert guided == [scale != 1 and low <= part <= high for part in part_of_range]
