@@ -1,4 +1,4 @@
-"""Tune runs/shapes_cpu.py's model to sample in one to four steps."""
+"""Tune the model of runs/shapes_cpu.py to sample in one to four steps, in its own time: a step costs two of its."""
 
 model_tag = "few_steps_cpu"
 init_from = "shapes_cpu"

@@ -75,7 +75,14 @@ class FlowMatching:
     default_steps = 50
     num_uniforms = 0  # random numbers per image that losses take besides t and noise
 
-    def __init__(self, prediction="v", timestep_shift=1.0, timestep_std=1.0, cfg_scale=1.0, cfg_interval=(0.0, 1.0)):
+    def __init__(
+        self,
+        prediction: str = "v",
+        timestep_shift: float = 1.0,
+        timestep_std: float = 1.0,
+        cfg_scale: float = 1.0,
+        cfg_interval: tuple[float, float] = (0.0, 1.0),
+    ):
         self.prediction = prediction
         self.timestep_shift = timestep_shift
         self.timestep_std = timestep_std
@@ -94,11 +101,12 @@ class FlowMatching:
         """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]; the network sees 1000 t. Given r (N,) <= t, the mean
         velocity between t and r, which flow maps alone know."""
         if r is not None:
-            cond["h"] = 1000.0 * (t - r)
+            cond["h"] = 50.0 * (t - r)  # fewer waves than t gets: u is smooth in r
         out = model(x_t, 1000.0 * t, **cond).float()
         if self.prediction == "v":
             return out
-        return (x_t - out) / t.view(-1, 1, 1, 1).clamp(min=MIN_T)
+        w = t.view(-1, 1, 1, 1)
+        return (x_t - out) / w.clamp(min=MIN_T)
 
     def noised(self, x0, t, noise):
         """x_t; t is a float or broadcasts."""
@@ -144,7 +152,8 @@ class FlowMatching:
         """
 
         def velocity(x, *times):
-            return self.velocity(denoiser, x, *(torch.full((len(x),), t, device=x.device) for t in times))
+            times = [torch.full((len(x),), t, device=x.device) for t in times]
+            return self.velocity(denoiser, x, *times)
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
@@ -204,9 +213,11 @@ class FlowMap(FlowMatching):
         if u is None:
             return super().losses(model, x0, t, noise, **cond)
         u_r, u_m, u_kind = u
-        jumps = u_kind < 0.5  # the other half of the rows has r = t
-        t = torch.where(u_kind < 0.15, 1.0, t)  # sampling starts there, and logit-normal t never does
-        r = torch.where((u_kind > 0.075) & (u_kind < 0.225), 0.0, t * u_r)
+        # Sampling jumps from t = 1 and to r = 0, which random numbers never hit: 25% of rows start at t = 1, 10% end at
+        # r = 0, 20% do both. 25% jump from a random t to a random r, and in 20% r = t.
+        t = torch.where(u_kind < 0.45, 1.0, t)
+        r = torch.where((u_kind > 0.25) & (u_kind < 0.55), 0.0, t * u_r)
+        jumps = u_kind < 0.8
         r = torch.where(jumps, r, t)
         share = torch.where(jumps, 0.25 * u_m, 1.0)  # (m - r) / (t - r)
         m = r + share * (t - r)

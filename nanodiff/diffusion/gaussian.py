@@ -41,7 +41,8 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
         raise UserError(f'respacing={spec!r}; accepted: "250", "10,15,20", "ddim50" or ""')
     counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
     if spec.startswith("ddim"):
-        kept = list(range(0, num_timesteps, math.ceil(num_timesteps / counts[0])))
+        stride = math.ceil(num_timesteps / counts[0])
+        kept = list(range(0, num_timesteps, stride))
         if len(kept) != counts[0]:
             raise UserError(f"respacing={spec!r}: no integer stride takes {counts[0]} of {num_timesteps} timesteps")
         return kept
@@ -73,7 +74,8 @@ def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
     """log N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; end bins are open (eq. 13)."""
 
     def cdf(z):  # as published, good to 3e-4: erf would shift published bits/dim
-        return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+        cubic = z + 0.044715 * z**3
+        return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubic))
 
     inv_std = torch.exp(-0.5 * log_variance)
     below = cdf((x - mean - 1 / 255) * inv_std)
@@ -130,7 +132,8 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
     D = x0  # the first step is DDIM's
     if x0_last is not None:
         r = (lam(i) - lam(i + 1)) / h
-        D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_last
+        c = 1 / (2 * r)
+        D = (1 + c) * x0 - c * x0_last
     shrink = float(sigma[i - 1] / sigma[i])
     gain = float(alpha[i - 1]) * math.expm1(-h)
     return shrink * x_t - gain * D, x0
@@ -151,8 +154,16 @@ class GaussianDiffusion:
     default_steps = 50
     num_uniforms = 0
 
-    def __init__(self, noise_schedule="linear", num_timesteps=1000, objective="eps", variance="fixed_small", loss="mse",
-                 rescale_timesteps=False, clip_denoised=True):  # fmt: skip
+    def __init__(
+        self,
+        noise_schedule: str = "linear",
+        num_timesteps: int = 1000,
+        objective: str = "eps",
+        variance: str = "fixed_small",
+        loss: str = "mse",
+        rescale_timesteps: bool = False,
+        clip_denoised: bool = True,
+    ):
         self.prediction = objective  # eps, x0, x_prev or v
         self.variance = variance  # fixed_small, fixed_large, learned or learned_range
         self.learned_variance = variance.startswith("learned")
@@ -211,7 +222,8 @@ class GaussianDiffusion:
             raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
         alpha_bar = self.alpha_bar[kept]
-        process.set_tables(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]), self.model_t[kept])
+        alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
+        process.set_tables(1 - alpha_bar / alpha_bar_prev, self.model_t[kept])
         return process
 
     def out_channels(self, channels: int) -> int:
@@ -250,7 +262,8 @@ class GaussianDiffusion:
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t, in fp32."""
-        return model(x_t, self.at("model_t", t).flatten(), **cond).float()
+        model_t = self.at("model_t", t).flatten()
+        return model(x_t, model_t, **cond).float()
 
     def predict_x0(self, out, x_t, t, clip=False):
         """The x0 that an output (N, C or 2C, H, W) at x_t implies: the inverse of `target`."""
@@ -282,7 +295,8 @@ class GaussianDiffusion:
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
         """p_mean_variance in sampling and bits/dim."""
-        return self.p_mean_variance(self.predict(model, x_t, t, **cond), x_t, t, self.clip_denoised)
+        out = self.predict(model, x_t, t, **cond)
+        return self.p_mean_variance(out, x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1)."""
@@ -340,7 +354,13 @@ class GaussianDiffusion:
         log_variance = self.at("log_one_minus_alpha_bar", last)
         zero = x0.new_zeros(())
         prior = mean_flat(normal_kl(mean, log_variance, zero, zero)) / math.log(2)
-        return {"total_bpd": vb.sum(1) + prior, "prior_bpd": prior, "vb": vb, "xstart_mse": xstart_mse, "mse": mse}
+        return {
+            "total_bpd": vb.sum(1) + prior,
+            "prior_bpd": prior,
+            "vb": vb,
+            "xstart_mse": xstart_mse,
+            "mse": mse,
+        }
 
     @torch.no_grad()
     def sample(

@@ -1,5 +1,6 @@
 """DiT, the diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748): the published block and a modern one."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -45,7 +46,15 @@ class DiTConfig:
             raise UserError(f"width={self.width}; accepted: multiples of {unit}, four times the heads")
 
     @classmethod
-    def from_depth(cls, depth: int, image_size: int, patch_size: int = 0, width: int = 0, heads: int = 0, **others):
+    def from_depth(
+        cls,
+        depth: int,
+        image_size: int,
+        patch_size: int = 0,
+        width: int = 0,
+        heads: int = 0,
+        **others,
+    ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
         A size of 0 is chosen by these rules: patch_size 2 at 32 px, 4 at 64, 16 at 256. If image_size // 16 (at least
@@ -85,17 +94,19 @@ def token_angles(config: DiTConfig, rows: int, cols: int, base: float, dim: int,
     """
     grid = config.image_size // config.patch_size
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # MPS has no float64
-    down = torch.arange(rows, dtype=dtype, device=device) + (grid - rows) / 2
-    across = torch.arange(cols, dtype=dtype, device=device) + (grid - cols) / 2
+    count = functools.partial(torch.arange, dtype=dtype, device=device)
+    down = count(rows) + (grid - rows) / 2
+    across = count(cols) + (grid - cols) / 2
     places = torch.cartesian_prod(down, across)  # (T, 2)
-    freqs = base ** -(torch.arange(dim, dtype=dtype, device=device) / dim)
+    freqs = base ** -(count(dim) / dim)
     return places[:, :, None] * freqs
 
 
 def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> torch.Tensor:
     """(T, C) fp32, as published: the column in the first half of C, the row in the second; sines before cosines."""
-    angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device).flip(1)
-    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1).float()
+    angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device)
+    waves = torch.stack([angles.sin(), angles.cos()], dim=2)
+    return waves.flip(1).flatten(1).float()
 
 
 def sincos_table(config: DiTConfig) -> torch.Tensor:
@@ -110,7 +121,8 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
     Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
     """
     head_dim = config.width // config.heads
-    angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device).flatten(1)[:, None, None]
+    angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device)
+    angles = angles.flatten(1)[:, None, None]
     return angles.sin().float(), angles.cos().float()
 
 
@@ -128,6 +140,11 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
     freqs = torch.exp(-math.log(10000) / half * powers)
     angles = t.float()[:, None] * freqs  # fp32: bf16 has no bits left for the fraction of t = 999.5
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def embedder(C: int) -> nn.Module:
+    """Two layers behind a timestep_embedding."""
+    return nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
 
 
 def run_block(config, block, *args):
@@ -194,9 +211,10 @@ class Block(nn.Module):
     def attention(self, x, rotation):
         N, T, C = x.shape
         qkv = self.qkv(x).view(N, T, 3, self.heads, C // self.heads)  # (N, T, 3, heads, head_dim)
-        q, k, v = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)  # (N, T, heads, head_dim)
-        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (N, heads, T, head_dim)
-        return self.proj(out.transpose(1, 2).reshape(N, T, C))
+        qkv = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in qkv)  # (N, heads, T, head_dim)
+        out = attention(q, k, v).transpose(1, 2)
+        return self.proj(out.reshape(N, T, C))
 
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets; the sin-cos table stays, for absolute position."""
@@ -204,7 +222,8 @@ class Block(nn.Module):
         # Not slices: their backward would write an fp32 gradient of all of qkv and read it again
         qk, v = qkv.split((2, 1), dim=2)
         a, b = rms_norm(qk.float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
-        qk = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(qkv.dtype)
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        qk = torch.cat(turned, dim=-1).to(qkv.dtype)
         q, k = qk.unbind(2)
         return q, k, v.squeeze(2)
 
@@ -225,7 +244,8 @@ class Final(nn.Module):
         self.ada = nn.Linear(config.width, 2 * config.width)
 
     def forward(self, x, c):  # (N, T, C), (N, C) -> (N, T, p*p*out)
-        shift, scale = self.ada(c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C)
+        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 2 C)
+        shift, scale = ada.chunk(2, dim=-1)
         return self.linear(modulate(self.norm(x.float()), shift, scale))
 
 
@@ -238,9 +258,9 @@ class DiT(nn.Module):
         C = config.width
         channels = config.in_channels * (2 if config.low_res else 1)
         self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
-        self.t_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
+        self.t_embed = embedder(C)
         if config.flow_map:
-            self.h_embed = nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
+            self.h_embed = embedder(C)
         # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s at every start
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
@@ -274,7 +294,7 @@ class DiT(nn.Module):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w), vectors (N, D) or (N, L, D)
         -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, the null class. Zeros are the vectors of no condition. h (N,) in [0, t]: how
+        Labels run from 0 to num_classes, the null class. Zeros are the vectors of no condition. h (N,): how
         far a flow map jumps; None = 0.
         """
         cfg = self.config
@@ -284,7 +304,8 @@ class DiT(nn.Module):
         if cfg.low_res:
             enlarged = F.interpolate(low_res, (H, W), mode="bilinear")
             x_t = torch.cat([x_t, enlarged], dim=1)  # (N, 2C, H, W)
-        x = x_t.view(N, -1, rows, p, cols, p).permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
+        x = x_t.view(N, -1, rows, p, cols, p)
+        x = x.permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
         x = self.patch_embed(x.reshape(N, rows * cols, -1))
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -309,7 +330,8 @@ class DiT(nn.Module):
             x = run_block(cfg, block, x, c, rotation)
 
         x = self.final(x[:, cfg.vector_len :], c)  # (N, T, p*p*out)
-        x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
+        x = x.view(N, rows, cols, p, p, -1)
+        x = x.permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.reshape(N, cfg.out_channels, H, W)
 
     def parts(self) -> list[nn.Module]:
