@@ -22,7 +22,7 @@ from nanodiff.common import Progress, UserError, collective, get_dist, in_batche
 from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
 from nanodiff.device import init_device
-from nanodiff.files import fsync_dir, sha256_of, write_atomic, writing
+from nanodiff.files import fsync_dir, sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
@@ -77,7 +77,6 @@ if rank == 0:
         "source": sha256_of(source.path / "meta.json"),
         "autoencoder": encoder.sha256,
         "flip": flip,
-        "per_shard": per_shard,
     }
     plan = json.dumps(plan).encode()
     plan_file = notes_dir / "plan.json"
@@ -89,8 +88,7 @@ if rank == 0:
     todo = [shard for shard in shards if not shard.note.is_file()]
     num_todo = sum(len(shard.rows) for shard in todo)
     num_images = sum(len(dataset) for dataset in splits.values())
-    work = f"{num_todo:,} to encode, in {len(todo)} shards of up to {per_shard:,} images"
-    print0(f"{num_images:,} images of {data!r}, {work}")
+    print0(f"{num_images:,} images of {data!r}, {num_todo:,} to encode in {len(todo)} shards")
 if world > 1:
     with collective("the wait for the plan"):
         dist.barrier()
@@ -149,8 +147,7 @@ if rank == 0:
         for key in ("labels", "vectors"):  # in the same order, also in buckets
             entry = source.meta["splits"][split].get(key)
             if entry:
-                with open(source.path / entry["file"], "rb") as original, writing(parts_dir / entry["file"]) as copy:
-                    shutil.copyfileobj(original, copy)
+                write_atomic(parts_dir / entry["file"], (source.path / entry["file"]).read_bytes())
                 part[key] = entry
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
     for shard in shards:
@@ -166,9 +163,8 @@ if rank == 0:
     meta["latents"]["std"] = std.tolist()
     publish_set(parts_dir, path, meta)
     shutil.rmtree(path / "notes")  # only now, so that a kill before loses nothing
+    shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
     print0(
-        f"made {path}: {num_images:,} latents of {encoder.latent_channels}x{latent_size}x{latent_size}, "
-        f"{num_images * latent_bytes / 1e6:,.1f} MB, mean {mean.mean():.3f}, std {std.mean():.3f}; "
-        f"train on it: python -m scripts.base_train --data={path.name}"
+        f"made {path}: {num_images:,} latents of {shape}; train on it: python -m scripts.base_train --data={path.name}"
     )
 leave_together()

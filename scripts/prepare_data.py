@@ -68,7 +68,7 @@ def main():
         unit = side_unit or max(2, resolution // 16)
         if resolution == 0 or resolution % (side_unit or 16):
             raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-    settings = resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images, vectors, parse_range()
+    settings = (resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images, vectors, parse_range())
     options = Options(*settings)
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
@@ -91,12 +91,15 @@ def main():
                 if images_in.class_names:
                     per_class += np.bincount(ids, minlength=len(per_class))
                 largest_value = max(largest_value, images.max())
-                conditions = None if images_in.vectors is None else images_in.vectors[rows]
                 for split, chosen in (("train", ~is_val), ("val", is_val)):
-                    part = None if conditions is None else conditions[chosen]
-                    writer.append(split, images[chosen], ids[chosen], part)
+                    conditions = None
+                    if images_in.vectors is not None:
+                        conditions = images_in.vectors[rows[chosen]]
+                    writer.append(split, images[chosen], ids[chosen], conditions)
                 bar.update(len(images))
         print_findings(images_in, per_class)
+        if largest_value < 64:
+            print0(f"nearly black: the largest value is {largest_value} of 255 (as of 12 bits in a 16-bit file)")
         if images_in.skipped:
             write_atomic(writer.folder / "skipped.txt", "\n".join([*images_in.skipped, ""]).encode())
         if not writer.num_images["train"]:
@@ -104,36 +107,27 @@ def main():
 
     dt = time.perf_counter() - start
     counts = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
-    rate = sum(writer.num_images.values()) / dt
     made = dataset.open_dataset(writer.path)
     sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
     labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
     if made.vector_dim:
-        labelled += f", vectors of {made.vector_dim}"
-        labelled += f" in sequences of {made.vector_len}" if made.vector_len else ""
-    dark = ""
-    if largest_value < 64:
-        dark = f"; nearly black: the largest value is {largest_value} of 255 (as of 12 bits in a 16-bit file)"
+        labelled += f", vectors of {made.vector_len or 1}x{made.vector_dim}"
     print0(
-        f"made {writer.path} in {dt:.1f} s ({rate:,.0f} images/s): {counts} images, {sizes}, {labelled}{dark}; "
+        f"made {writer.path} in {dt:.1f} s: {counts} images, {sizes}, {labelled}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"
     )
 
 
 def print_findings(images_in, per_class: np.ndarray) -> None:
-    for line in images_in.skipped[:3]:
-        print0(f"skipped {line}")
-    left_out = images_in.left_out
-    if images_in.skipped or left_out:
-        print0(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt) and {left_out:,} in no split")
+    if images_in.skipped:
+        print0(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt): {images_in.skipped[0]}, ...")
     if images_in.num_enlarged:
         print0(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if images_in.class_names:
-        found = ", ".join(f"{name} {n:,}" for name, n in zip(images_in.class_names[:20], per_class))
-        more = f", ...: {per_class.min():,} to {per_class.max():,} images per class" if len(per_class) > 20 else ""
-        print0(f"classes: {found}{more}")
+        found = [f"{name} {n:,}" for name, n in zip(images_in.class_names, per_class)]
+        print0(f"classes: {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}")
 
 
 def parse_range() -> tuple[float, float] | None:
@@ -150,7 +144,7 @@ def parse_range() -> tuple[float, float] | None:
 
 def default_name() -> str:
     if not path:
-        return f"shapes{resolution}" if source == "shapes" and resolution not in (0, 16) else source
+        return source
     stem = os.path.basename(os.path.abspath(path))
     stem = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
     return re.sub(r"[^\w.+-]", "_", stem, flags=re.ASCII)

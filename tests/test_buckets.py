@@ -1,4 +1,4 @@
-"""Images of several shapes: a step holds one shape, a function of (seed, step); an epoch holds each image once."""
+"""Images of several shapes: which sizes they get, models that take them, and the way from photographs to samples."""
 
 import itertools
 import json
@@ -16,7 +16,6 @@ from tiny_runs import assert_identical, decode_png, make_autoencoder
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.archives import Options, choose_sizes
 from nanodiff.data.codec import Pixels, describe_data
-from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
 from nanodiff.data.sources import open_source
@@ -26,75 +25,6 @@ from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table, rotation_table
 
 PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
-
-
-class Buckets:
-    """`counts` images of as many shapes; each shows its own index."""
-
-    def __init__(self, *counts):
-        ends = np.cumsum(counts).tolist()
-        self.buckets = {(2, 2 * k + 2): range(end - n, end) for k, (n, end) in enumerate(zip(counts, ends))}
-
-    def __len__(self):
-        return sum(len(bucket) for bucket in self.buckets.values())
-
-    def images(self, indices):
-        (size,) = {size for size, bucket in self.buckets.items() if any(i in bucket for i in indices)}  # only one
-        return np.broadcast_to(np.asarray(indices, np.int64)[:, None, None, None], (len(indices), 1, *size)).copy()
-
-    def vectors(self, indices):
-        return None
-
-    def labels(self, indices):
-        return np.asarray(indices)
-
-
-def take(counts, steps, batch, total, world=1, start_step=0, seed=3):
-    """The images of each step, in the order of the whole batch."""
-    taken = []
-    loaders = [DataLoader(Buckets(*counts), batch, total, rank, world, seed, start_step) for rank in range(world)]
-    for _ in range(steps):
-        taken.append([])
-        for _ in range(total // (batch * world)):
-            for loader in loaders:
-                images, labels, _ = next(loader)
-                assert (images.flatten(1) == labels[:, None]).all()
-                taken[-1] += labels.tolist()
-    for loader in loaders:
-        loader.close()
-    return taken
-
-
-COUNTS = (50, 7, 24, 3)
-
-
-@pytest.mark.parametrize(("world", "batch"), [(1, 2), (2, 4), (4, 1)])
-def test_a_step_depends_neither_on_ranks_nor_on_the_micro_batch(world, batch):
-    assert take(COUNTS, 12, batch, 8, world) == take(COUNTS, 12, 8, 8)
-
-
-def test_starting_at_a_step_is_as_having_run_to_it():
-    assert take(COUNTS, 5, 8, 8, start_step=31) == take(COUNTS, 36, 8, 8)[31:]
-
-
-def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
-    data, total = Buckets(*COUNTS), 8
-    taken = take(COUNTS, 84 * 3, total, total)  # 24 epochs, after which all comes out even
-    seen = np.bincount(np.concatenate(taken), minlength=len(data))
-    assert (seen == 24).all()
-    for epoch in range(1, 24):
-        seen = np.bincount(np.concatenate(taken[: epoch * len(data) // total]), minlength=len(data))
-        for bucket in data.buckets.values():
-            part = seen[bucket.start : bucket.stop]
-            assert part.max() - part.min() <= 1  # never a second time before all had their turn
-            assert abs(part.sum() - epoch * len(bucket)) <= total * len(COUNTS)
-    order = [next(k for k, bucket in enumerate(data.buckets.values()) if step[0] in bucket) for step in taken]
-    assert len(set(map(tuple, np.array(order[:80]).reshape(8, 10)))) > 1  # the buckets are shuffled
-
-
-def test_the_first_steps_of_far_epochs_are_found_without_a_replay():
-    far = 10**9
-    assert take(COUNTS, 2, 8, 8, start_step=far)[1] == take(COUNTS, 1, 8, 8, start_step=far + 1)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,7 +112,7 @@ def test_models_take_any_rectangle_of_whole_units(arch):
     config = dict(
         arch=arch, depth=1, patch_size=4, low_res_size=0, class_cond=True, checkpointing=False, heads=0, width=0
     )
-    config |= dict(num_res_blocks=1, attention_resolutions="8", use_scale_shift_norm=True, dropout=0.0)
+    config |= dict(objective="v", num_res_blocks=1, attention_resolutions="8", use_scale_shift_norm=True, dropout=0.0)
     model = build_model(make_model_config(config, facts, 3), "cpu", 0).eval()
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)

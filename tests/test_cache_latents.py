@@ -107,7 +107,7 @@ def test_mistakes(base, vae, run_script, capsys):
         (["--data=tiny"], "give --data=NAME of an image set and --autoencoder=PATH"),
         (["--data=nowhere", f"--autoencoder={vae}"], "no data set 'nowhere'"),
         (["--data=tiny", "--autoencoder=nowhere"], "no such file: nowhere"),
-        (["--data=whole", f"--autoencoder={vae}"], "holds latents, 6 channels of 4x4 px; accepted: images"),
+        (["--data=whole", f"--autoencoder={vae}"], "holds latents, 6 channels, sides of 4 px; accepted: images"),
         (["--data=tiny", f"--autoencoder={vae}", "--name=whole"], "exists already (--overwrite replaces it)"),
         (["--data=tiny", f"--autoencoder={vae}", "--name=a/b"], "name='a/b' cannot name a data set"),
     ):

@@ -13,69 +13,85 @@ from nanodiff.data.dataloader import DataLoader
 
 
 class Memory:
-    """n images, each of which shows its own index."""
+    """`counts` images of as many shapes; each shows its own index."""
 
-    def __init__(self, n):
-        self.n = n
-        self.buckets = {(2, 2): range(n)}
+    def __init__(self, *counts):
+        ends = np.cumsum(counts).tolist()
+        self.buckets = {(2, 2 * k + 2): range(end - n, end) for k, (n, end) in enumerate(zip(counts, ends))}
 
     def __len__(self):
-        return self.n
+        return sum(len(bucket) for bucket in self.buckets.values())
 
     def images(self, indices):
-        return np.asarray(indices, ">i4").view(np.uint8).reshape(-1, 1, 2, 2)
+        (size,) = {size for size, bucket in self.buckets.items() if any(i in bucket for i in indices)}  # only one
+        return np.broadcast_to(np.asarray(indices, np.int64)[:, None, None, None], (len(indices), 1, *size)).copy()
 
     def vectors(self, indices):
         return np.stack([indices, -indices], 1).astype(np.float32)
 
     def labels(self, indices):
-        return np.asarray(indices) % 10
+        return np.asarray(indices)
 
 
-def shown(images):
-    return images.numpy().reshape(-1, 4).copy().view(">i4").ravel().tolist()
-
-
-def take(n, steps, device_batch_size, total, world=1, seed=0, start_step=0):
-    """The images of each step: {(rank, micro-step): indices} put together in the order of their rows."""
-    out = []
-    loaders = [DataLoader(Memory(n), device_batch_size, total, r, world, seed, start_step) for r in range(world)]
+def take(counts, steps, batch, total, world=1, seed=0, start_step=0):
+    """The images of each step, in the order of the whole batch."""
+    taken = []
+    loaders = [DataLoader(Memory(*counts), batch, total, rank, world, seed, start_step) for rank in range(world)]
     for _ in range(steps):
-        rows = []
-        for _ in range(total // (device_batch_size * world)):
+        taken.append([])
+        for _ in range(total // (batch * world)):
             for loader in loaders:
                 images, labels, vectors = next(loader)
-                assert vectors.tolist() == [[i, -i] for i in shown(images)]
-                assert images.dtype == torch.uint8 and labels.dtype == torch.int64
-                assert labels.tolist() == [i % 10 for i in shown(images)]
-                rows += shown(images)
-        out.append(rows)
+                assert labels.dtype == torch.int64 and (images.flatten(1) == labels[:, None]).all()
+                assert vectors.tolist() == [[i, -i] for i in labels.tolist()]
+                taken[-1] += labels.tolist()
     for loader in loaders:
         loader.close()
-    return out
+    return taken
+
+
+BUCKETS = (50, 7, 24, 3)
 
 
 @given(n=st.integers(4, 50), seed=st.integers(-3, 2**70))
 @settings(max_examples=15, deadline=None)
 def test_every_epoch_is_another_permutation(n, seed):
-    stream = np.concatenate(take(n, 3 * n, 1, 1, seed=seed))
+    stream = np.concatenate(take([n], 3 * n, 1, 1, seed=seed))
     epochs = stream.reshape(3, n).tolist()
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
     assert n < 8 or epochs[0] != epochs[1] != epochs[2]
-    assert n < 8 or epochs[0] != np.concatenate(take(n, n, 1, 1, seed=seed + 1)).tolist()
+    assert n < 8 or epochs[0] != np.concatenate(take([n], n, 1, 1, seed=seed + 1)).tolist()
 
 
-@pytest.mark.parametrize("n", [5, 24, 1000])  # smaller than a step, equal, larger
-@pytest.mark.parametrize(("world", "device_batch_size"), [(1, 24), (1, 3), (2, 6), (3, 8), (4, 1)])
-def test_a_step_does_not_depend_on_ranks_and_micro_batches(n, world, device_batch_size):
-    assert take(n, 3, device_batch_size, 24, world, seed=7) == take(n, 3, 12, 24, seed=7)
+@pytest.mark.parametrize("counts", [(5,), (24,), (1000,), BUCKETS])  # smaller than a step, equal, larger
+@pytest.mark.parametrize(("world", "batch"), [(1, 24), (1, 3), (2, 6), (3, 8), (4, 1)])
+def test_a_step_does_not_depend_on_ranks_and_micro_batches(counts, world, batch):
+    assert take(counts, 12, batch, 24, world, seed=7) == take(counts, 12, 12, 24, seed=7)
 
 
 def test_starting_at_a_step_is_as_having_run_to_it():
-    assert take(30, 3, 4, 8, start_step=4) == take(30, 7, 4, 8)[4:]
+    assert take([30], 3, 4, 8, start_step=4) == take([30], 7, 4, 8)[4:]
+    assert take(BUCKETS, 5, 8, 8, start_step=31) == take(BUCKETS, 36, 8, 8)[31:]
     first = 1_000_003 * 8  # far away: by the definition of the stream
     epochs = {e: np.random.default_rng([0, e]).permutation(30) for e in {first // 30, (first + 7) // 30}}
-    assert take(30, 1, 4, 8, start_step=1_000_003) == [[epochs[p // 30][p % 30] for p in range(first, first + 8)]]
+    assert take([30], 1, 4, 8, start_step=1_000_003) == [[epochs[p // 30][p % 30] for p in range(first, first + 8)]]
+    far = 10**9
+    assert take(BUCKETS, 2, 8, 8, start_step=far)[1] == take(BUCKETS, 1, 8, 8, start_step=far + 1)[0]
+
+
+def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
+    data, total = Memory(*BUCKETS), 8
+    taken = take(BUCKETS, 84 * 3, total, total)  # 24 epochs, after which all comes out even
+    seen = np.bincount(np.concatenate(taken), minlength=len(data))
+    assert (seen == 24).all()
+    for epoch in range(1, 24):
+        seen = np.bincount(np.concatenate(taken[: epoch * len(data) // total]), minlength=len(data))
+        for bucket in data.buckets.values():
+            part = seen[bucket.start : bucket.stop]
+            assert part.max() - part.min() <= 1  # never a second time before all had their turn
+            assert abs(part.sum() - epoch * len(bucket)) <= total * len(BUCKETS)
+    order = [next(k for k, bucket in enumerate(data.buckets.values()) if step[0] in bucket) for step in taken]
+    assert len(set(map(tuple, np.array(order[:80]).reshape(8, 10)))) > 1  # the buckets are shuffled
 
 
 def test_only_the_epoch_in_use_is_ever_permuted(monkeypatch):

@@ -191,7 +191,7 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
     run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
     with pytest.raises(UserError, match="trained without vectors"):
         run_script(*SAMPLE, "--run=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    with pytest.raises(UserError, match=r"vectors of \(dim, len\) \(0, 0\), the model wants \(8, 0\)"):
+    with pytest.raises(UserError, match="has vector_dim 0, the model wants 8"):
         run_script("base_eval", "--run=a", "--data=plain", "--metric=loss", "--device_type=cpu")
 
 

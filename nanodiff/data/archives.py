@@ -8,7 +8,7 @@ import os
 import posixpath
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,7 @@ from nanodiff.data.decode import Item, aspect_ratio, import_pillow, kept_area
 from nanodiff.files import reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-TRAIN_FOLDERS = ("train", "training")  # in any case
-VAL_FOLDERS = ("val", "valid", "validation", "test", "testing")  # beside train/; the first that is there
+VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, in any case; the first that is there
 LABELS = ("auto", "folder", "file", "none")
 ASPECTS = (9 / 16, 2 / 3, 3 / 4, 1, 4 / 3, 3 / 2, 16 / 9)  # width / height of the buckets
 BUCKET_IMAGES = 64  # minimum of a bucket, and at most a tenth of the set
@@ -51,7 +50,6 @@ class Source:
     names: list[str] = field(default_factory=list)  # of image files
     blocks: Iterator = ()  # of the decoded items, see decode.decode_all
     skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
-    left_out: int = 0  # images in none of the splits
     num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets
     vectors: np.ndarray | None = None  # (rows, D) or (rows, L, D)
@@ -103,23 +101,17 @@ def open_unzipped(path: Path):
     return gzip.open(path, "rb") if is_gzip else open(path, "rb")
 
 
-def read_tar(path: Path, wanted: Callable) -> Iterator:
-    """(name, content) of the regular files in a .tar or .tar.gz; nothing is extracted to disk.
-
-    The content is None unless wanted(name).
-    """
+def read_tar(path: Path) -> Iterator:
+    """(name, content) of the regular files in a .tar or .tar.gz; nothing is extracted to disk."""
     with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         while (member := tar.next()) is not None:
             if member.isreg():
-                name = posixpath.normpath(member.name)
-                yield name, tar.extractfile(member).read() if wanted(name) else None
+                yield posixpath.normpath(member.name), tar.extractfile(member).read()
             tar.members.clear()  # else the list of a large archive fills the memory
         # tarfile takes a damaged header or a truncation for the end, but only zeros mark it
-        if tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("the end is missing")
-        while rest := tar.fileobj.read(2**20):  # up to the checksum of the compressed file
-            if rest.strip(b"\0"):
-                raise tarfile.ReadError("a damaged header")
+        tail = tar.fileobj.read(2**20)
+        if tail.strip(b"\0") or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("no end of the archive where the last file ends")
 
 
 def open_tar(path: Path):
@@ -128,13 +120,12 @@ def open_tar(path: Path):
 
     def fetch(wanted):
         left = set(wanted)
-        for name, data in read_tar(path, left.__contains__):
+        for name, data in read_tar(path):
             if name in left:  # of two files with one name, the first
                 left.remove(name)
                 yield name, data
 
-    names = [name for name, _ in read_tar(path, lambda name: False)]
-    return names, fetch
+    return [name for name, _ in read_tar(path)], fetch
 
 
 def open_zip(path: Path):
@@ -162,35 +153,36 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not hidden
 
 
-def split_folders(names: list[str], strip: bool):
+def split_folders(names: list[str]):
     """-> the names that are in a split, their paths below it as lists of parts, is_val (n,) or None.
 
-    A train/ folder, with val/ or test/ beside it, is a split. `strip` drops single enclosing folders, which archives
-    often have. Folders called "images" are no classes, and are left out of the paths.
+    A train/ folder with val/ or test/ beside it is a split. One folder around all others, as archives often have, is
+    left out of the paths.
     """
-    paths = []
-    for name in names:
-        *folders, file = name.split("/")
-        paths.append([folder for folder in folders if folder.lower() != "images"] + [file])
-
-    def have_one_top():
-        tops = {path[0] if len(path) > 2 else "" for path in paths}
-        return len(tops) == 1 and tops.pop().lower() not in ("", *TRAIN_FOLDERS)
-
-    while strip and have_one_top():
+    paths = [name.split("/") for name in names]
+    tops = {path[0] if len(path) > 2 else "" for path in paths}
+    if len(tops) == 1 and "" not in tops:
         paths = [path[1:] for path in paths]
-    tops = [path[0].lower() if len(path) > 1 else "" for path in paths]
+    tops = [path[0].lower() for path in paths]
     val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-    if not set(tops) & set(TRAIN_FOLDERS):
-        return names, paths, None, val
-    in_split = [i for i, top in enumerate(tops) if top in TRAIN_FOLDERS or top == val]
-    names = [names[i] for i in in_split]
-    paths = [paths[i][1:] for i in in_split]
-    is_val = np.array([tops[i] == val for i in in_split]) if val else None
-    return names, paths, is_val, None
+    if val is None or "train" not in tops:
+        return names, paths, None
+    in_split = [i for i, top in enumerate(tops) if top in ("train", val)]
+    if len(in_split) < len(names):
+        print0(f"left out {len(names) - len(in_split):,} images beside train/ and {val}/")
+    is_val = np.array([tops[i] == val for i in in_split])
+    return [names[i] for i in in_split], [paths[i][1:] for i in in_split], is_val
 
 
-def classify(names: list[str], labels: str | dict, strip: bool):
+def look_up(table: dict, names: list[str], missing: str) -> list:
+    """[table[name] for each name]; `missing` begins the UserError if there is one without."""
+    absent = [name for name in names if name not in table]
+    if absent:
+        raise UserError(f"{missing} for {len(absent):,} of {len(names):,} images, such as {absent[0]!r}")
+    return [table[name] for name in names]
+
+
+def classify(names: list[str], labels: str | dict):
     """-> the names that are in a split, class_names, labels (n,), is_val (n,) or None.
 
     labels     an image's class
@@ -200,36 +192,30 @@ def classify(names: list[str], labels: str | dict, strip: bool):
     "none"     there are no classes
     "auto"     "folder" if there are folders, else "none"
     """
-    names, paths, is_val, lone_val = split_folders(names, strip)
-    if lone_val and labels in ("auto", "folder"):
-        raise UserError(f"a folder called {lone_val!r} is no class, and there is no 'train' beside it")
+    names, paths, is_val = split_folders(names)
     if labels == "auto":
         labels = "folder" if any(len(path) > 1 for path in paths) else "none"
     if labels == "none":
         return names, [], np.zeros(len(names), np.int64), is_val
-    sort_key = None
-    if isinstance(labels, dict):
-        absent = [name for name in names if name not in labels]
-        if absent:
-            total = f"{len(absent):,} of {len(names):,}"
-            raise UserError(f"the table of labels lacks {total} images, such as {absent[0]!r}")
-        classes = [labels[name] for name in names]
-        if all(name.isdecimal() for name in classes):
-            sort_key = int
-    else:
-        parts = [path if labels == "folder" else path[-1].split("_") for path in paths]
-        for name, part in zip(names, parts):
-            if len(part) == 1:
-                lacks = "lies in no class folder" if labels == "folder" else "has no class before a '_'"
-                raise UserError(f"labels={labels!r}: image {name!r} {lacks}; --labels=none ignores classes")
-        classes = [part[0] for part in parts]
-    class_names = sorted(set(classes), key=sort_key)
+    table = labels
+    if labels == "folder":
+        table = {name: path[0] for name, path in zip(names, paths) if len(path) > 1}
+    elif labels == "file":
+        table = {name: path[-1].split("_")[0] for name, path in zip(names, paths) if "_" in path[-1]}
+    source = "the table" if isinstance(labels, dict) else f"labels={labels!r}"
+    classes = look_up(table, names, f"{source} gives no class (--labels=none ignores classes)")
+    class_names = sorted(set(classes))
+    if all(name.isdecimal() for name in class_names):
+        class_names.sort(key=int)
     numbers = {name: i for i, name in enumerate(class_names)}
     return names, class_names, np.array([numbers[name] for name in classes]), is_val
 
 
-def read_csv(path: Path) -> dict[str, str]:
+def read_csv(labels: str) -> dict[str, str]:
     """A table of labels -> {file: class}: rows of file,class, or a header that names the columns file and label."""
+    path = Path(labels).expanduser()
+    if path.suffix != ".csv" or not path.is_file():
+        raise UserError(f"labels={labels!r}; accepted: {', '.join(LABELS)}, or a .csv file")
     accepted = "rows of file,class or a header with the columns file and label"
     table = {}
     file_column, label_column = 0, 1
@@ -245,34 +231,13 @@ def read_csv(path: Path) -> dict[str, str]:
             has_both = len(row) > max(file_column, label_column)
             if not has_both or not row[file_column].lower().endswith(SUFFIXES):
                 raise UserError(f"{where}: found {','.join(row)!r}; accepted: {accepted}")
-            add_label(table, row[file_column], row[label_column], where)
+            file = posixpath.normpath(row[file_column])
+            label = row[label_column].strip()
+            if not label:
+                raise UserError(f"{where}: {file!r} has an empty class; --labels=none ignores classes")
+            if table.setdefault(file, label) != label:
+                raise UserError(f"{where}: {file!r} has the class {label!r} here and {table[file]!r} before")
     return table
-
-
-def read_json(name: str, text: str | bytes) -> dict[str, str]:
-    """EDM's dataset.json, {"labels": [[file, class], ...]} or null -> {file: class}."""
-    table = {}
-    with reading(name):
-        for file, label in json.loads(text)["labels"] or []:
-            add_label(table, file, str(label), name)
-    return table
-
-
-def add_label(table: dict[str, str], file: str, label: str, where: str) -> None:
-    file = posixpath.normpath(file)
-    label = label.strip()
-    if not label:
-        raise UserError(f"{where}: {file!r} has an empty class; --labels=none ignores classes")
-    if table.setdefault(file, label) != label:
-        raise UserError(f"{where}: {file!r} has the class {label!r} here and {table[file]!r} before")
-
-
-def read_labels(labels: str) -> dict[str, str]:
-    """The table in the file `labels`."""
-    path = Path(labels).expanduser()
-    if path.suffix not in (".csv", ".json") or not path.is_file():
-        raise UserError(f"labels={labels!r}; accepted: {', '.join(LABELS)}, or a .csv file, or EDM's dataset.json")
-    return read_csv(path) if path.suffix == ".csv" else read_json(labels, path.read_bytes())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,19 +256,17 @@ def choose_sizes(ratios: np.ndarray, options: Options) -> list[tuple[int, int]]:
     minimum = options.bucket_images or min(BUCKET_IMAGES, len(ratios) // 10)
     kept = kept_area(ratios, sizes)  # (n, len(sizes))
     square = sizes.index((options.resolution, options.resolution))
-    best, best_counts, best_kept = [square], [len(ratios)], kept[:, square].mean()
+    best, best_kept = [square], kept[:, square].mean()
     for number in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(range(len(sizes)), number):
             part = kept[:, chosen]
             counts = np.bincount(part.argmax(1), minlength=number)
             part_kept = part.max(1).mean()
             if counts.min() >= max(minimum, 1) and part_kept > best_kept:
-                best, best_counts, best_kept = chosen, counts, part_kept
-    sizes = [sizes[i] for i in best]
-    found = ", ".join(f"{height}x{width} ({n:,})" for (height, width), n in zip(sizes, best_counts))
+                best, best_kept = chosen, part_kept
     lost = f"{1 - best_kept:.1%} of an image, {1 - kept[:, square].mean():.1%} by a square"
-    print0(f"buckets of {minimum:,} or more, height x width: {found}; cropped away on average: {lost}")
-    return sizes
+    print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {lost}")
+    return [sizes[i] for i in best]
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
@@ -318,14 +281,16 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         ((_, content),) = fetch(["dataset.json"])
         if isinstance(content, str):
             content = Path(content).read_bytes()
-        labels = read_json(f"{path}/dataset.json", content) or "none"
+        with reading(f"{path}/dataset.json"):
+            rows = json.loads(content)["labels"]  # EDM's: [[file, class], ...] or null
+            labels = {posixpath.normpath(file): str(label) for file, label in rows} if rows else "none"
     elif labels not in LABELS:
-        labels = read_labels(labels)
+        labels = read_csv(labels)
     if isinstance(labels, dict):
         absent = labels.keys() - set(found)
         if absent:
             print0(f"{len(absent):,} labels have no file in {path}, such as {min(absent)!r}")
-    names, class_names, numbers, is_val = classify(images, labels, strip=kind != "folder")
+    names, class_names, numbers, is_val = classify(images, labels)
     sizes = []
     if options.side_unit:
         ratios = np.array([aspect_ratio(payload) for _, payload in fetch(names)])
@@ -339,5 +304,4 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
             i = index[name]
             yield Item(name, payload, numbers[i], is_val[i])
 
-    left_out = len(images) - len(names)
-    return Source(len(names), class_names, items(), names, left_out=left_out, sizes=sizes)
+    return Source(len(names), class_names, items(), names, sizes=sizes)

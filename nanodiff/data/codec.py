@@ -4,6 +4,7 @@ Checkpoints keep a codec's `description`. make_codec makes a codec for training;
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -64,11 +65,9 @@ class Codec:
 
         A stored latent is a distribution, from which `randn_like` (as torch's) draws; None takes its mean.
         """
-        raise NotImplementedError
 
     def to_pixels(self, x0) -> torch.Tensor:
         """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""
-        raise NotImplementedError
 
     def to_output(self, x0) -> np.ndarray:
         """x0 -> (N, C, H, W) as the source of the data had them: all channels, dtype and range."""
@@ -80,7 +79,6 @@ class Codec:
 
     def preview(self, x0) -> torch.Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
-        raise NotImplementedError
 
     def keep_loaded(self) -> None:
         """Keep the decoder in memory, to decode batch after batch."""
@@ -245,14 +243,13 @@ def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> di
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
-    old_latents = old.get("latents", {})
-    new_latents = new.get("latents", {})
-    if old_latents.get("sha256") != new_latents.get("sha256"):
-        names = [latents.get("autoencoder", "no autoencoder") for latents in (old_latents, new_latents)]
-        raise UserError(f"{model_tag} was trained on latents of {names[0]}, not of this {names[1]}")
     old = {"vector_dim": 0, "vector_len": 0} | old  # a checkpoint without them was trained without vectors
     changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
-    changed += [key for key in ("offset", "scale") if new_latents.get(key) != old_latents.get(key)]
+    old_latents = old.get("latents", {})
+    new_latents = new.get("latents", {})
+    for key in ("sha256", "offset", "scale"):
+        if new_latents.get(key) != old_latents.get(key):
+            changed.append(f"{key} of the latents")
     if changed:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
 
@@ -294,71 +291,56 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
-    channels, size = description["channels"], description["resolution"]
-    if dataset is not None and description.get("vector_dim"):
-        check_vectors(dataset, description)
-        dataset.normalise_vectors_by(description["vectors"])
+    keys = ["kind", "channels", "resolution", "range"]
+    if description.get("vector_dim"):
+        keys += ["vector_dim", "vector_len"]
+    wanted = {key: description.get(key) for key in keys}  # of the set
     if description["kind"] != "latents":
-        if dataset is not None:
-            check_images(dataset, description["kind"], channels, size)
-            if dataset.meta.get("range") != description.get("range"):
-                ranges = f"{dataset.meta['range']}, the model wants {description['range']}"
-                raise UserError(f"data={dataset.name!r} was scaled from {ranges}; see prepare_data's --range")
-        return make_pixels(description)
+        codec = make_pixels(description)
+    else:
+        info = latents_of(description, autoencoder)
+        encoder = None
+        if dataset is not None and dataset.meta["kind"] == "latents":
+            found = dataset.meta["latents"]
+            if found["sha256"] != info["sha256"]:
+                made_by = found["autoencoder"]
+                raise UserError(f"{dataset.name!r} holds latents of {made_by}, the model wants {info['autoencoder']}'s")
+            info["parts"], info["copies"] = found["parts"], found["copies"]
+            wanted["channels"] *= info["parts"] * info["copies"]
+        elif dataset is not None:  # images, which are encoded on the fly
+            encoder = open_matching(autoencoder or info["path"], info).to(device)
+            info["parts"] = encoder.parts
+            wanted["kind"] = "images"
+            wanted["channels"] = 3
+            wanted["resolution"] *= encoder.downsample
+        codec = Latents(description | {"latents": info}, device, encoder, autoencoder)
+    if dataset is not None:
+        found = describe_data(dataset)
+        for key, value in wanted.items():
+            if found.get(key) != value:
+                raise UserError(f"data={dataset.name!r} has {key} {found.get(key)}, the model wants {value}")
+        if dataset.vector_dim and "vectors" in description:
+            dataset.normalise_vectors_by(description["vectors"])
+    return codec
+
+
+def latents_of(description: dict, autoencoder: str) -> dict:
+    """description["latents"]; published weights lack it, and may be used with an `autoencoder` or without."""
     if "latents" in description:
-        info = dict(description["latents"])
-    elif autoencoder:
-        info = describe_latents(open_autoencoder(autoencoder), autoencoder, "")
-    else:  # published weights that do not name their autoencoder
-        info = {
-            "autoencoder": "",
-            "sha256": "",
-            "path": "",
-            "source": "",
-            "downsample": 8,
-            "parts": 1,
-            "copies": 1,
-            "offset": [0.0] * channels,
-            "scale": [1.0] * channels,
-        }
-    encoder = None
-    if dataset is not None and dataset.meta["kind"] == "latents":
-        found = dataset.meta["latents"]
-        if found["sha256"] != info["sha256"]:
-            wanted = info["autoencoder"]
-            raise UserError(f"{dataset.name!r} holds latents of {found['autoencoder']}, the model wants {wanted}'s")
-        info["parts"], info["copies"] = found["parts"], found["copies"]
-        check_images(dataset, "latents", channels * info["parts"] * info["copies"], size)
-    elif dataset is not None:  # images, which are encoded on the fly
-        encoder = open_matching(autoencoder or info["path"], info).to(device)
-        info["parts"] = encoder.parts
-        check_images(dataset, "images", 3, size * encoder.downsample)
-    return Latents(description | {"latents": info}, device, encoder, autoencoder)
+        return dict(description["latents"])
+    if autoencoder:
+        return describe_latents(open_autoencoder(autoencoder), autoencoder, "")
+    unknown = dict(name="", sha256="", downsample=8, parts=1, shift=0.0, scale=1.0)
+    return describe_latents(SimpleNamespace(latent_channels=description["channels"], **unknown), "", "")
 
 
 def check_sides(dataset, autoencoder) -> None:
     """UserError unless this autoencoder can encode the images of the set."""
     unit, kind = autoencoder.downsample, dataset.meta["kind"]
-    for height, width in [(dataset.resolution, dataset.resolution), *dataset.buckets]:
-        if kind != "images" or dataset.channels != 3 or height % unit or width % unit:
-            given = f"{kind}, {dataset.channels} channels of {height}x{width} px"
-            wanted = f"images, 3 channels, multiples of {unit} px"
-            raise UserError(f"data={dataset.name!r} holds {given}; accepted: {wanted}")
-
-
-def check_images(dataset, *wanted) -> None:
-    """UserError unless a set is of this kind, number of channels and resolution."""
-    given = (dataset.meta["kind"], dataset.channels, dataset.resolution)
-    if given != wanted:
-        raise UserError(f"data={dataset.name!r} has (kind, channels, pixels) {given}, the model wants {wanted}")
-
-
-def check_vectors(dataset, description: dict) -> None:
-    """UserError unless the set has vectors as the model wants them."""
-    wanted = description["vector_dim"], description["vector_len"]
-    found = dataset.vector_dim, dataset.vector_len
-    if found != wanted:
-        raise UserError(f"data={dataset.name!r} has vectors of (dim, len) {found}, the model wants {wanted}; 0 = none")
+    sides = {dataset.resolution}.union(*dataset.buckets)
+    if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):
+        given = f"{kind}, {dataset.channels} channels, sides of {', '.join(map(str, sorted(sides)))} px"
+        raise UserError(f"data={dataset.name!r} holds {given}; accepted: images, 3 channels, multiples of {unit} px")
 
 
 def stored_images(dataset, ids, codec, device, randn_like=None):

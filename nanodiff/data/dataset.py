@@ -61,7 +61,10 @@ class Dataset:
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
-        self.meta = read_meta(path)
+        with reading(path / "meta.json"):
+            self.meta = json.loads((path / "meta.json").read_bytes())
+            if self.meta["format"] != FORMAT:
+                raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
         self.class_names = self.meta["class_names"]
         self.num_classes = len(self.class_names)
         self.channels = self.meta["channels"]
@@ -111,12 +114,10 @@ class Dataset:
         return batches
 
     def images(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images), in any order, of one bucket -> copies, (n, C, H, W) uint8 or fp16."""
+        """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16."""
         indices = np.asarray(indices, np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_images:
-            raise IndexError(f"indices {indices.min()}..{indices.max()} of {self.num_images} images")
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        one = self._shards[shard_of[0] if len(indices) else 0]
+        one = self._shards[shard_of[0]]
         out = np.empty((len(indices), *one.shape[1:]), one.dtype)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
         for k in np.unique(shard_of):
@@ -220,20 +221,10 @@ def verify(dataset: Dataset) -> tuple[int, int]:
     return len(entries), sum(entry["bytes"] for entry in entries)
 
 
-def read_meta(path: Path) -> dict:
-    with reading(path / "meta.json"):
-        meta = json.loads((path / "meta.json").read_bytes())
-        if meta["format"] != FORMAT:
-            raise UserError(f"{path} is in format {meta['format']}; this version reads format {FORMAT}")
-    return meta
-
-
 def open_npy(path: Path) -> np.ndarray:
     """The array in a file, read as it is used."""
-    try:
-        return np.asarray(np.lib.format.open_memmap(path, mode="r"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    with reading(path):
+        return np.asarray(np.load(path, mmap_mode="r"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,9 +233,9 @@ def open_npy(path: Path) -> np.ndarray:
 
 def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
     """Write contiguous arrays, end to end, as one .npy file, whole or not at all -> its entry in meta.json."""
-    num = sum(len(array) for array in arrays)
+    num, shape = sum(len(array) for array in arrays), arrays[0].shape[1:]
     header = np.lib.format.header_data_from_array_1_0(arrays[0])
-    header["shape"] = (num, *arrays[0].shape[1:])
+    header["shape"] = (num, *shape)
     with writing(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for array in arrays:
@@ -255,9 +246,8 @@ def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
         "bytes": path.stat().st_size,
         "sha256": sha256_of(path),
     }
-    size = arrays[0].shape[2:]  # () of labels
-    if len(set(size)) == 2:
-        entry["size"] = size
+    if len(set(shape[1:])) == 2:  # () of labels
+        entry["size"] = shape[1:]
     return entry
 
 
@@ -295,13 +285,23 @@ class Bucket:
     vectors: list = field(default_factory=list)  # (n, D) or (n, L, D) fp16 arrays
 
 
-def mean_and_std(count, total, squares) -> tuple[np.ndarray, np.ndarray]:
-    """From sums (D,) over vectors; the deviation of what is constant is 1."""
+def vector_stats(vectors: list[np.ndarray]) -> dict:
+    """Mean and deviation (D,) of fp16 arrays (n, D), or (n, L, D) without the zeros behind a sequence's end; the
+    deviation of what is constant is 1."""
+    count, total, squares = 0, 0.0, 0.0
+    for part in vectors:
+        tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
+        if part.ndim == 3:
+            tokens = tokens[tokens.any(1)]
+        count += len(tokens)
+        total += tokens.sum(0)
+        squares += (tokens**2).sum(0)
     mean = total / count
     square = squares / count
     variance = square - mean**2
     is_constant = variance <= 1e-14 * square  # by float64's rounding
-    return mean, np.sqrt(np.where(is_constant, 1.0, variance))
+    std = np.sqrt(np.where(is_constant, 1.0, variance))
+    return {"mean": mean.tolist(), "std": std.tolist()}
 
 
 class DatasetWriter:
@@ -327,7 +327,6 @@ class DatasetWriter:
         }
         self.num_images = dict.fromkeys(SPLITS, 0)
         self._buckets = {split: {} for split in SPLITS}  # split -> (H, W) -> Bucket
-        self._vector_sums = 0.0  # (3, D) over the training split: number of vectors, sum, sum of squares
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
@@ -346,7 +345,6 @@ class DatasetWriter:
             self.meta["channels"] = channels
             self.meta["resolution"] = self.meta["resolution"] or height
         assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
-        assert channels == self.meta["channels"]
         buckets = self._buckets[split]
         bucket = buckets.setdefault((height, width), Bucket())
         if self.meta["class_names"]:
@@ -355,32 +353,19 @@ class DatasetWriter:
             assert 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
             bucket.labels.append(labels)
         if vectors is not None:
-            bucket.vectors.append(self._check_vectors(split, np.asarray(vectors)))
+            with np.errstate(over="ignore"):
+                stored = np.asarray(vectors).astype(np.float16)
+            if not np.isfinite(stored).all():
+                raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
+            length = stored.shape[1] if stored.ndim == 3 else 0
+            self.meta["vectors"] = {"dim": stored.shape[-1], "len": length}
+            bucket.vectors.append(stored)
         self.num_images[split] += len(images)
         bucket.images.extend(images.copy()[:, None])
         shard_bytes = MAX_SHARD_BYTES // len(buckets) - 128  # without the header
         per_shard = max(1, shard_bytes // images[0].nbytes)
         while len(bucket.images) > per_shard:
             self._write_shard(split, bucket, per_shard)
-
-    def _check_vectors(self, split: str, vectors: np.ndarray) -> np.ndarray:
-        """(n, D) or (n, L, D) in fp16; those of the training split count for the statistics."""
-        with np.errstate(over="ignore"):
-            stored = vectors.astype(np.float16)
-        if not np.isfinite(stored).all():
-            raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-        dim = stored.shape[-1]
-        length = stored.shape[1] if stored.ndim == 3 else 0
-        self.meta.setdefault("vectors", {"dim": dim, "len": length})
-        if split == "train":
-            tokens = stored.reshape(-1, dim).astype(np.float64)
-            if length:
-                tokens = tokens[tokens.any(1)]
-            count = np.full(dim, len(tokens))
-            total = tokens.sum(0)
-            squares = (tokens**2).sum(0)
-            self._vector_sums = self._vector_sums + np.stack([count, total, squares])
-        return stored
 
     def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
         number = sum(len(other.shards) for other in self._buckets[split].values())
@@ -405,10 +390,9 @@ class DatasetWriter:
                 part["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
             if vectors:
                 part["vectors"] = write_npy(self.folder / f"{split}_vectors.npy", vectors)
+                if split == "train":
+                    self.meta["vectors"] |= vector_stats(vectors)
             self.meta["splits"][split] = part
-        if "vectors" in self.meta:
-            mean, std = mean_and_std(*self._vector_sums)
-            self.meta["vectors"] |= {"mean": mean.tolist(), "std": std.tolist()}
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

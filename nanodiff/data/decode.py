@@ -20,17 +20,7 @@ from nanodiff.common import UserError
 
 TASK_BYTES = 2**22  # of files and pixels that a worker gets at a time
 TASK_IMAGES = 256
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # for others Pillow may start Ghostscript
 EXIF_ORIENTATION = 0x0112
-TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}  # by EXIF orientation
 
 
 class Item(NamedTuple):
@@ -60,7 +50,7 @@ def open_image(payload: str | bytes):
     Image = import_pillow()
     file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
-        return Image.open(file, formats=FORMATS)
+        return Image.open(file)
     except Image.UnidentifiedImageError:
         raise ValueError("no image that Pillow can read") from None
 
@@ -112,10 +102,10 @@ def to_rgb(image):
 
     16-bit values keep their upper 8 bits.
     """
-    Image = import_pillow()
-    turn = TURNS.get(orientation(image))
-    if turn:
-        image = image.transpose(Image.Transpose[turn])
+    from PIL import Image, ImageOps
+
+    if orientation(image) > 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
@@ -159,16 +149,16 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
 # Many images
 
 
-def decode_all(source, options, workers: int) -> Iterator:
+def decode_all(source, resolution: int, workers: int) -> Iterator:
     """The images of a Source, in blocks of one shape.
 
     -> images (n, C, H, W), labels (n,) int64, is_val (n,) bool, rows (n,) int64 of the array of vectors. Adds to the
     source's `skipped` and `num_enlarged`.
     """
     sizes = source.sizes
-    if options.resolution and not sizes:
-        sizes = [(options.resolution, options.resolution)]
-    tasks = make_tasks(source.items, 3 * options.resolution**2)
+    if resolution and not sizes:
+        sizes = [(resolution, resolution)]
+    tasks = make_tasks(source.items, 3 * resolution**2)
     first = None
     for results in ordered_map(functools.partial(decode_task, sizes=sizes), tasks, workers):
         by_shape = {}
@@ -223,13 +213,10 @@ def decode_task(items: list[Item], sizes: list) -> list[tuple[Item, int]]:
 def check_size(item: Item, first: Item) -> None:
     """UserError unless an image that keeps its size is a square of the first one's."""
     _, height, width = item.payload.shape
-    found = f"{item.name!r} is {width}x{height}"
-    if height != width:
-        raise UserError(f"image {found}, not square; prepare_data's --resolution crops it")
-    if item.payload.shape != first.payload.shape:
-        _, height, width = first.payload.shape
-        sizes = f"{first.name!r} is {width}x{height}, {found}"
-        raise UserError(f"images of several sizes: {sizes}; prepare_data's --resolution scales them")
+    if height != width or item.payload.shape != first.payload.shape:
+        _, first_height, first_width = first.payload.shape
+        sizes = f"{first.name!r} is {first_width}x{first_height}, {item.name!r} is {width}x{height}"
+        raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:

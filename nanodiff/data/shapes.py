@@ -17,8 +17,16 @@ INSIDE = {
 }
 CLASS_NAMES = list(INSIDE)
 COLOURS = np.array(
-    [[235, 64, 52], [64, 200, 72], [72, 112, 255], [245, 210, 50], [220, 80, 230], [60, 215, 225]], np.float32
-)  # red, green, blue, yellow, magenta, cyan
+    [
+        [235, 64, 52],  # red
+        [64, 200, 72],  # green
+        [72, 112, 255],  # blue
+        [245, 210, 50],  # yellow
+        [220, 80, 230],  # magenta
+        [60, 215, 225],  # cyan
+    ],
+    np.float32,
+)
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
 MIN_RADIUS, MAX_RADIUS = 0.34, 0.46  # of the circumscribed circle; the image's side is 1
@@ -36,7 +44,7 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     colours = COLOURS[rng.integers(len(COLOURS), size=num)]  # (num, 3)
     poses = draw_poses(num, rng)
     if classes is not None:
-        labels = np.broadcast_to(np.asarray(classes, np.int64), (num,)).copy()
+        labels = np.array(classes, np.int64)
     return paint(labels, colours, poses, resolution), labels
 
 

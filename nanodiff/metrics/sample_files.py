@@ -1,6 +1,7 @@
 """Samples to measure that are in a file or a folder: what base_eval takes instead of a model's."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from nanodiff.common import UserError, in_batches
 from nanodiff.data.archives import Options, read_images
 from nanodiff.data.decode import decode
-from nanodiff.data.sources import open_npz
+from nanodiff.data.sources import npz_labels
 from nanodiff.files import reading
 
 
@@ -21,7 +22,15 @@ class SampleFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file, shape, dtype, labels = open_npz(path)
+        drawn = {}
+        with reading(path, "is damaged or has no array arr_0"):
+            file = np.load(path, allow_pickle=False)
+            labels = npz_labels(path, file)
+            if "protocol" in file:  # a file from elsewhere has none
+                drawn = json.loads(str(file["protocol"]))
+            self._file = zipfile.ZipFile(path).open("arr_0.npy")
+            np.lib.format.read_magic(self._file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(self._file)
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3):
             raise UserError(f"{path} holds {dtype} of shape {shape}; accepted: uint8 of shape (N, H, W, 1 or 3)")
         self.num_images, height, width, channels = shape
@@ -30,11 +39,8 @@ class SampleFile:
         self.shape = (channels, height, width)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
         self.protocol = {"samples": str(path)}  # the file, and its record of how images were drawn
-        drawn = {}
-        with reading(path), np.load(path, allow_pickle=False) as file:
-            if "protocol" in file:  # a file from elsewhere has none
-                drawn = json.loads(str(file["protocol"]))
-                self.protocol["samples_protocol"] = drawn
+        if drawn:
+            self.protocol["samples_protocol"] = drawn
         self.class_names = drawn.get("class_names")
         self.data = drawn.get("data", "")  # the set that the model was trained on
 
