@@ -22,7 +22,7 @@ import nanodiff
 from nanodiff.png import encode_png, make_grid
 
 tuned = nanodiff.load("few_steps_cpu")
-rows = [tuned.sample(num_images=16, steps=steps) for steps in (1, 2, 4)]
+rows = [tuned.sample(num_images=16, steps=steps, cfg_scale=1) for steps in (1, 2, 4)]
 flow = nanodiff.load("shapes_cpu")
 rows.append(flow.sample(num_images=16, steps=7, cfg_interval="0.3,0.85"))
 images = np.concatenate(rows).transpose(0, 3, 1, 2)
