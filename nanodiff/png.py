@@ -67,7 +67,8 @@ def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
     pad_width = -grid.shape[1] % factor
     grid = np.pad(grid, ((0, pad_height), (0, pad_width), (0, 0)))
     columns = grid.shape[1] // factor
-    grid = grid.reshape(-1, factor, columns, factor, 3).mean((1, 3)).round().astype(int)
+    squares = grid.reshape(-1, factor, columns, factor, 3)
+    grid = squares.mean((1, 3)).round().astype(int)
     lines = []
     for top, bottom in zip(grid[0::2], grid[1::2]):
         line = ""

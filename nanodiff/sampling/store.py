@@ -70,8 +70,11 @@ class SampleStore:
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
-        parts = range(-(-min(n, self.num_images) // self.size))
-        return [image for k in parts for image in self.read(k)][:n]
+        images = []
+        for k in range(self.num_parts):
+            if len(images) < n:
+                images += list(self.read(k))
+        return images[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
