@@ -55,10 +55,6 @@ def assert_same_model(a, b):
     assert all(torch.equal(w, b.state_dict()[name]) for name, w in a.state_dict().items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Published figures
-
-
 def test_autoencoder_kl_equals_diffusers(tmp_path):
     figures = golden("autoencoder_kl.json")
     assert list(figures["config"]["block_out_channels"]) == [32, 64]
@@ -94,12 +90,7 @@ def test_published_sizes():
     assert (vae.downsample, vae.latent_channels, vae.scale, vae.shift) == (8, 4, 0.18215, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layouts of weight files
-
-
 LAYOUTS = {
-    "diffusers": lambda weights: weights,
     "diffusers before 0.18": lambda weights: {old_diffusers(name): w for name, w in weights.items()},
     "CompVis": to_compvis,
     "a whole SD checkpoint": lambda weights: {
@@ -111,7 +102,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout, suffix", list(zip(LAYOUTS, [".safetensors", ".bin", ".ckpt", ".pt"])))
+@pytest.mark.parametrize("layout, suffix", list(zip(LAYOUTS, [".safetensors", ".ckpt", ".pt"])))
 def test_layouts_give_one_model(small_kl, tmp_path, layout, suffix):
     weights = LAYOUTS[layout](small_kl.state_dict())
     path = tmp_path / f"vae{suffix}"
@@ -123,7 +114,6 @@ def test_layouts_give_one_model(small_kl, tmp_path, layout, suffix):
     ae = open_autoencoder(path)
     assert_same_model(ae, small_kl)
     assert ae.name == "vae" and ae.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert not ae.training and not any(p.requires_grad for p in ae.parameters())
 
 
 def test_without_quant_convs_and_in_half_precision(tmp_path):
@@ -138,7 +128,7 @@ def test_without_quant_convs_and_in_half_precision(tmp_path):
     assert (opened.scale, opened.shift) == (0.3611, 0.1159)
 
 
-@pytest.mark.parametrize("latent_channels, mid_norm", [(4, False), (16, False), (32, True)])
+@pytest.mark.parametrize("latent_channels, mid_norm", [(4, False), (32, True)])
 def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     torch.manual_seed(0)
     ae = TinyAutoencoder(latent_channels, mid_norm)
@@ -150,7 +140,6 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     for path in (encoder, decoder, tmp_path):
         opened = open_autoencoder(path)
         assert_same_model(opened, ae)
-        assert opened.name == (tmp_path.name if path == tmp_path else "taex")
         assert opened.sha256 == hashlib.sha256(encoder.read_bytes() + decoder.read_bytes()).hexdigest()
 
     # diffusers' AutoencoderTiny: one file
@@ -159,56 +148,39 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     folder.mkdir()
     save_safetensors(weights, folder / "diffusion_pytorch_model.safetensors")
     (folder / "diffusion_pytorch_model.bin").write_bytes(b"the .safetensors is preferred")
-    opened = open_autoencoder(folder)
-    assert_same_model(opened, ae)
-    assert opened.name == "taex-diffusers"
+    assert_same_model(open_autoencoder(folder), ae)
 
 
 def test_files_that_are_refused(small_kl, tmp_path):
-    weights = small_kl.state_dict()
-
-    def refused(match, path=tmp_path / "vae.safetensors"):
+    def refused(match, path):
         with pytest.raises(UserError, match=match):
             open_autoencoder(path)
 
     refused("no such file", tmp_path / "absent")
     refused("found no file ending in", tmp_path)
-    save_safetensors(weights, tmp_path / "vae.safetensors")
-    refused("groups|num_channels")  # without config.json 32 groups are assumed, which 8 channels do not allow
-    (tmp_path / "config.json").write_text(json.dumps(KL_CONFIG))
-    save_safetensors({**weights, "decoder.extra": torch.ones(1)}, tmp_path / "vae.safetensors")
-    refused(r"neither an SD VAE nor both halves of a TAESD.*decoder\.extra")
-    torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, tmp_path / "taesd_encoder.pth")
-    refused("neither an SD VAE nor both halves of a TAESD", tmp_path / "taesd_encoder.pth")
+    vae, taesd, pickle = (tmp_path / name for name in ("vae.safetensors", "taesd_encoder.pth", "pickle.pt"))
+    save_safetensors(small_kl.state_dict(), vae)
+    refused("groups|num_channels", vae)  # without config.json 32 groups are assumed, which 8 channels do not allow
+    torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
+    refused("neither an SD VAE nor both halves of a TAESD", taesd)
     refused(r"found taesd_encoder\.pth, vae\.safetensors", tmp_path)
-    torch.save({"w": torch.ones(1), "code": Path("unsafe")}, tmp_path / "pickle.pt")
-    refused("cannot be loaded safely", tmp_path / "pickle.pt")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The interface
+    torch.save({"w": torch.ones(1), "code": Path("unsafe")}, pickle)
+    refused("cannot be loaded safely", pickle)
 
 
 @pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4)], ids=["kl", "tiny"])
 def test_shapes_and_slices(ae, monkeypatch):
     x = wave((5, 3, 16, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {y.dtype for y in (*ae.encode(x), ae.decode(ae.encode(x)[0]))} == {torch.float32}
     mean, std = ae.encode(x)
     assert mean.shape == std.shape == (5, ae.latent_channels, 16 // ae.downsample, 24 // ae.downsample)
     assert (std >= 0).all() and ae.decode(mean).shape == x.shape
     monkeypatch.setitem(autoencoder.MAX_PIXELS, "cpu", 2 * 16 * 24)  # slices of 2, 2 and 1 images
     for got, want in zip((*ae.encode(x), ae.decode(mean)), (mean, std, ae.decode(mean))):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    assert ae.encode(x[:0])[0].shape == (0, *mean.shape[1:])
     with pytest.raises(UserError, match=f"17x16 px: .* multiples of {ae.downsample}"):
         ae.encode(x[..., :17])
-
-
-def test_outputs_are_fp32_under_autocast():
-    ae = AutoencoderKL(**KL_SHAPE)
-    with torch.autocast("cpu", torch.bfloat16):
-        mean, std = ae.encode(wave((1, 3, 16, 16)))
-        x = ae.decode(mean)
-    assert mean.dtype == std.dtype == x.dtype == torch.float32
 
 
 def test_tiny_decoder_clamps_latents():  # to 3 tanh(z / 3), in fp32 the same of 30 and of 300

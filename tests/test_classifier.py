@@ -19,7 +19,6 @@ from nanodiff.metrics.classifier import (
     Classifier,
     get_classifier,
     load_classifier,
-    load_images,
     plan_training,
     save_classifier,
     shift,
@@ -60,7 +59,7 @@ def test_training_takes_as_long_as_the_set_is_large():
     assert all(2000 <= drawn(n) <= max(3 * n, 2000) + 250 for n in (2, 15, 171, 1000, 7000))
 
 
-@pytest.mark.parametrize("shape", [(1, 28), (3, 16), (3, 33), (4, 8), (3, 64)])
+@pytest.mark.parametrize("shape", [(1, 28), (3, 33), (4, 8)])
 def test_features_of_any_image_size(shape):
     channels, resolution = shape
     classifier = Classifier(channels, resolution, 5, width=4).eval()
@@ -127,16 +126,6 @@ def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):
     save_safetensors({"x": images}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="holds no classifier"):
         load_classifier(tmp_path / "other.safetensors", "cpu")
-
-
-def test_large_sets_are_drawn_from(tiny, monkeypatch):
-    monkeypatch.setattr(module, "MAX_IMAGES", 10)
-    images, labels = load_images(tiny[0], 16, seed=0)
-    again, _ = load_images(tiny[0], 16, seed=0)
-    other, _ = load_images(tiny[0], 16, seed=1)
-    assert len(images) == len(labels) == 10 and torch.equal(images, again) and not torch.equal(images, other)
-    known = {image.tobytes(): label for image, label in zip(tiny[0].images(range(24)), tiny[0].labels(range(24)))}
-    assert [known[image.numpy().tobytes()] for image in images] == labels.tolist()
 
 
 def test_shrinking_keeps_the_mean_and_small_images():

@@ -68,15 +68,6 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
         assert torch.equal(network.features(images)[0], x)
 
 
-def test_the_features_kept_are_a_random_choice_in_random_order(monkeypatch):
-    monkeypatch.setattr(features_module, "KEPT", 20)
-    network, images = make_network(), draw_shapes(60, seed=0)[0]
-    one, other = (collect(images, network, n) for n in (60, 7))
-    close(one, other)
-    where = torch.cdist(one.some, network.features(images)[0]).argmin(1).tolist()
-    assert len(set(where)) == 20 and max(where) > 40 and where != sorted(where)
-
-
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_computes(base):
     make_data()

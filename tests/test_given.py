@@ -6,7 +6,6 @@ import torch
 from test_sample import assert_same, draw, runs  # noqa: F401
 from tiny_runs import TIMELESS, make_autoencoder, make_run
 
-import nanodiff
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
@@ -29,12 +28,12 @@ def images(runs, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("run, sampler", SAMPLERS)
 def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     """Also that less strength means fewer evaluations, and an image that is nearer to the given one."""
-    some = (f"--run={run}", f"--sampler={sampler}", "--num_images=5", "--steps=10")
+    some = (f"--run={run}", f"--sampler={sampler}", "--num_images=4", "--steps=10")
     given = (*some, f"--from_images={tmp_path / 'given.npz'}")
     plain, _, protocol = draw(*some)
     all_of_it, _, same = draw(*given, "--strength=1")
     assert all_of_it.tobytes() == plain.tobytes() and same["network_evaluations"] == protocol["network_evaluations"]
-    expected = images[[0, 1, 2, 0, 1]]
+    expected = images[[0, 1, 2, 0]]
     unchanged, _, none = draw(*given, "--strength=0")
     assert (unchanged == expected).all() and none["network_evaluations"] == 0 and "SHA-256" in none["from_images"]
     some_of_it, _, half = draw(*given, "--strength=0.3")
@@ -42,15 +41,13 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     assert 0 < distance(some_of_it) < distance(plain)
     assert 0 < half["network_evaluations"] < protocol["network_evaluations"]
 
-    white = np.full((16, 16, 1), 255, np.uint8)
-    (tmp_path / "white.png").write_bytes(encode_png(white))
-    white[:, 8:] = 0
-    (tmp_path / "left.png").write_bytes(encode_png(white))
-    kept, _, _ = draw(*given, "--strength=1", f"--mask={tmp_path / 'white.png'}")
-    assert (kept == expected).all()
-    left, _, protocol = draw(*given, "--strength=1", f"--mask={tmp_path / 'left.png'}")
-    assert (left[:, :, :8] == expected[:, :, :8]).all() and (left[:, :, 8:] != expected[:, :, 8:]).any()
-    assert "left.png, SHA-256" in protocol["mask"]
+    for width in (16, 8):  # white keeps the image
+        mask = np.zeros((16, 16, 1), np.uint8)
+        mask[:, :width] = 255
+        (tmp_path / "mask.png").write_bytes(encode_png(mask))
+        kept, _, protocol = draw(*given, "--strength=1", f"--mask={tmp_path / 'mask.png'}")
+        assert (kept[:, :, :width] == expected[:, :, :width]).all() and "mask.png, SHA-256" in protocol["mask"]
+        assert width == 16 or (kept[:, :, width:] != expected[:, :, width:]).any()
 
 
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
@@ -91,26 +88,16 @@ def test_a_folder_of_images_of_any_size(draw, tmp_path):  # noqa: F811
     for name, colour in (("a", (9, 99, 199)), ("b", (200, 100, 0))):
         Image.new("RGB", (40, 25), colour).save(tmp_path / "folder" / f"{name}.png")
     drawn, _, _ = draw("--num_images=3", f"--from_images={tmp_path / 'folder'}", "--strength=0")
-    assert drawn.shape == (3, 16, 16, 3)
     assert drawn[:, 4, 4].tolist() == [[9, 99, 199], [200, 100, 0], [9, 99, 199]]
-
-
-def test_python_starts_from_images_too(draw, images, tmp_path):  # noqa: F811
-    settings = dict(num_images=3, steps=3, from_images=str(tmp_path / "given.npz"), strength=0.7)
-    drawn = nanodiff.load("flow", device_type="cpu").sample(**settings)
-    expected, _, _ = draw("--dtype=auto", *(f"--{key}={value}" for key, value in settings.items()))
-    assert drawn.tobytes() == expected.tobytes()
 
 
 def test_images_that_cannot_be_started_from(run_script, images, tmp_path):
     np.savez(tmp_path / "small.npz", images[:, :8, :8])
-    np.savez(tmp_path / "gray.npz", images[..., :1])
     (tmp_path / "text.png").write_text("no image")
     given = f"--from_images={tmp_path / 'given.npz'}"
     for args, message in (
         ([f"--from_images={tmp_path / 'absent'}"], "absent' is not there; accepted: an .npz file, a folder"),
         ([f"--from_images={tmp_path / 'small.npz'}"], r"\(3, 8, 8\); accepted: \(3, 16, 16\)"),
-        ([f"--from_images={tmp_path / 'gray.npz'}"], r"\(1, 16, 16\); accepted: \(3, 16, 16\)"),
         ([given, f"--mask={tmp_path / 'text.png'}"], r"text\.png is no image"),
         ([given, "--size=16x32"], "size='16x32' with from_images"),
         (["--strength=0.2"], "would do nothing without from_images"),

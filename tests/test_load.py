@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny_runs import TINY, make_data, randomise
+from tiny_runs import TINY, logged, make_data, randomise
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
@@ -49,10 +49,8 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys):
     """By the validation loss of the average; the newest stays too, and sampling says which it takes."""
     make_data()
     every = ("--save_every=1", "--eval_every=1", "--checkpoints_kept=1", "--num_iterations=6", "--lr=0.3")
-    tiny = [arg for arg in TINY if "eval_every" not in arg and "num_iterations" not in arg]
-    run_dir = run_script("base_train", *tiny, *every, "--ema_rates=0.5", "--model_tag=a")["run_dir"]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["val/loss_ema"] for line in lines if "val/loss_ema" in line}
+    run_dir = run_script("base_train", *TINY, *every, "--ema_rates=0.5", "--model_tag=a")["run_dir"]
+    losses = {line["step"]: line["val/loss_ema"] for line in logged(run_dir) if "val/loss_ema" in line}
     best = min(losses, key=losses.get)
     assert best < 6 and [step for step, _ in list_checkpoints(run_dir)] == [best, 6]
     assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
@@ -60,10 +58,9 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("objective", ["telepathy", None])
-def test_an_unknown_objective(base, objective):
-    checkpoint = write_run(base, "a", objective=objective)
-    with pytest.raises(UserError, match=f"{checkpoint} was trained with objective={objective!r}; known here: flow, "):
+def test_an_unknown_objective(base):
+    checkpoint = write_run(base, "a", objective="telepathy")
+    with pytest.raises(UserError, match=f"{checkpoint} was trained with objective='telepathy'; known here: flow, "):
         load_run("a", "cpu")
 
 
@@ -88,7 +85,7 @@ def test_a_file_of_another_kind(tmp_path, content):
 def test_a_torn_file(tmp_path):
     torch.save({"w": torch.zeros(1000)}, tmp_path / "a.pt")
     data = (tmp_path / "a.pt").read_bytes()
-    for cut in (0, 10, 2000, len(data) - 30):
+    for cut in (0, 2000):
         (tmp_path / "a.pt").write_bytes(data[:cut])
         with pytest.raises(UserError, match=r"a\.pt cannot be (loaded safely|read)"):
             load_run(str(tmp_path / "a.pt"), "cpu")

@@ -130,13 +130,11 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
     assert load_run("b", "cpu").step == 1
 
 
-def test_training_learns_and_the_rate_follows_its_schedule(base, old, run_script):
+def test_training_learns(base, old, run_script):
     """A few percent of the weights bring the loss of a random model far down."""
     done = run_script("lora_train", *TINY, "--num_iterations=40", "--warmup_ratio=0", "--warmdown_ratio=0.5")
-    log = metrics(base, "old_tuned_lora")
-    loss = [line["train/loss"] for line in log]
+    loss = losses(base, "old_tuned_lora")
     assert np.mean(loss[-10:]) < 0.8 * np.mean(loss[:10])
-    assert [line["train/lrm"] for line in log] == pytest.approx([1.0] * 21 + [1 - i / 20 for i in range(1, 20)])
     assert done["num_trained"] < 0.05 * done["num_params"]
 
 
@@ -156,7 +154,7 @@ def test_part_of_t():
     bell = torch.exp(-2 * (t - 0.5) ** 2)
     torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
     t, weight = make_timesteps("bell", GaussianDiffusion(num_timesteps=100), low=0.5, high=1.0).sample(u)
-    assert t.dtype == torch.int64 and t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
+    assert t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
 
 
 @pytest.mark.slow

@@ -21,12 +21,12 @@ from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 import nanodiff
 from nanodiff.common import UserError
-from nanodiff.data import codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
+from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.dit import DiTConfig
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling.draw import SampleSettings, network_evaluations
@@ -86,21 +86,19 @@ def test_batch_size_does_not_change_an_image(draw, run, samplers):
 
 def test_respacing_and_eta_are_those_of_the_published_code(draw):
     """Respacing "10" is 10 evenly spaced steps; eta adds noise to DDIM's."""
-    some = ("--run=small", "--num_images=4")
+    some = ("--run=small", "--num_images=2")
     ten, _, _ = draw(*some, "--steps=10")
     respaced, _, protocol = draw(*some, "--respacing=10")
-    assert (ten == respaced).all() and protocol["steps"] == "10" and protocol["network_evaluations"] == 2 * 10
+    assert (ten == respaced).all() and protocol["network_evaluations"] == 2 * 10
     for spec, steps in (("ddim25", 25), ("5,10,15", 30)):
-        other, _, protocol = draw(*some, f"--respacing={spec}")
-        assert protocol["network_evaluations"] == 2 * steps and (other != ten).any()
-    noisy, _, _ = draw(*some, "--steps=10", "--eta=1")
-    assert (noisy != ten).any()
+        assert draw(*some, f"--respacing={spec}")[2]["network_evaluations"] == 2 * steps
+    assert (draw(*some, "--steps=10", "--eta=1")[0] != ten).any()
 
 
 def test_seed_class_and_weights_change_an_image(draw):
-    first, labels, protocol = draw("--num_images=4", "--classes=3")
-    assert labels.tolist() == [3] * 4 and protocol["weights"] == "0.999" and protocol["step"] == 1
-    for change in ("--seed=1", "--seed=4294967296", "--classes=4", "--ema=raw", "--checkpoint_step=0", "--cfg_scale=4"):
+    first, labels, _ = draw("--num_images=4", "--classes=3")
+    assert labels.tolist() == [3] * 4
+    for change in ("--seed=4294967296", "--classes=4", "--ema=raw", "--checkpoint_step=0", "--cfg_scale=4"):
         other, _, _ = draw("--num_images=4", "--classes=3", change)
         assert (np.abs(other.astype(int) - first).max(axis=(1, 2, 3)) > 3).all(), change
     # an image keeps its noise and class when the classes around it change
@@ -112,7 +110,8 @@ def test_seed_class_and_weights_change_an_image(draw):
 def test_what_is_written(runs, draw, run_script, tmp_path):
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
-    run_script("sample", *TIMELESS, "--run=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--npz")
+    args = ("--run=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=3", "--npz")
+    run_script("sample", *TIMELESS, *args)
     with np.load(f"{out}.npz") as file:
         images, labels, protocol = file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
     assert images.shape == (20, 16, 16, 3) and images.dtype == np.uint8
@@ -122,69 +121,58 @@ def test_what_is_written(runs, draw, run_script, tmp_path):
         assert json.loads(png.text["protocol"]) == protocol
         assert (np.asarray(png)[2:50:3, 52:100:3] == images[1]).all()
     weights = runs / "flow" / "checkpoints" / "step_000001" / "ema_0.999.pt"
-    given = dict(checkpoint=str(weights.parent), step=1, sha256=hashlib.sha256(weights.read_bytes()).hexdigest())
-    given |= dict(sampler="heun", steps=50, eta=0.0, cfg_scale=1.5, num_images=20, seed=0, dtype="float32")
-    given |= dict(network_evaluations=2 * 99, guide=None, autoencoder=None, torch=torch.__version__)
+    given = dict(step=1, weights="0.999", sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), cfg_scale=1.5)
+    given |= dict(sampler="heun", num_images=20, seed=0, network_evaluations=2 * 5, guide=None)
     assert given.items() <= protocol.items()
 
 
 def test_default_names_tell_what_differs(runs, run_script):
     """So a small sample does not replace a large one, and the same command finds its own file again."""
-    few = (*TIMELESS, f"--run={runs / 'flow'}", "--npz", "--steps=1")
-    for args in (["--num_images=4"], ["--num_images=2"], ["--num_images=2", "--classes=ring"], ["--num_images=2"]):
-        run_script("sample", *few, *args)
-    sizes = {}
-    for path in (runs / "flow" / "samples").glob("*.npz"):
-        with np.load(path) as file:
-            sizes[path.name.removeprefix("sample_000001_seed0_")] = len(file["arr_0"])
+    for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"], ["--num_images=2", "--classes=ring"]):
+        run_script("sample", *TIMELESS, f"--run={runs / 'flow'}", "--npz", "--steps=1", *args)
+    names = {path.name.removeprefix("sample_000001_seed0_") for path in (runs / "flow" / "samples").glob("*.npz")}
     rest = "steps=1_dtype=float32.npz"
-    assert sizes == {f"num_images=4_{rest}": 4, f"num_images=2_{rest}": 2, f"num_images=2_classes=ring_{rest}": 2}
+    assert names == {f"num_images=4_{rest}", f"num_images=2_classes=ring_{rest}"}
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--num_images=257"], "num_images=257: a grid shows 256; --npz keeps more"),
-        (["--classes=ring,rig"], "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
-        (["--classes=8"], "classes: '8' is unknown; this model has 8 classes"),
-        (["--run=plain", "--classes=1"], "classes: '1' is unknown; this model has no classes"),
-        (["--out=."], "is a folder; accepted: the path of a file in it, without suffix"),
-        (["--low_res=val"], "low_res='val' would do nothing: .*flow.* is no super-resolution model"),
-        (["--guide_step=7"], "no checkpoint of step 7"),
-        (["--guide_run=plain"], "plain.* cannot guide .*flow.*: they differ in num_classes$"),
-        (["--guide_run=x0"], "they differ in objective$"),
-        (["--guide_run=eps"], "they differ in objective$"),
-        (["--guide_run=large"], "they differ in image_size$"),
-    ],
-)
-def test_mistakes(run_script, args, message):
-    with pytest.raises(UserError, match=message):
-        run_script("sample", *TIMELESS, "--run=flow", *args)
+def test_mistakes(run_script):
+    for args, message in (
+        ("--num_images=257", "num_images=257: a grid shows 256; --npz keeps more"),
+        ("--classes=ring,rig", "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
+        ("--run=plain --classes=1", "classes: '1' is unknown; this model has no classes"),
+        ("--out=.", "is a folder; accepted: the path of a file in it, without suffix"),
+        ("--low_res=val", "low_res='val' would do nothing: .*flow.* is no super-resolution model"),
+        ("--guide_run=plain", "plain.* cannot guide .*flow.*: they differ in num_classes$"),
+        ("--guide_run=x0", "they differ in objective$"),
+        ("--guide_run=large", "they differ in image_size$"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_script("sample", *TIMELESS, "--run=flow", *args.split())
 
 
 def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw, run_script, capsys):
+    guided = ("--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
-        _, labels, protocol = draw(f"--run={run}", "--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
+        _, labels, protocol = draw(f"--run={run}", *guided)
         out = capsys.readouterr().out
         assert out.count("not guided: cfg_scale=4 and cfg_interval=0.3,0.7 are ignored") == 1
         assert labels.tolist() == classes
         assert (protocol["cfg_scale"], protocol["cfg_interval"], protocol["network_evaluations"]) == (1, "0,1", 5)
-        run_script("sample", *TIMELESS, f"--run={run}", "--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
+        run_script("sample", *TIMELESS, f"--run={run}", "--steps=2", *guided)
         capsys.readouterr()
-        names = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
-        assert len(names) == 1 and "cfg_scale=1.0" in names[0] and "interval" not in names[0]
+        (name,) = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
+        assert "cfg_scale=1.0" in name and "interval" not in name
     raw, _, _ = draw("--run=plain", "--num_images=3", "--ema=raw")
     zero, _, protocol = draw("--run=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
     assert (raw == zero).all() and protocol["cfg_scale"] == 0  # another model can still guide it
 
 
-@pytest.mark.parametrize("run", ["flow", "plain", "sr", "eps"])
+@pytest.mark.parametrize("run", ["flow", "sr"])
 def test_python_draws_what_the_script_draws(draw, run):
     """Byte for byte, with more images than a batch holds."""
     some = dict(num_images=70, seed=3, steps=2, cfg_scale=3.0, cfg_interval="0.2,0.7")
-    classes = [] if run in ("plain", "sr") else ["ring", 3]
-    model = nanodiff.load(run, device_type="cpu")
-    images = model.sample(classes, **some)
+    classes = ["ring", 3] if run == "flow" else []
+    images = nanodiff.load(run, device_type="cpu").sample(classes, **some)
     args = [f"--{key}={value}" for key, value in some.items()] + ["--dtype=auto"]
     expected, _, _ = draw(f"--run={run}", *args, *(["--classes=ring,3"] if classes else []))
     assert images.dtype == np.uint8 and images.shape == (70, 16, 16, 3)
@@ -196,25 +184,18 @@ def test_importing_nanodiff_imports_no_torch():
     assert done.returncode == 0
 
 
-def test_latents_are_decoded_by_an_autoencoder_that_is_loaded_once(draw, run_script, tmp_path, monkeypatch):
+def test_latents_are_decoded_by_their_autoencoder(draw, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
     make_run(run_script, "latent", f"--autoencoder={vae}", "--patch_size=2")
-    opened, open_autoencoder = [], codec.open_autoencoder
-    monkeypatch.setattr(codec, "open_autoencoder", lambda path: opened.append(path) or open_autoencoder(path))
     one, _, protocol = draw("--run=latent", "--num_images=5")
-    times = len(opened)
     few, _, _ = draw("--run=latent", "--num_images=5", "--batch_size=2")
-    assert one.shape == (5, 16, 16, 3) and len(opened) == 2 * times
+    assert one.shape == (5, 16, 16, 3)
     assert_same(one, few)
     expected = open_autoencoder(str(vae))
     assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (expected.name, expected.sha256)
     vae.rename(tmp_path / "moved")  # then latents are shown as they are
     shown, _, protocol = draw("--run=latent", "--num_images=5")
     assert shown.shape == (5, 4, 4, 3) and protocol["autoencoder"] is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Guidance by another model, and what it costs
 
 
 def test_autoguidance(draw):
@@ -224,22 +205,16 @@ def test_autoguidance(draw):
     raw, _, _ = draw(*some, "--cfg_scale=1", "--ema=raw")
     itself, _, protocol = draw(*some, "--cfg_scale=7", "--guide_step=1")
     assert (itself == plain).all() and protocol["network_evaluations"] == 2 * 5
-    assert protocol["guide"] == {key: protocol[key] for key in ("checkpoint", "step", "weights", "sha256")}
     zero, _, protocol = draw(*some, "--cfg_scale=0", "--guide_ema=raw")
     assert (zero == raw).all() and protocol["guide"]["weights"] == "raw"
     one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_run=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
-    beyond, _, _ = draw(*some, "--cfg_scale=3", "--guide_ema=raw")
-    assert (np.abs(beyond.astype(int) - plain).max(axis=(1, 2, 3)) > 3).all()
 
 
 def test_network_evaluations():
     """As the samplers' papers count them; guidance doubles those that it acts on."""
-    model = argparse.Namespace(config=DiTConfig(16, 3, 6, patch_size=4, width=64, depth=1, heads=4, num_classes=5))
-    eps, flow, guide = GaussianDiffusion(variance="learned_range"), FlowMatching(), object()
-    for sampler in ("ddpm", "ddim", "dpm++"):
-        assert network_evaluations(model, eps, SampleSettings(10, sampler)) == 10
-    model.config = replace(model.config, out_channels=3)
+    model = argparse.Namespace(config=DiTConfig(16, 3, 3, patch_size=4, width=64, depth=1, heads=4, num_classes=5))
+    flow, guide = FlowMatching(), object()
     for sampler, expected in (("euler", 10), ("sde", 10), ("heun", 19)):
         assert network_evaluations(model, flow, SampleSettings(10, sampler)) == expected
         assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0, weak_model=guide)) == 2 * expected
@@ -247,6 +222,9 @@ def test_network_evaluations():
     # Euler asks at t = 1, 0.75, 0.5 and 0.25, of which two are in the interval
     settings = SampleSettings(4, "euler", 2.0, cfg_interval=(0.3, 0.8), weak_model=guide)
     assert network_evaluations(model, flow, settings) == 4 + 2
+    model.config = replace(model.config, out_channels=6)
+    for sampler in GaussianDiffusion.samplers:
+        assert network_evaluations(model, GaussianDiffusion(), SampleSettings(10, sampler)) == 10
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,27 +263,17 @@ def alone(runs, tmp_path_factory):
     return Path(f"{out}.npz").read_bytes(), Path(f"{out}.png").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [(1, 1, 1, 1), (2, 1, 2, 2)])
-def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, monkeypatch, ranks):
-    args, drawn = (*LONG, f"--out={tmp_path / 'a'}"), tmp_path / "drawn"
-    sample_images = drawing.sample_images
-
-    def counted(*args, **kwargs):
-        with open(drawn, "a") as file:
-            file.write(f"{args[2][0]}\n")  # the seed of the first image
-        return sample_images(*args, **kwargs)
-
-    monkeypatch.setattr(drawing, "sample_images", counted)
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1, 2)])
+def test_kills_and_ranks_do_not_change_the_file(alone, tmp_path, ranks):
+    args = (*LONG, f"--out={tmp_path / 'a'}")
     *killed, last = ranks
     for n in killed:
         assert forked(*args, ranks=n, before=after_one_part(signal.SIGKILL)).wait().returncode == -signal.SIGKILL
         assert not (tmp_path / "a.npz").exists()
-    assert forked(*args, ranks=last).wait().returncode == 0
+    done = forked(*args, ranks=last).wait()
+    assert done.returncode == 0 and "of 42 images are there already" in done.stdout
     assert ((tmp_path / "a.npz").read_bytes(), (tmp_path / "a.png").read_bytes()) == alone
     assert not list(tmp_path.glob(".*"))
-    seeds = drawn.read_text().split()
-    assert {int(seed) for seed in seeds} == set(range(0, 42, 4))  # every part
-    assert len(seeds) <= 11 + sum(killed)  # and twice only what was in work
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -323,26 +291,22 @@ def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, ranks):
 def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatch, capsys):
     draw("--num_images=3")
     monkeypatch.setattr(drawing, "sample_images", None)
-    run_script("sample", *TIMELESS, "--run=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
-    assert f"3 images of this protocol are there already: {tmp_path / 'drawn.npz'}" in capsys.readouterr().out
+    same = ("--run=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
+    run_script("sample", *TIMELESS, *same)
+    assert "3 images of this protocol are there already" in capsys.readouterr().out
 
 
 def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
-    """Two of five latents with NaN or infinity, in parts of two."""
     sample_images = drawing.sample_images
 
     def spoiled(model, process, seeds, *args, **kwargs):
         x0 = sample_images(model, process, seeds, *args, **kwargs)
-        x0[[seed % 2**32 in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
+        x0[[seed in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
         return x0
 
     monkeypatch.setattr(drawing, "sample_images", spoiled)
     draw("--num_images=5", "--batch_size=2")
     assert "warning: 2 of the images drawn are not finite" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Super-resolution
 
 
 def test_super_resolution(draw, tmp_path):
@@ -365,18 +329,16 @@ def test_super_resolution(draw, tmp_path):
     assert "SHA-256" in protocol["low_res"]
 
 
-def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, size, labels in (("five", 5, [0, 1]), ("plain", 8, []), ("ninth", 8, [0, 8])):
-        np.savez(f"{name}.npz", np.zeros((2, size, size, 3), np.uint8), *([np.array(labels)] if labels else []))
-    for where, message in (
+def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path):
+    for name, size, labels in (("five", 5, [0, 1]), ("ninth", 8, [0, 8])):
+        np.savez(tmp_path / f"{name}.npz", np.zeros((2, size, size, 3), np.uint8), np.array(labels))
+    for name, message in (
         ("five.npz", r"\(3, 5, 5\); accepted: .* \(3, 8, 8\) or \(3, 16, 16\)"),
-        ("plain.npz", "0 classes, the model 8"),
         ("ninth.npz", "9 classes, the model 8"),
         ("absent.npz", "is not there; accepted: an .npz file, a folder of images"),
     ):
-        with pytest.raises(UserError, match=f"low_res='{where}'.*{message}"):
-            run_script("sample", *TIMELESS, "--run=sr", f"--low_res={where}")
+        with pytest.raises(UserError, match=f"{name}'.*{message}"):
+            run_script("sample", *TIMELESS, "--run=sr", f"--low_res={tmp_path / name}")
 
 
 def test_the_published_cascade(draw, tmp_path):
@@ -391,25 +353,18 @@ def test_the_published_cascade(draw, tmp_path):
         draw(*args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Published files
-
-
 @pytest.mark.parametrize("training_checkpoint", [False, True])
 def test_meta_files(draw, tmp_path, training_checkpoint):
     published = meta_file(tmp_path / "dit.pt", width=64, heads=4)
-    if training_checkpoint:
-        other, args = randomise(published, seed=9), argparse.Namespace(model="DiT-XL/2", global_seed=0)
-        opt = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
-        torch.save({"model": other, "ema": published, "opt": opt, "args": args}, tmp_path / "dit.pt")
+    if training_checkpoint:  # of which the average is taken
+        other = {"model": randomise(published, seed=9), "ema": published, "args": argparse.Namespace(model="DiT-XL/2")}
+        torch.save(other, tmp_path / "dit.pt")
     loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=dict(num_heads=4))
     ours = to_meta(loaded.model.state_dict(), loaded.model.config)
     assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
     args = (f"--run={tmp_path / 'dit.pt'}", "--num_heads=4", "--num_images=6", "--cfg_channels=3")
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
-    few, _, _ = draw(*args, "--batch_size=4")
-    assert_same(images, few)
 
 
 def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_path):

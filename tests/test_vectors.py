@@ -136,7 +136,7 @@ def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script, vectors_of):
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(base, run_script):
     make_set(words)
-    more = ("--device_batch_size=4", "--sample_every=0", "--sample_steps=2")
+    more = ("--device_batch_size=4", "--num_iterations=3")
     run_script("base_train", *TINY, *more, "--model_tag=one")
     run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
