@@ -63,7 +63,7 @@ def archive(folder, kind, path, prefix=""):
             for p in files:
                 z.write(p, prefix + str(p.relative_to(folder)))
     else:
-        with tarfile.open(path, {"tar.gz": "w:gz", "tar": "w", "tar.xz": "w:xz"}[kind]) as t:
+        with tarfile.open(path, {"tar.gz": "w:gz", "tar": "w"}[kind]) as t:
             for p in files:
                 t.add(p, prefix + str(p.relative_to(folder)))
     return path

@@ -93,13 +93,12 @@ def test_leftovers_of_a_killed_writer_are_removed(base):
     assert leftovers(base) == [".toy2.tmp-other"]
 
 
-def test_names_that_cannot_be():
+def test_names_and_places_that_cannot_be(base):
     for name in ("", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"):
         with pytest.raises(UserError, match="name="):
             DatasetWriter(name)
-
-
-def test_unwritable_destination(base):
+    with pytest.raises(UserError, match="'shapes32' is an embedded set.*another --name"):
+        write("shapes32")
     (base / "data").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot write"):
         write()
@@ -205,9 +204,3 @@ def test_classes_are_matched_by_name_or_numbers_by_order():
     for names, known in ((["cat", "dog"], ["dog", "fox"]), (["n01", "n02"], ["0", "1", "2"])):
         with pytest.raises(UserError, match="accepted: classes called"):
             match_labels(names, known, "x")
-
-
-def test_the_names_of_embedded_sets_are_reserved(base):
-    with pytest.raises(UserError, match="'shapes32' is an embedded set.*another --name"):
-        write("shapes32")
-    assert not list((base / "data").glob("*"))

@@ -185,6 +185,7 @@ WRONG_CSV = {
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
     "0.png,owl\n2.png": r"line 2: found '2\.png'",
+    "0.png,owl\n2.png,owl": r"no class .* for 1 of 3 images, such as 'x/1\.png'",
 }
 
 
@@ -196,20 +197,14 @@ def three(tmp_path):
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("what", CSV)
-def test_labels_from_a_table(tmp_path, three, what):
-    table = tmp_path / "a.csv"
-    table.write_text(CSV[what])
-    out = report(three, labels=str(table), val_fraction=0)
-    assert ("1 labels have no file" in out) == (what == "header")
-    assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
-    (three / "3.png").write_bytes(encode_png(noise(8, 8)))
-    with pytest.raises(UserError, match=r"no class .* for 1 of 4 images, such as '3\.png'"):
-        prepare(three, labels=str(table))
-
-
-@pytest.mark.parametrize("text", WRONG_CSV)
-def test_a_table_that_says_two_things_or_none(tmp_path, three, text):
-    (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(UserError, match=WRONG_CSV[text]):
-        prepare(three, labels=str(tmp_path / "a.csv"))
+def test_labels_from_a_table(tmp_path, three):
+    file = tmp_path / "a.csv"
+    for what, text in CSV.items():
+        file.write_text(text)
+        out = report(three, labels=str(file), val_fraction=0)
+        assert ("1 labels have no file" in out) == (what == "header")
+        assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
+    for text, line in WRONG_CSV.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=line):
+            prepare(three, labels=str(file))

@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import json
 import os
 import shlex
 import signal
@@ -61,9 +60,9 @@ def sized(tmp, sizes):
     return tmp / "in"
 
 
-def zipped(tmp, table):
+def zipped(tmp):
     make_folder(tmp / "in")
-    file(tmp, "in/dataset.json", json.dumps(table).encode())
+    file(tmp, "in/dataset.json", b'{"labels": [3]}')
     return archive(tmp / "in", "zip", tmp / "a.zip")
 
 
@@ -87,8 +86,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
-    "zip with odd labels": (lambda t: zipped(t, {"labels": [3]}), "dataset.json is damaged"),
-    "tar of another kind": (lambda t: file(t, "a.tar.xz", b"abcdefgh"), "cannot tell"),
+    "zip with odd labels": (lambda t: zipped(t), "dataset.json is damaged"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
     "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "damaged"),
@@ -160,7 +158,6 @@ def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base)
     assert len(open_dataset("toy")) == 190 and verify(open_dataset("toy"))
 
 
-@pytest.mark.slow
 def test_some_classes_alone(tmp_path):
     """Their images in the order they had, numbered anew in the source's order, not that of the names given."""
     make_folder(path := tmp_path / "in", classes=["a", "b", "c"], per_class=6)

@@ -25,6 +25,8 @@ def test_idx_round_trip(tmp_path, pack, suffix):
         np.testing.assert_array_equal(found, images[:, None])
         np.testing.assert_array_equal(found_labels, labels)
     next((tmp_path / "m").glob("train-labels*")).unlink()
+    with pytest.raises(UserError, match="6 labels for 26 images"):
+        prepare(tmp_path / "m")
     prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0)  # one file, without labels
     assert open_dataset("toy").num_classes == 0 and len(everything()[0]) == 20
 
@@ -189,7 +191,7 @@ WRONG_VECTORS = {
         r"none for 7 of 8 images, such as 'cat/1\.png'",
     ),
     "a name twice": (dict(names=["cat/0.png"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
-    "no names": (dict(vectors=np.ones((8, 2))), "has no array `names`"),
+    "no names": (dict(vectors=np.ones((8, 2))), "0 different names for 8 vectors"),
     "one number": (dict(names=["a"], vectors=np.ones(1)), r"float64 of shape \(1,\); accepted: floats of shape"),
     "integers": (dict(names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
     "NaN": ("NaN", "vectors hold NaN, infinity"),

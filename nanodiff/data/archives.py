@@ -171,7 +171,9 @@ def split_folders(names: list[str]):
     if len(in_split) < len(names):
         print0(f"left out {len(names) - len(in_split):,} images beside train/ and {val}/")
     is_val = np.array([tops[i] == val for i in in_split])
-    return [names[i] for i in in_split], [paths[i][1:] for i in in_split], is_val
+    names = [names[i] for i in in_split]
+    paths = [paths[i][1:] for i in in_split]
+    return names, paths, is_val
 
 
 def look_up(table: dict, names: list[str], missing: str) -> list:

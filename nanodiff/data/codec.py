@@ -330,8 +330,16 @@ def latents_of(description: dict, autoencoder: str) -> dict:
         return dict(description["latents"])
     if autoencoder:
         return describe_latents(open_autoencoder(autoencoder), autoencoder, "")
-    unknown = dict(name="", sha256="", downsample=8, parts=1, shift=0.0, scale=1.0)
-    return describe_latents(SimpleNamespace(latent_channels=description["channels"], **unknown), "", "")
+    unknown = SimpleNamespace(
+        name="",
+        sha256="",
+        latent_channels=description["channels"],
+        downsample=8,
+        parts=1,
+        shift=0.0,
+        scale=1.0,
+    )
+    return describe_latents(unknown, "", "")
 
 
 def check_sides(dataset, autoencoder) -> None:

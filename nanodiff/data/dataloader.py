@@ -52,7 +52,7 @@ class DataLoader:
             raise item
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
         is_cuda = self.device.type == "cuda"
-        return tuple(None if x is None else x.to(self.device, non_blocking=is_cuda) for x in item)
+        return tuple(x if x is None else x.to(self.device, non_blocking=is_cuda) for x in item)
 
     def close(self) -> None:
         self._stop.set()
@@ -102,10 +102,13 @@ class DataLoader:
     def _read(self, indices: np.ndarray) -> list[torch.Tensor | None]:
         """Images, labels and vectors on the CPU."""
         data = self.dataset
-        arrays = data.images(indices), data.labels(indices), data.vectors(indices)
-        tensors = [None if x is None else torch.from_numpy(x) for x in arrays]
-        if self.device.type == "cuda":
-            tensors = [None if x is None else x.pin_memory() for x in tensors]
+        tensors = []
+        for x in (data.images(indices), data.labels(indices), data.vectors(indices)):
+            if x is not None:
+                x = torch.from_numpy(x)
+                if self.device.type == "cuda":
+                    x = x.pin_memory()
+            tensors.append(x)
         return tensors
 
     def _work(self, step: int) -> None:

@@ -129,7 +129,7 @@ class Dataset:
 
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
-        return self._labels[np.asarray(indices, np.int64)]
+        return self._labels[indices]
 
     def normalise_vectors_by(self, stats: dict) -> None:
         """`stats`: "mean" and "std" (D), of this set or of the set that a model was trained on."""
@@ -140,7 +140,6 @@ class Dataset:
         """(n,) integers -> (n, D) or (n, L, D) float32 of mean 0 and deviation 1; None if the set has none."""
         if not self.vector_dim:
             return None
-        indices = np.asarray(indices, np.int64)
         return normal_vectors(self._vectors[indices], self._vector_mean, self._vector_std)
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
@@ -369,7 +368,8 @@ class DatasetWriter:
 
     def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
         number = sum(len(other.shards) for other in self._buckets[split].values())
-        bucket.shards.append(write_npy(self.folder / f"{split}_images_{number:03d}.npy", bucket.images[:num]))
+        path = self.folder / f"{split}_images_{number:03d}.npy"
+        bucket.shards.append(write_npy(path, bucket.images[:num]))
         del bucket.images[:num]
 
     def _finish(self) -> None:

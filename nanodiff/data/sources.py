@@ -206,11 +206,11 @@ def read_npz(path: Path, options: Options) -> Source:
 # Vectors
 
 
-def open_vectors(path: Path) -> tuple[list[str] | None, np.ndarray]:
-    """Names, if the file has them, and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
+def open_vectors(path: Path) -> tuple[list[str], np.ndarray]:
+    """Names, perhaps [], and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
     if path.suffix not in (".npy", ".npz") or not path.is_file():
         raise UserError(f"vectors={str(path)!r}; accepted: an .npz with arrays names and vectors, or an .npy")
-    names = None
+    names = []
     with reading(path):
         vectors = np.load(path, mmap_mode="r", allow_pickle=False)
         if path.suffix == ".npz":
@@ -233,8 +233,6 @@ def add_vectors(source: Source, path: Path) -> None:
             raise UserError(f"vectors={str(path)!r} has {num_vectors:,} vectors for {source.num_images:,} images")
         source.items = (item._replace(row=row) for row, item in enumerate(items))
         return
-    if names is None:
-        raise UserError(f"vectors={str(path)!r} has no array `names` to match with the names of image files")
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != num_vectors:
         raise UserError(f"vectors={str(path)!r} has {len(rows):,} different names for {num_vectors:,} vectors")
