@@ -47,9 +47,10 @@ RUNS = dict(
 
 @pytest.fixture(scope="module", autouse=True)
 def runs(tmp_path_factory):
-    """The folder of a run of each kind, in a $NANODIFF_BASE_DIR for all tests here."""
-    base = tmp_path_factory.mktemp("base")
-    make_runs(base, **RUNS)
+    """The folder of a run of each kind, in a $NANODIFF_BASE_DIR for all tests here and in test_given.py."""
+    base = tmp_path_factory.getbasetemp() / "runs of each kind"
+    if not base.exists():
+        make_runs(base, **RUNS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(base))
         yield base / "runs"
