@@ -124,7 +124,7 @@ MISTAKES = [
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
     ((*PREPARE, "--verify=unheard"), "unheard"),
     ((*PREPARE, "--verify=bits"), "train_images_000.npy"),
-    ((*PREPARE, "--path=mnist"), "5 labels for 20 images"),
+    ((*PREPARE, "--path=mnist"), "11 labels for 26 images"),
 ]
 
 
