@@ -193,7 +193,8 @@ def test_shapes_have_the_area_that_geometry_gives(name, area):
     images, _ = draw_shapes(400, 0, 32, classes=[label] * 400)
     covered = (images.max(1).astype(float) - 24) / (COLOURS.max(1)[:, None, None, None].mean() - 24)
     assert covered.sum((1, 2)).min() > 20  # nothing vanishes
-    radius2 = (shapes.MAX_RADIUS**3 - shapes.MIN_RADIUS**3) / 3 / (shapes.MAX_RADIUS - shapes.MIN_RADIUS)
+    smallest, largest = shapes.RADII
+    radius2 = (largest**3 - smallest**3) / 3 / (largest - smallest)
     assert covered.mean() == pytest.approx(area * radius2, rel=0.06)  # mean of 400 sizes and 6 colours
 
 

@@ -1,4 +1,7 @@
-"""The embedded data set: eight shapes in six colours on a dark ground, drawn with numpy in a few seconds."""
+"""The embedded data set: eight shapes in six colours on a dark ground, drawn with numpy in a few seconds.
+
+Also shapes with captions, as in runs/words.sh.
+"""
 
 import numpy as np
 
@@ -27,10 +30,17 @@ COLOURS = np.array(
     ],
     np.float32,
 )
+COLOUR_NAMES = ["red", "green", "blue", "yellow", "magenta", "cyan"]
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
-MIN_RADIUS, MAX_RADIUS = 0.34, 0.46  # of the circumscribed circle; the image's side is 1
+RADII = 0.34, 0.46  # least and largest, of the circumscribed circle; the image's side is 1
 SUPERSAMPLES = 4  # per pixel and axis
+# Captions
+CAPTION_RADII = 0.24, 0.4
+ROWS = ["top", "", "bottom"]
+COLUMNS = ["left", "", "right"]
+WORDS = ["small", "large", *COLOUR_NAMES, *CLASS_NAMES, "top", "bottom", "left", "right", "centre"]
+CAPTION_WORDS = 5  # at most: "small red circle, top left"
 
 
 def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
@@ -59,17 +69,18 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
     return images
 
 
-def draw_poses(num: int, rng: np.random.Generator) -> np.ndarray:
+def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
     u_radius, u_x, u_y = rng.uniform(size=(3, num))
-    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * u_radius
+    smallest, largest = radii
+    radius = smallest + (largest - smallest) * u_radius
     room = 1 - 2 * radius
     return np.stack([radius, radius + room * u_x, radius + room * u_y], 1)
 
 
-def within(poses: np.ndarray) -> np.ndarray:
+def within(poses: np.ndarray, radii=RADII) -> np.ndarray:
     """Poses (..., 3), moved to sizes and places that draw_poses gives."""
-    radius = poses[..., :1].clip(MIN_RADIUS, MAX_RADIUS)
+    radius = poses[..., :1].clip(*radii)
     return np.concatenate([radius, poses[..., 1:].clip(radius, 1 - radius)], axis=-1)
 
 
@@ -93,3 +104,43 @@ def draw_split(split: str, seed: int, resolution: int):
     """Images and labels of a split, in blocks of 1,000 to bound the memory."""
     for start in range(0, NUM_IMAGES[split], 1000):
         yield draw_shapes(1000, (seed, list(NUM_IMAGES).index(split), start), resolution)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Captions
+
+
+def draw_captioned(num: int, seed, unseen: bool = False) -> tuple[np.ndarray, list[str]]:
+    """Images (num, 3, 16, 16) uint8 and a caption for each. Class k never has colour k % 6; if `unseen`, always."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(len(CLASS_NAMES), size=num)
+    shift = 0 if unseen else rng.integers(1, len(COLOURS), size=num)
+    colours = (labels + shift) % len(COLOURS)
+    is_large = rng.integers(2, size=num)
+    radius = 0.24 + 0.12 * is_large + 0.04 * rng.uniform(size=num)  # up to 0.28, or from 0.36 on
+    cells = rng.integers(3, size=(2, num))
+    in_room = 0.425 * cells + 0.15 * rng.uniform(size=(2, num))  # [0, 0.15], [0.425, 0.575] or [0.85, 1]
+    left, top = radius + (1 - 2 * radius) * in_room
+    poses = np.stack([radius, left, top], axis=1)
+    images = paint(labels, COLOURS[colours], poses, 16)
+    return images, [caption(*one) for one in zip(labels, colours, poses)]
+
+
+def caption(label: int, colour: int, pose: np.ndarray) -> str:
+    """Size, colour, shape and, in the room that the size leaves, place."""
+    radius, left, top = pose
+    size = "large" if radius > 0.32 else "small"
+    half_room = 0.5 - radius
+    row = ROWS[round((top - radius) / half_room)]
+    column = COLUMNS[round((left - radius) / half_room)]
+    place = f"{row} {column}".strip() or "centre"
+    return f"{size} {COLOUR_NAMES[colour]} {CLASS_NAMES[label]}, {place}"
+
+
+def one_hot_words(captions: list[str]) -> np.ndarray:
+    """(n, CAPTION_WORDS, len(WORDS)) float32, zeros behind a caption's end."""
+    vectors = np.zeros((len(captions), CAPTION_WORDS, len(WORDS)), np.float32)
+    for vector, text in zip(vectors, captions):
+        for i, word in enumerate(text.replace(",", "").split()):
+            vector[i, WORDS.index(word)] = 1
+    return vectors

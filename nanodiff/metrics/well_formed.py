@@ -5,9 +5,11 @@ among those of the set, so a disc smaller than any of them is malformed. A dista
 shifted by 1/64 of the image's side.
 """
 
+import functools
+
 import numpy as np
 
-from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_split, within
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, RADII, draw_masks, draw_poses, draw_split, within
 
 NUM_REAL = 240  # held-out shapes to compare with
 LIMIT = 1.0  # well formed up to here: a quarter of a pixel at 16 px, and 99% of held-out shapes
@@ -18,13 +20,8 @@ STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # step per round;
 
 def distances(images: np.ndarray, label: int) -> np.ndarray:
     """Distance (n,) of images (n, 3, H, H) uint8 to the best render of one class."""
-    resolution = images.shape[-1]
-
-    def draw(poses):  # (..., 3) -> (..., P)
-        masks = draw_masks(label, poses.reshape(-1, 3), resolution)
-        return masks.reshape(*poses.shape[:-1], -1)
-
-    coverage, off_colour = fit_colours(images)
+    draw = functools.partial(render, label, images.shape[-1])
+    coverage, off_colour, _ = fit_colours(images)
     rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
     poses, error = fit_poses(coverage, draw, rng)
 
@@ -35,9 +32,28 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     return np.sqrt((error + off_colour) / change.mean(1))
 
 
-def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def recognise(images: np.ndarray, radii) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What images (n, 3, H, H) uint8 show: class (n,), colour (n,) and pose (n, 3) of the nearest render of any."""
+    coverage, _, colours = fit_colours(images)
+    poses, errors = [], []
+    for label in range(len(CLASS_NAMES)):
+        draw = functools.partial(render, label, images.shape[-1])
+        found, error = fit_poses(coverage, draw, np.random.default_rng(label), radii)
+        poses.append(found)
+        errors.append(error)
+    labels = np.argmin(errors, axis=0)
+    return labels, colours, np.stack(poses)[labels, np.arange(len(images))]
+
+
+def render(label: int, resolution: int, poses: np.ndarray) -> np.ndarray:
+    """Masks (..., P) of a shape in poses (..., 3)."""
+    masks = draw_masks(label, poses.reshape(-1, 3), resolution)
+    return masks.reshape(*poses.shape[:-1], -1)
+
+
+def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Project the pixels of images (n, 3, H, H) onto each colour of the set, keep the one with the least residual: how
-    much of each pixel it covers (n, P), and the residual (n,)."""
+    much of each pixel it covers (n, P), the residual (n,), and which it is (n,)."""
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
     light = COLOURS - GROUND  # (6, 3)
     power = (light**2).sum(1)
@@ -46,13 +62,13 @@ def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     residual = total / power - (coverage**2).sum(2)  # (n, 6)
     best = residual.argmin(1)
     rows = np.arange(len(images))
-    return coverage[rows, best], residual[rows, best].clip(0)
+    return coverage[rows, best], residual[rows, best].clip(0), best
 
 
-def fit_poses(coverage: np.ndarray, draw, rng) -> tuple[np.ndarray, np.ndarray]:
+def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray, np.ndarray]:
     """For each coverage (n, P) the nearest of a bank of renders, then a random search around it: poses (n, 3), squared
     errors (n,)."""
-    poses = draw_poses(BANK, rng)
+    poses = draw_poses(BANK, rng, radii)
     bank = draw(poses)  # (BANK, P)
     squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), but for |coverage|^2
     poses = poses[squared.argmin(1)]  # (n, 3)
@@ -60,7 +76,7 @@ def fit_poses(coverage: np.ndarray, draw, rng) -> tuple[np.ndarray, np.ndarray]:
     for step in STEPS:
         offsets = step * rng.normal(size=(TRIES, 3))
         offsets[0] = 0
-        tries = within(poses[:, None] + offsets)  # (n, TRIES, 3)
+        tries = within(poses[:, None] + offsets, radii)  # (n, TRIES, 3)
         errors = ((draw(tries) - coverage[:, None]) ** 2).sum(2)
         best = errors.argmin(1)
         poses = tries[rows, best]
