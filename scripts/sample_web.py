@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import signal
+import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -32,6 +33,8 @@ from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.given import GivenImages
+from nanodiff.sampling.low_res import with_hash
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -44,6 +47,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 MOST_IMAGES = 64
 MOST_STEPS = 1000
+MOST_BYTES = 2**23  # of a request: a picture of 6 MB in base64
 MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
 FRAME_SIZE = 64  # pixels an image in them
 
@@ -104,9 +108,20 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
     return loaded, loaded.samples(SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
 
 
-def check_between(name: str, value, least: int, most: int) -> None:
-    if not isinstance(value, int) or not least <= value <= most:
+def check_between(name: str, value, least: int, most: int, kinds=int) -> None:
+    if not isinstance(value, kinds) or not least <= value <= most:
         raise UserError(f"{name}={value!r}; accepted: {least} to {most:,}")
+
+
+def open_given(content: str, strength: float, codec, device) -> GivenImages:
+    """What the samples start from: an image file, in base64."""
+    check_between("strength", strength, 0, 1, (int, float))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "picture.png").write_bytes(base64.b64decode(content))  # Pillow looks at the content
+        try:
+            return GivenImages(folder, strength, "", codec, device)
+        except UserError as error:
+            raise UserError(str(error).replace(f"from_images={folder!r}", "the picture to start from")) from None
 
 
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
@@ -123,9 +138,13 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     settings = loaded.settings(asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
     samples = replace(samples, settings=settings, seed=asked["seed"], classes=asked["classes"], not_finite=0)
     codec, small = samples.codec, samples.small
+    if "from_image" in asked:
+        samples.given = open_given(asked["from_image"], asked["strength"], codec, device)
+        asked["from_image"] = with_hash("a picture", samples.given.images)
     n = asked["num_images"]
     num_turns = len(samples.turns)
-    is_mixed = len(codec.shapes) > 1  # each row of 8 has one shape
+    shape = codec.shape if samples.given else None
+    is_mixed = not shape and len(codec.shapes) > 1  # each row of 8 has one shape
     columns = num_turns if 4 <= num_turns <= 10 and not is_mixed else 8  # as in scripts/sample.py
 
     def send_picture(images, text=None, **event):  # (C, H, W) uint8 each
@@ -145,7 +164,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     images = [None] * n
     for ids in samples.batches(range(n), MOST_IMAGES):
         with autocast_to(device, compute_dtype):
-            x0 = samples.draw(ids, on_step=on_step)
+            x0 = samples.draw(ids, shape, on_step=on_step)
         for i, image in zip(ids, codec.to_pixels(x0)):
             images[i] = image
     warning = codec.undecodable
@@ -178,7 +197,11 @@ class Handler(LocalHandler):
             self.send_error(404)
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        size = int(self.headers["Content-Length"])
+        if not 0 <= size <= MOST_BYTES:
+            self.send_error(413, f"a request of {size:,} bytes; accepted: up to {MOST_BYTES:,}")
+            return
+        asked = json.loads(self.rfile.read(size))
         self.stream(functools.partial(self.work, asked))
 
     def work(self, asked: dict, send) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import http.client
 import json
 import shutil
 import threading
@@ -13,12 +14,13 @@ from tiny_runs import TIMELESS, TINY, decode_png, make_autoencoder, make_data, m
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
+from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.formats.load import find_run
-from nanodiff.png import make_grid
+from nanodiff.png import encode_png, make_grid
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import LocalServer
-from scripts.sample_web import MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs
+from scripts.sample_web import MOST_BYTES, MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,41 @@ def server(flow):
     server.server_close()
 
 
+def post(server, asked, size=None):
+    """The answer to a request; `size` is a length that it falsely claims."""
+    client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    content = json.dumps(asked).encode()
+    client.request("POST", "/sample", content, {"Content-Length": str(size or len(content))})
+    return client.getresponse()
+
+
+def test_samples_start_from_a_picture(flow, server):
+    """At strength 0 they are the picture, at strength 1 the plain samples."""
+    pytest.importorskip("PIL", reason="Pillow reads the picture")
+    image = open_dataset("tiny", "val").images([0])[0]  # (3, 16, 16)
+
+    def last(**changes):
+        *_, event = post(server, request(flow, steps=3, num_images=2, **changes)).read().splitlines()
+        return json.loads(event)
+
+    given = dict(from_image=base64.b64encode(encode_png(image.transpose(1, 2, 0))).decode())
+    unchanged = last(**given, strength=0)
+    np.testing.assert_array_equal(picture(unchanged), make_grid([image, image], 8))
+    settings = unchanged["settings"]
+    assert "SHA-256" in settings["from_image"] and settings["strength"] == 0
+    plain = picture(last())
+    np.testing.assert_array_equal(picture(last(**given, strength=1)), plain)
+    assert (picture(last(**given, strength=0.7)) != plain).any()
+    for wrong, told in (
+        (dict(from_image="bm8gaW1hZ2U=", strength=1), "no image"),
+        (given | dict(strength=2), "0 to 1"),
+    ):
+        error = last(**wrong)["error"]
+        assert told in error and "\n" not in error and "/tmp" not in error
+    for size in (MOST_BYTES + 1, -1):
+        assert post(server, {}, size).status == 413
+
+
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
 def test_the_page_in_a_browser(flow, server, tmp_path):
     with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700))) as browser:
@@ -202,4 +239,15 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         # what the server refuses
         browser.run("field.num_images.value = 6; field.cfg_interval.value = '0.9,0.1'; form.requestSubmit()")
         browser.wait("$('error').textContent.includes('0.3,0.8')")
+        # a dropped file that is no image, one that is too large, and back to plain samples
+        browser.run("field.cfg_interval.value = '0,1'; field.steps.value = 5")
+        for size, told in ((9, "start from"), (7e6, "7.0 MB")):
+            browser.run(
+                f"const files = new DataTransfer(); files.items.add(new File(['x'.repeat({size})], '<b>.png'));"
+                "document.dispatchEvent(new DragEvent('drop', {dataTransfer: files})); form.requestSubmit()"
+            )
+            browser.wait(f"!drawing && $('error').textContent.includes('{told}')")
+        browser.run("$('remove').click(); form.requestSubmit()")
+        browser.wait("!$('download').hidden")
+        assert browser.run("return $('remove').hidden && frames.at(-1).src").endswith(data)
         assert all("/sample" in line for line in browser.logs())  # that it was busy; no error of the script's
