@@ -60,8 +60,8 @@ def test_the_table_of_samplers_is_complete():
         ("eps", ("heun", 10), "sampler='heun'.*Gaussian diffusion.*auto, ddpm"),
         ("eps", ("auto", 21), r"sample_steps\)=21.*1 to 20"),
         ("eps", ("ddpm", 10, 0.5), "eta=0.5 with sampler=ddpm"),
-        ("eps", ("auto", 10, 0.0, "ddim19"), "ddim19.*stride"),
-        ("flow", ("auto", 10, 0.0, "ddim10"), "respacing='ddim10'.*flow matching"),
+        ("eps", ("auto", "ddim19"), "ddim19.*stride"),
+        ("flow", ("auto", "ddim10"), "respacing='ddim10'.*flow matching"),
         ("x_prev", ("auto", 10), r"sample_steps\)=10; accepted: 20.*x_prev"),
     ],
 )
