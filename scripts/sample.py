@@ -54,7 +54,7 @@ num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
 size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
-vectors = ""  # .npy (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
+vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
 seed = 0  # >= 0: of the images
 # From given images
 from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; "" = from noise

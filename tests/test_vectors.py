@@ -169,8 +169,12 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
     np.save(tmp_path / "rows.npy", raw)
     for name, more in (("val", ()), ("file", (f"--vectors={tmp_path / 'rows.npy'}",))):
         run_script(*SAMPLE, *more, f"--out={tmp_path / name}")
+    np.savez(tmp_path / "rows.npz", vectors=raw)
+    run_script(*SAMPLE, f"--vectors={tmp_path / 'rows.npz'}", f"--out={tmp_path / 'again'}")
+    again = np.load(tmp_path / "again.npz")["arr_0"]
     by_default, by_file = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("val", "file"))
     np.testing.assert_array_equal(by_default, by_file)
+    np.testing.assert_array_equal(again, by_file)  # an .npz, as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
     run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
     assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()
@@ -178,9 +182,9 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
 
 def test_mistakes_are_one_line(here, run_script, tmp_path):
     for array, said in (
-        (np.zeros((3, 7), np.float32), r"accepted: numbers \('n', 8\)"),
+        (np.zeros((3, 7), np.float32), r"accepted: \('n', 8\)"),
         (np.full((3, 8), np.nan, np.float32), "NaN"),
-        (np.array(["a"]), "accepted: numbers"),
+        (np.array(["a"]), "accepted: floats"),
     ):
         np.save(tmp_path / "bad.npy", array)
         with pytest.raises(UserError, match=said):

@@ -206,7 +206,7 @@ def read_npz(path: Path, options: Options) -> Source:
 # Vectors
 
 
-def open_vectors(path: Path) -> tuple[list[str], np.ndarray]:
+def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
     """Names, perhaps [], and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
     if path.suffix not in (".npy", ".npz") or not path.is_file():
         raise UserError(f"vectors={str(path)!r}; accepted: an .npz with arrays names and vectors, or an .npy")
@@ -225,7 +225,7 @@ def open_vectors(path: Path) -> tuple[list[str], np.ndarray]:
 
 def add_vectors(source: Source, path: Path) -> None:
     """Give each item its row of the vectors in a file: by its name or, for arrays, in order."""
-    names, source.vectors = open_vectors(path)
+    names, source.vectors = read_vectors(path)
     num_vectors = len(source.vectors)
     items = source.items
     if not source.names:

@@ -7,7 +7,7 @@ import torch
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import normal_vectors
-from nanodiff.files import reading
+from nanodiff.data.sources import read_vectors
 from nanodiff.sampling.low_res import own_images
 
 
@@ -26,14 +26,12 @@ class Vectors:
 
     @classmethod
     def of_file(cls, where: str, description: dict) -> "Vectors":
-        """An .npy of vectors as they were given to prepare_data."""
-        path = Path(where).expanduser()
-        with reading(path):
-            array = np.load(path, allow_pickle=False)
+        """A file of vectors as it was given to prepare_data, .npy or .npz; the names in it do not matter."""
+        _, array = read_vectors(Path(where).expanduser())
         length, dim = description["vector_len"], description["vector_dim"]
         shape = (length, dim) if length else (dim,)
-        if array.shape[1:] != shape or not len(array) or array.dtype.kind not in "fiu":
-            raise UserError(f"vectors={where!r} holds {array.dtype} {array.shape}; accepted: numbers {('n', *shape)}")
+        if array.shape[1:] != shape or not len(array):
+            raise UserError(f"vectors={where!r} holds vectors of {array.shape}; accepted: {('n', *shape)}")
         if not np.isfinite(array).all():
             raise UserError(f"vectors={where!r} holds NaN or infinity")
         stats = description["vectors"]
