@@ -112,6 +112,13 @@ def test_flops_count_the_tokens():
     assert dit(vector_dim=D).estimate_flops() - plain == 3 * 2 * C * D
 
 
+def test_a_unet_takes_no_sequence(base, run_script):
+    make_set(words)
+    tiny = [arg for arg in TINY if "patch_size" not in arg]
+    with pytest.raises(UserError, match="arch=unet takes one vector"):
+        run_script("base_train", *tiny, "--arch=unet")
+
+
 def test_the_dropped_get_zeros_and_the_null_class():
     config = DiTConfig(**SHAPE, num_classes=8, vector_dim=5, vector_len=2)
     vectors = torch.randn(3, 2, 5)

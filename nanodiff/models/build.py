@@ -66,6 +66,8 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     is_map = config["objective"].startswith("flow_map")
     if is_map and kind is UNetConfig:
         raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
+    if facts.get("vector_len") and kind is UNetConfig:
+        raise UserError("arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic")
     shape = {
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
