@@ -5,8 +5,8 @@
 # FOLDER_OF_CLONES holds git clones: cloneofsimo/minRF, lucidrains/denoising-diffusion-pytorch, huggingface/diffusers,
 # openai/improved-diffusion, facebookresearch/DiT. RACE_PYTHON is a Python with what they need: torch torchvision accelerate
 # diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
-# runs/race/peers.py. Each peer runs at its published rate times 1, 3 and 10, and the best counts.
-#   RACE_SECONDS=1200  RACE_FACTORS="1 3 10"  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
+# runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
+#   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=90  RACE_FACTORS="1 3 10"  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
 # Not yet run as a whole: each peer was tried for a minute with a smaller batch, and the judge with 600 images. With their
 # own batches on two cores, few steps fit into 20 minutes. A step that has begun is ended, so a first long one overruns.
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
@@ -42,15 +42,23 @@ for peer in "${peers[@]}"; do
     [ -n "${rates[$peer]:-}" ] || { echo "error: no peer $peer; accepted: ${!rates[*]}" >&2; exit 2; }
     [ -d "$clones/$peer" ] || { echo "error: no clone at $clones/$peer" >&2; exit 2; }
     echo "$peer at commit $(git -C "$clones/$peer" rev-parse --short HEAD)"
+    best=""
     for factor in ${RACE_FACTORS:-1 3 10}; do
         rate=$(python3 -c "print(f'{${rates[$peer]} * $factor:g}')")
-        name=$out/${peer}_$rate
-        "${RACE_PYTHON:-python3}" runs/race/peers.py "$peer" "$clones/$peer" "$out/images" "${RACE_SECONDS:-1200}" "$rate" "$name" \
-            > "$name.log" 2>&1 || { echo "$peer at rate $rate failed; the end of $name.log:"; tail -n 5 "$name.log"; continue; }
-        tail -n 1 "$name.log"
-        for samples in "$name"_*.npz; do
-            python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 > "${samples%.npz}.txt"
-            echo "$(basename "$samples"): $(grep -E '^ *(fd_classifier|precision|recall) ' "${samples%.npz}.txt" | xargs)"
-        done
+        arguments=("$peer" "$clones/$peer" "$out/images" "${RACE_TRIAL_SECONDS:-90}" "$rate")
+        loss=$("${RACE_PYTHON:-python3}" runs/race/peers.py "${arguments[@]}" 2> "$out/${peer}_trial.log" | tail -n 1)
+        echo "trial at rate $rate: loss $loss"
+        best=$(printf '%s\n' "$best" "${loss%% *} $rate" | grep -E '^[0-9.]+ ' | sort -g | head -n 1)
+    done
+    rate=${best#* }
+    name=$out/${peer}_$rate
+    arguments=("$peer" "$clones/$peer" "$out/images" "${RACE_SECONDS:-1200}" "$rate" "$name")
+    "${RACE_PYTHON:-python3}" runs/race/peers.py "${arguments[@]}" > "$name.log" 2>&1 ||
+        { echo "$peer at rate $rate failed; the end of $name.log:"; tail -n 5 "$name.log"; continue; }
+    grep -a "start included" "$name.log"
+    for samples in "$name"_*.npz; do
+        python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
+            --judge=runs/records/judge_cifar10.safetensors > "${samples%.npz}.txt"
+        echo "$(basename "$samples"): $(grep -E '^ *(fd_classifier|precision|recall) ' "${samples%.npz}.txt" | xargs)"
     done
 done

@@ -2,6 +2,7 @@
 Train another project's model with its own code for a while, then draw samples with its own sampler. For runs/race.sh:
 
     python runs/race/peers.py PEER CLONE IMAGES SECONDS RATE OUT        makes OUT_25.npz, and OUT_published.npz if asked
+    python runs/race/peers.py PEER CLONE IMAGES SECONDS RATE            trains only, and prints the later half's loss
 
 No line of theirs is here. Their script runs in a namespace. A hook on the optimizer ends it when the time is over,
 counted from the start of this process. Model and sampler are what the program held then. What is changed so that it
@@ -24,7 +25,9 @@ import torch  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook  # noqa: E402
 
 NUM_IMAGES = int(os.environ.get("RACE_IMAGES", 500))
-BATCH = 50
+BATCH = 50  # of samples
+TRAIN_BATCH = int(os.environ.get("RACE_BATCH", 64))  # the most images per step: published batches were for GPUs
+IS_TRIAL = len(sys.argv) == 6  # no OUT
 PUBLISHED = "published" in os.environ.get("RACE_EVALUATIONS", "25")  # also their published number of evaluations
 
 
@@ -33,13 +36,21 @@ class TimeIsUp(BaseException):
 
 
 class Clock:
-    """Ends the training when another step would not fit; counts the steps."""
+    """Ends the training when another step would not fit; counts the steps, keeps the losses."""
 
     def __init__(self, seconds: float, rate: float | None = None):
         self.seconds = seconds
         self.rate = rate  # for scripts that hard-code theirs
         self.steps = 0
         self.last = START
+        self.losses = []  # of each backward pass
+        backward = torch.Tensor.backward
+
+        def recorded(loss, *given, **more):
+            self.losses.append(loss.detach())
+            return backward(loss, *given, **more)
+
+        torch.Tensor.backward = recorded
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self.after)
 
@@ -54,6 +65,12 @@ class Clock:
         self.steps += 1
         self.last = now
         if now - START + step_seconds > self.seconds:
+            if IS_TRIAL:
+                half = self.losses[len(self.losses) // 2 :]
+                print(f"\n{float(torch.stack(half).float().mean()):.6f} after {self.steps} steps")
+                sys.exit()
+            seconds = f"{now - START:.0f} s of {self.seconds:.0f}"
+            print(f"\n{self.steps} steps at rate {self.rate:g} in {seconds}, start included", flush=True)
             raise TimeIsUp
 
 
@@ -97,8 +114,14 @@ def balanced_classes() -> torch.Tensor:
 
 
 def minrf(clone: Path, images: Path, clock: Clock):
-    """rf.py --cifar. Changed: .cuda() does nothing; CIFAR-10 is an array of IMAGES; no wandb; a hook sets the rate."""
+    """rf.py --cifar. Changed: .cuda() does nothing; CIFAR-10 is an array of IMAGES; no wandb; a hook sets the rate;
+    batches of at most TRAIN_BATCH for its 256."""
     import torchvision
+
+    loader = torch.utils.data.DataLoader
+    torch.utils.data.DataLoader = lambda *given, batch_size, **more: loader(
+        *given, batch_size=min(batch_size, TRAIN_BATCH), **more
+    )
 
     class Cifar(torch.utils.data.Dataset):
         def __init__(self, root, train, download, transform):
@@ -198,8 +221,8 @@ def pipeline_images(pipeline, n: int, steps: int) -> torch.Tensor:
 
 
 def improved_diffusion(clone: Path, images: Path, clock: Clock):
-    """scripts/image_train.py with the README's flags for CIFAR-10, L_hybrid. Changed: mpi4py is a stub for one process.
-    Raw weights: the average of 0.9999 needs tens of thousands of steps."""
+    """scripts/image_train.py with the README's flags for CIFAR-10, L_hybrid. Changed: mpi4py is a stub for one process;
+    batches of at most TRAIN_BATCH for 128. Raw weights: the average of 0.9999 needs tens of thousands of steps."""
     mpi4py = ModuleType("mpi4py")
     mpi4py.MPI = Namespace()
     mpi4py.MPI.COMM_WORLD = Namespace(
@@ -210,7 +233,7 @@ def improved_diffusion(clone: Path, images: Path, clock: Clock):
     sys.path.insert(0, str(clone))
     network = "--image_size=32 --num_channels=128 --num_res_blocks=3 --learn_sigma=True --dropout=0.3".split()
     process = "--diffusion_steps=4000 --noise_schedule=cosine".split()
-    training = ["--batch_size=128", f"--lr={clock.rate}", f"--data_dir={images / 'folder'}"]
+    training = [f"--batch_size={min(128, TRAIN_BATCH)}", f"--lr={clock.rate}", f"--data_dir={images / 'folder'}"]
     script = clone / "scripts" / "image_train.py"
     frames = run_until_time_is_up(lambda: run_script(script, *network, *process, *training))
     model = frames["run_loop"]["self"].model.eval()
@@ -232,7 +255,8 @@ def improved_diffusion(clone: Path, images: Path, clock: Clock):
 def dit(clone: Path, images: Path, clock: Clock):
     """train.py with its smallest model of 64 tokens, DiT-S/4, on pixels. Changed: gloo and the CPU stand in for NCCL
     and a GPU; the autoencoder returns its input; 3 channels for 4; no enlargement to 256 px; a hook sets the rate;
-    assertions (CUDA) are off; two workers. Raw weights: the average of 0.9999 needs tens of thousands of steps."""
+    assertions (CUDA) are off; two workers; batches of at most TRAIN_BATCH for 256. Raw weights: the average of 0.9999
+    needs tens of thousands of steps."""
 
     class Device:
         def __rmod__(self, rank):
@@ -272,7 +296,7 @@ def dit(clone: Path, images: Path, clock: Clock):
         image_size=256,  # / 8 = 32, the side of what the autoencoder would return
         num_classes=10,
         epochs=1400,
-        global_batch_size=256,
+        global_batch_size=min(256, TRAIN_BATCH),
         global_seed=0,
         vae="ema",
         num_workers=2,
@@ -309,7 +333,7 @@ PEERS = {
 }
 
 
-def main(peer, clone, images, seconds, rate, out):
+def main(peer, clone, images, seconds, rate, out=""):
     clone, images, out = Path(clone).resolve(), Path(images).resolve(), Path(out).resolve()
     clock = Clock(float(seconds), float(rate))
     torch.manual_seed(0)
@@ -320,7 +344,6 @@ def main(peer, clone, images, seconds, rate, out):
     for evaluations, samples in drawn.items():
         more = {} if labels is None else {"arr_1": labels.numpy()}
         np.savez(f"{out}_{evaluations}.npz", arr_0=samples, **more)
-    print(f"\n{peer}: rate {rate}, {clock.steps} steps in {clock.last - START:.0f} s of {seconds}, start included")
 
 
 if __name__ == "__main__":
