@@ -39,7 +39,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
 
 
-def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
+def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
+    """What scripts/ take for sys.excepthook: one line and an exit code for what is no fault of the program."""
     code, line = 1, ""
     if isinstance(error, KeyboardInterrupt):
         code, line = 128 + signal.SIGINT, "stopped by Ctrl-C"
@@ -60,9 +61,6 @@ def _excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         return otherwise(kind, error, traceback)
     print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-sys.excepthook = _excepthook
 
 
 def get_dist():
@@ -93,7 +91,7 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
     dist.init_process_group(backend, **group)
     # init_process_group's own excepthook swallows ours
-    sys.excepthook = functools.partial(_excepthook, otherwise=sys.excepthook)
+    sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 
 
 @contextlib.contextmanager
@@ -190,7 +188,12 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> torch.Tensor:
+def draw_rows(
+    key: tuple[int, ...],
+    first: int,
+    device,
+    like: torch.Tensor,
+) -> torch.Tensor:
     """N rows from `first` on, shaped like `like` (N, ...), of an endless table of normal numbers set by `key`, drawn on
     `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
     drawn = []

@@ -4,7 +4,10 @@ import sys
 
 
 def _excepthook(kind, error, traceback):
-    """Ctrl-C while torch is still being imported is one line too; nanodiff.common's hook then takes over."""
+    """nanodiff.common's or, for Ctrl-C while torch is still being imported, one line too."""
+    common = sys.modules.get("nanodiff.common")
+    if hasattr(common, "excepthook"):
+        return common.excepthook(kind, error, traceback)
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)

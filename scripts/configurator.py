@@ -6,4 +6,5 @@ from pathlib import Path
 
 del sys.modules[__name__]
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import scripts  # noqa: E402, F401 (its excepthook)
 from configurator import configure  # noqa: E402, F401

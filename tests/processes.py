@@ -16,6 +16,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import scripts  # noqa: F401 (its excepthook)
+
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 CONTEXT.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes"])  # the latter on the first model

@@ -73,8 +73,12 @@ def test_any_rows_of_a_draw_are_those_of_the_whole(monkeypatch):
 
 def test_a_mistake_is_one_line_with_exit_code_2():
     code = "from nanodiff.common import UserError\nraise UserError('lr=x\\nis wrong')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: lr=x is wrong\n")
+    in_script, in_notebook = (
+        subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, cwd=ROOT)
+        for start in ("import scripts\n", "")
+    )
+    assert (in_script.returncode, in_script.stdout, in_script.stderr) == (2, "", "error: lr=x is wrong\n")
+    assert in_notebook.returncode == 1 and "Traceback" in in_notebook.stderr  # a library leaves its user's hook
 
 
 def test_errors_of_the_machine_are_one_line_with_advice(capsys):
@@ -87,7 +91,7 @@ def test_errors_of_the_machine_are_one_line_with_advice(capsys):
         (no_memory.value, 1, "a smaller --device_batch_size"),
     ):
         with pytest.raises(SystemExit, match=str(code)):
-            common._excepthook(type(error), error, None)
+            common.excepthook(type(error), error, None)
         assert re.fullmatch(rf"error: .*{advice}.*\n", capsys.readouterr().err)
 
 
