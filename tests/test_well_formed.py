@@ -6,21 +6,16 @@ import numpy as np
 import pytest
 
 from nanodiff.data.shapes import (
-    CAPTION_RADII,
     CLASS_NAMES,
     COLOURS,
     GROUND,
-    WORDS,
-    caption,
-    draw_captioned,
     draw_masks,
     draw_poses,
     draw_shapes,
-    one_hot_words,
     paint,
 )
 from nanodiff.metrics import well_formed
-from nanodiff.metrics.well_formed import distances, measure_form, recognise
+from nanodiff.metrics.well_formed import distances, measure_form
 
 
 @pytest.fixture(autouse=True)
@@ -90,27 +85,3 @@ def test_a_class_that_is_unknown_is_not_well_formed(monkeypatch):
     images, labels = draw_shapes(6, seed=14)
     labels[[2, 4, 5]] = 8
     assert measure_form(images, labels)["well_formed"] == 0.5
-
-
-@pytest.mark.parametrize("unseen", [False, True])
-def test_every_caption_is_true_by_the_search_that_grades(unseen):
-    images, captions = draw_captioned(24, seed=3, unseen=unseen)
-    found = recognise(images, CAPTION_RADII)
-    assert [caption(*one) for one in zip(*found)] == captions
-
-
-def test_pairs_to_ask_for_are_never_in_training():
-    pairs = []
-    for unseen in (False, True):
-        _, captions = draw_captioned(4000, seed=0, unseen=unseen)
-        pairs.append({tuple(text.split(",")[0].split()[1:]) for text in captions})  # (colour, shape)
-    seen, unseen = pairs
-    assert len(seen) == 40 and len(unseen) == 8 and not seen & unseen  # 6 colours and 8 shapes
-
-
-def test_words_are_one_hot_and_in_order():
-    captions = ["small red circle, top left", "large cyan dots, centre"]
-    vectors = one_hot_words(captions)
-    told = [" ".join(WORDS[i] for i in rows[rows.any(1)].argmax(1)) for rows in vectors]
-    assert told == [text.replace(",", "") for text in captions]
-    assert vectors.sum() == 9 and not vectors[1, 4].any()

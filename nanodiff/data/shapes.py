@@ -1,7 +1,4 @@
-"""The embedded data set: eight shapes in six colours on a dark ground, drawn with numpy in a few seconds.
-
-Also shapes with captions, as in runs/words.sh.
-"""
+"""The embedded data set: eight shapes in six colours on a dark ground, drawn with numpy in a few seconds."""
 
 import numpy as np
 
@@ -30,20 +27,18 @@ COLOURS = np.array(
     ],
     np.float32,
 )
-COLOUR_NAMES = ["red", "green", "blue", "yellow", "magenta", "cyan"]
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
 RADII = 0.34, 0.46  # least and largest, of the circumscribed circle; the image's side is 1
 SUPERSAMPLES = 4  # per pixel and axis
-# Captions
-CAPTION_RADII = 0.24, 0.4
-ROWS = ["top", "", "bottom"]
-COLUMNS = ["left", "", "right"]
-WORDS = ["small", "large", *COLOUR_NAMES, *CLASS_NAMES, "top", "bottom", "left", "right", "centre"]
-CAPTION_WORDS = 5  # at most: "small red circle, top left"
 
 
-def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
+def draw_shapes(
+    num: int,
+    seed,
+    resolution: int = 16,
+    classes=None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
     `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place
@@ -58,7 +53,12 @@ def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.
     return paint(labels, colours, poses, resolution), labels
 
 
-def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
+def paint(
+    labels: np.ndarray,
+    colours: np.ndarray,
+    poses: np.ndarray,
+    resolution: int,
+) -> np.ndarray:
     """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for label in range(len(CLASS_NAMES)):
@@ -104,43 +104,3 @@ def draw_split(split: str, seed: int, resolution: int):
     """Images and labels of a split, in blocks of 1,000 to bound the memory."""
     for start in range(0, NUM_IMAGES[split], 1000):
         yield draw_shapes(1000, (seed, list(NUM_IMAGES).index(split), start), resolution)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Captions
-
-
-def draw_captioned(num: int, seed, unseen: bool = False) -> tuple[np.ndarray, list[str]]:
-    """Images (num, 3, 16, 16) uint8 and a caption for each. Class k never has colour k % 6; if `unseen`, always."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(len(CLASS_NAMES), size=num)
-    shift = 0 if unseen else rng.integers(1, len(COLOURS), size=num)
-    colours = (labels + shift) % len(COLOURS)
-    is_large = rng.integers(2, size=num)
-    radius = 0.24 + 0.12 * is_large + 0.04 * rng.uniform(size=num)  # up to 0.28, or from 0.36 on
-    cells = rng.integers(3, size=(2, num))
-    in_room = 0.425 * cells + 0.15 * rng.uniform(size=(2, num))  # [0, 0.15], [0.425, 0.575] or [0.85, 1]
-    left, top = radius + (1 - 2 * radius) * in_room
-    poses = np.stack([radius, left, top], axis=1)
-    images = paint(labels, COLOURS[colours], poses, 16)
-    return images, [caption(*one) for one in zip(labels, colours, poses)]
-
-
-def caption(label: int, colour: int, pose: np.ndarray) -> str:
-    """Size, colour, shape and, in the room that the size leaves, place."""
-    radius, left, top = pose
-    size = "large" if radius > 0.32 else "small"
-    half_room = 0.5 - radius
-    row = ROWS[round((top - radius) / half_room)]
-    column = COLUMNS[round((left - radius) / half_room)]
-    place = f"{row} {column}".strip() or "centre"
-    return f"{size} {COLOUR_NAMES[colour]} {CLASS_NAMES[label]}, {place}"
-
-
-def one_hot_words(captions: list[str]) -> np.ndarray:
-    """(n, CAPTION_WORDS, len(WORDS)) float32, zeros behind a caption's end."""
-    vectors = np.zeros((len(captions), CAPTION_WORDS, len(WORDS)), np.float32)
-    for vector, text in zip(vectors, captions):
-        for i, word in enumerate(text.replace(",", "").split()):
-            vector[i, WORDS.index(word)] = 1
-    return vectors

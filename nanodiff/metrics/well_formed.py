@@ -32,19 +32,6 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     return np.sqrt((error + off_colour) / change.mean(1))
 
 
-def recognise(images: np.ndarray, radii) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What images (n, 3, H, H) uint8 show: class (n,), colour (n,) and pose (n, 3) of the nearest render of any."""
-    coverage, _, colours = fit_colours(images)
-    poses, errors = [], []
-    for label in range(len(CLASS_NAMES)):
-        draw = functools.partial(render, label, images.shape[-1])
-        found, error = fit_poses(coverage, draw, np.random.default_rng(label), radii)
-        poses.append(found)
-        errors.append(error)
-    labels = np.argmin(errors, axis=0)
-    return labels, colours, np.stack(poses)[labels, np.arange(len(images))]
-
-
 def render(label: int, resolution: int, poses: np.ndarray) -> np.ndarray:
     """Masks (..., P) of a shape in poses (..., 3)."""
     masks = draw_masks(label, poses.reshape(-1, 3), resolution)
@@ -65,7 +52,12 @@ def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return coverage[rows, best], residual[rows, best].clip(0), best
 
 
-def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray, np.ndarray]:
+def fit_poses(
+    coverage: np.ndarray,
+    draw,
+    rng,
+    radii=RADII,
+) -> tuple[np.ndarray, np.ndarray]:
     """For each coverage (n, P) the nearest of a bank of renders, then a random search around it: poses (n, 3), squared
     errors (n,)."""
     poses = draw_poses(BANK, rng, radii)
