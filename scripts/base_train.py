@@ -109,7 +109,6 @@ beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
-final_lr_frac = 0.0  # [0, 1]: learning rate at the end, relative to the full one
 ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is evaluated and sampled; "" = none
 # Evaluation
 eval_images = 1024  # >= 1: validation images per evaluation
@@ -136,7 +135,6 @@ timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal;
 # Latents and several ranks
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
-grad_dtype = "auto"  # auto|float32|bfloat16: dtype in which ranks exchange gradients; auto = bfloat16 on several GPUs
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
 ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights; as published: False
 # Only arch=unet
@@ -150,7 +148,6 @@ num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
 variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
 #                            posterior's, large = beta; learned_range is IDDPM's
 loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
-rescale_timesteps = True  # the network sees t in [0, 1000) whatever num_timesteps is
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Override the globals above by presets and the command line; `config` is a dict of all of them. What is changed below
@@ -250,10 +247,6 @@ if any(0 < every < 1 for every in given):
     print0(f"validation loss / grid / checkpoint: every {fractions} x {num_iterations:,} = {every}, 250 or more")
 
 # Settings that the data or the process leave nothing to do
-if grad_dtype == "auto":
-    grad_dtype = "bfloat16" if world > 1 and device.type == "cuda" else "float32"
-elif world == 1 and grad_dtype != "float32":
-    raise UserError(f"grad_dtype={grad_dtype!r} would do nothing with one rank")
 if latent_norm != "channels" and codec.description["kind"] == "images":
     raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
 if bpd_every >= 0 and codec.description["kind"] != "images":
@@ -269,7 +262,7 @@ if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 # Record what is used
 config |= dict(model_tag=model_tag, total_batch_size=total_batch_size, lr=lr, muon_lr=muon_lr)
-config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every, grad_dtype=grad_dtype)
+config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every)
 config |= dict(sample_every=sample_every, save_every=save_every)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
@@ -286,7 +279,9 @@ if objective.startswith("flow_map"):
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
 rates = dict(lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
 is_compiled = compile != "False"
-optim = make_optimizer(raw_model, optimizer, **rates, compile=is_compiled, grad_dtype=getattr(torch, grad_dtype))
+several_gpus = world > 1 and device.type == "cuda"
+grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of the exchange
+optim = make_optimizer(raw_model, optimizer, **rates, compile=is_compiled, grad_dtype=grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
@@ -341,15 +336,14 @@ def due(every):
 
 
 def lr_multiplier(s):
-    """Linear warmup, constant, linear warmdown to final_lr_frac: a factor on every learning rate at step s."""
+    """Linear warmup, constant, linear warmdown to 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
     warmdown = warmdown_ratio * num_iterations
     if s < warmup:
         return (s + 1) / (warmup + 1)
     if s <= num_iterations - warmdown:
         return 1.0
-    left = (num_iterations - s) / warmdown
-    return left + (1 - left) * final_lr_frac
+    return (num_iterations - s) / warmdown
 
 
 model = compiled(raw_model, device, num_iterations, compile)

@@ -189,10 +189,10 @@ def test_a_run_that_saves_nothing_says_so(tiny, run_script, capsys, monkeypatch)
 
 
 def test_learning_rate_warms_up_and_down(tiny, run_script):
-    schedule = ("--warmup_ratio=0.2", "--warmdown_ratio=0.4", "--final_lr_frac=0.2")
+    schedule = ("--warmup_ratio=0.2", "--warmdown_ratio=0.4")
     run_script("base_train", *TINY, "--num_iterations=10", *schedule, "--eval_every=-1")
     lrm = [line["train/lrm"] for line in metrics(tiny, "tiny_dit_d1")]
-    assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_save_holds_the_weights_of_its_step(device, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_two_gpus_train_the_same_model_as_one(base):
     make_data(train=72)
-    args = [*TINY, "--dtype=float32", "--grad_dtype=auto", "--eval_every=-1", "--sample_every=-1"]
+    args = [*TINY, "--dtype=bfloat16", "--eval_every=-1", "--sample_every=-1"]
     for ranks in (0, 2):
         run_process("base_train", *args, f"--model_tag={ranks}", ranks=ranks)
     losses = [[line["train/loss"] for line in metrics(base, tag)] for tag in "02"]

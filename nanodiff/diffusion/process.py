@@ -24,8 +24,9 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
         interval = parse_interval(config.get("cfg_interval", "0,1"))
         return kind(prediction, config.get("timestep_shift", 1.0), std, config.get("cfg_scale", 1.0), interval)
-    names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss", "rescale_timesteps")
-    return GaussianDiffusion(*(config[name] for name in names), clip_denoised=facts["kind"] != "latents")
+    names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss")
+    rescale = config.get("rescale_timesteps", True)  # published models may see t itself
+    return GaussianDiffusion(*(config[name] for name in names), rescale, clip_denoised=facts["kind"] != "latents")
 
 
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:

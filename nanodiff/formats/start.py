@@ -8,7 +8,7 @@ from nanodiff.models.build import model_settings
 from nanodiff.models.lora import class_table
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
-PROCESS = ("noise_schedule", "num_timesteps", "variance", "rescale_timesteps")  # of a Gaussian diffusion
+PROCESS = ("noise_schedule", "num_timesteps", "variance")  # of a Gaussian diffusion
 
 
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
@@ -56,9 +56,9 @@ def warn_of_process(loaded: Loaded, config: dict) -> None:
         keys = ["objective"]
     if not loaded.config["objective"].startswith("flow"):
         keys += PROCESS
-    if loaded.config.get("num_timesteps") == config["num_timesteps"] == 1000 and "rescale_timesteps" in keys:
-        keys.remove("rescale_timesteps")  # t is in [0, 1000) either way
     differing = []
+    if not loaded.config.get("rescale_timesteps", True) and loaded.config["num_timesteps"] != 1000:
+        differing = ["rescale_timesteps=False"]
     for key in keys:
         if loaded.config.get(key, config[key]) != config[key]:
             differing.append(f"{key}={loaded.config[key]}")

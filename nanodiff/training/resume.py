@@ -17,13 +17,13 @@ FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
     "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
     "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
-    "save_epochs", "checkpoints_kept", "log_every", "grad_dtype",
+    "save_epochs", "checkpoints_kept", "log_every",
 }  # fmt: skip
 
 # Those that it may change with --resume=changed or --resume=STEP. All others are fixed: they make the model what it is
 RATES = {
     "num_iterations", "num_epochs", "target_flops", "target_param_data_ratio", "lr", "muon_lr", "weight_decay", "beta2",
-    "grad_clip", "warmup_ratio", "warmdown_ratio", "final_lr_frac", "dtype",
+    "grad_clip", "warmup_ratio", "warmdown_ratio", "dtype",
 }  # fmt: skip
 
 
