@@ -85,7 +85,13 @@ def publish_folder(temporary: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def lock_file(path: Path, busy: str, hint: str = "NANODIFF_BASE_DIR", wait: bool = False, leftovers: str = ""):
+def lock_file(
+    path: Path,
+    busy: str,
+    hint: str = "NANODIFF_BASE_DIR",
+    wait: bool = False,
+    leftovers: str = "",
+):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
     Raises UserError(busy) if another process holds it (unless `wait`), or one naming the setting `hint` if the folder

@@ -34,7 +34,11 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def save_safetensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None):
+def save_safetensors(
+    tensors: dict[str, torch.Tensor],
+    path: str | Path,
+    metadata: dict[str, str] | None = None,
+):
     """Write named tensors (any device, any strides), one at a time, and string metadata: the whole file or nothing."""
     header = {}
     if metadata:
@@ -59,7 +63,9 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: str | Path, metadat
             file.write(flat.view(torch.uint8).numpy())
 
 
-def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_safetensors(
+    path: str | Path,
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused ones cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:

@@ -311,7 +311,15 @@ class DatasetWriter:
     that another process is writing; without it, that is a UserError.
     """
 
-    def __init__(self, name, class_names=(), source="", seed=0, overwrite=False, wait=False):
+    def __init__(
+        self,
+        name,
+        class_names=(),
+        source="",
+        seed=0,
+        overwrite=False,
+        wait=False,
+    ):
         self.path = set_path(name)
         self.overwrite = overwrite
         self.wait = wait
@@ -332,7 +340,13 @@ class DatasetWriter:
         self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         return self
 
-    def append(self, split: str, images: np.ndarray, labels: np.ndarray | None = None, vectors=None) -> None:
+    def append(
+        self,
+        split: str,
+        images: np.ndarray,
+        labels: np.ndarray | None = None,
+        vectors=None,
+    ) -> None:
         """Add (n, C, H, W) images of one of the buckets, and (n,) labels below len(class_names).
 
         `vectors`: (n, D) or (n, L, D), kept in fp16; either for all images or for none.

@@ -103,7 +103,11 @@ def read_cifar10(path: Path, options: Options) -> Source:
     return Source(60_000, list(CIFAR10_CLASSES), items())
 
 
-def array_source(images: Iterable[np.ndarray], labels: np.ndarray | None, is_val: np.ndarray) -> Source:
+def array_source(
+    images: Iterable[np.ndarray],
+    labels: np.ndarray | None,
+    is_val: np.ndarray,
+) -> Source:
     """Of images (H, W) or (H, W, C)."""
 
     def items():

@@ -77,7 +77,15 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     return dataset.relabelled(numbers), names, rows
 
 
-def save_adapters(path: Path, model, rank: int, alpha: float, targets: str, classes: list, origin: dict) -> None:
+def save_adapters(
+    path: Path,
+    model,
+    rank: int,
+    alpha: float,
+    targets: str,
+    classes: list,
+    origin: dict,
+) -> None:
     """Write what add_lora added. `classes`: names of the trained rows, None = null class; `origin`: base's identity."""
     tensors = {}
     for name, p in trained(model).items():

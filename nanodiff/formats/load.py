@@ -143,7 +143,13 @@ def find_run(run: str) -> Path:
     raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
 
 
-def load_run(run: str, device, step: int | str = "newest", ema: str = "", published: dict | None = None) -> Loaded:
+def load_run(
+    run: str,
+    device,
+    step: int | str = "newest",
+    ema: str = "",
+    published: dict | None = None,
+) -> Loaded:
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file, diffusers' folder or that of

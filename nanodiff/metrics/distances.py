@@ -120,7 +120,12 @@ def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, floa
     return float(scores.mean()), float(scores.std(correction=0))
 
 
-def precision_recall(real: torch.Tensor, fake: torch.Tensor, k: int = 3, batch_size: int = 1000) -> tuple[float, float]:
+def precision_recall(
+    real: torch.Tensor,
+    fake: torch.Tensor,
+    k: int = 3,
+    batch_size: int = 1000,
+) -> tuple[float, float]:
     """Fraction of fake features (M, F) within the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
     al. 2019, eq. 2 and 3): the union of balls around points, each reaching the k-th neighbour."""
     # cdist computes x^2 + y^2 - 2xy: float32 is precise enough only around the centre

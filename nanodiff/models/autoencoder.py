@@ -124,7 +124,14 @@ class AutoencoderKL(Autoencoder):
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
-    def __init__(self, widths=(128, 256, 512, 512), blocks=2, latent_channels=4, groups=32, quant_conv=True):
+    def __init__(
+        self,
+        widths=(128, 256, 512, 512),
+        blocks=2,
+        latent_channels=4,
+        groups=32,
+        quant_conv=True,
+    ):
         super().__init__()
         self.latent_channels = latent_channels
         self.downsample = 2 ** (len(widths) - 1)

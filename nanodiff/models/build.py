@@ -145,7 +145,12 @@ def uncompiled():
 COMPILE_WHOLE = 3000  # steps of a run
 
 
-def compiled(model: torch.nn.Module, device: torch.device, num_steps: int, compile: str = "True") -> torch.nn.Module:
+def compiled(
+    model: torch.nn.Module,
+    device: torch.device,
+    num_steps: int,
+    compile: str = "True",
+) -> torch.nn.Module:
     """The model, compiled where torch.compile works here, if `compile` is True or max (see `autotune` above).
 
     Block by block, or as a whole if a run of one rank is long enough: at depth 3 on two CPU cores the first step then

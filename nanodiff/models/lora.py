@@ -67,7 +67,14 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     return [name for name in layers if name in chosen]
 
 
-def add_lora(model: nn.Module, rank: int, alpha: float, targets: str, rows: list[int] = (), seed: int = 0) -> None:
+def add_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: str,
+    rows: list[int] = (),
+    seed: int = 0,
+) -> None:
     """Freeze all but new adapters on the layers of `targets` (see find_layers) and `rows` of the class table.
 
     Its predictions stay the same, bit for bit; dropout is off.

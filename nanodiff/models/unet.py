@@ -12,7 +12,12 @@ from nanodiff.common import UserError
 from nanodiff.models.dit import run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
-CHANNEL_MULT = {32: (1, 2, 2, 2), 64: (1, 2, 3, 4), 128: (1, 1, 2, 3, 4), 256: (1, 1, 2, 2, 4, 4)}
+CHANNEL_MULT = {
+    32: (1, 2, 2, 2),
+    64: (1, 2, 3, 4),
+    128: (1, 1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+}
 NORM_GROUPS = 32
 
 

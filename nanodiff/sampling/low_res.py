@@ -91,7 +91,12 @@ def read_inputs(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndar
     return images, labels
 
 
-def read_images(setting: str, where: str, resolution=0, value_range=None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def read_images(
+    setting: str,
+    where: str,
+    resolution=0,
+    value_range=None,
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Images (n, C, H, W), labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`.
 
     uint8, or fp16 for arrays of which value_range becomes [-1, 1].

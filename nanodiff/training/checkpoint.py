@@ -24,7 +24,13 @@ from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
-def save_checkpoint(run_dir: Path, step: int, tensors: dict[str, object], meta: dict, keep: int = -1) -> Path:
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    tensors: dict[str, object],
+    meta: dict,
+    keep: int = -1,
+) -> Path:
     """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
 
     Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not the best.
@@ -64,7 +70,14 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
         self.running = None  # the save in progress
 
-    def start(self, run_dir: Path, step: int, tensors: dict, meta: dict, keep: int = -1) -> None:
+    def start(
+        self,
+        run_dir: Path,
+        step: int,
+        tensors: dict,
+        meta: dict,
+        keep: int = -1,
+    ) -> None:
         """`tensors` must be copies: training changes the weights meanwhile."""
         self.wait()
         self.running = self.thread.submit(save_checkpoint, run_dir, step, tensors, meta, keep)

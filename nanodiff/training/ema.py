@@ -29,7 +29,13 @@ class EMA:
     """
 
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, optim: Optimizer, rates: str = "0.999", ramp: bool = True):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optim: Optimizer,
+        rates: str = "0.999",
+        ramp: bool = True,
+    ):
         self.rates = parse_rates(rates)
         self.ramp = ramp
         self.rank = optim.rank

@@ -166,7 +166,15 @@ class RunLog:
     `described` goes into config.json, with the machine and the defaults of the settings that were changed.
     """
 
-    def __init__(self, run: str, run_dir: Path, device, described: dict, step: int, wandb_id: str | None):
+    def __init__(
+        self,
+        run: str,
+        run_dir: Path,
+        device,
+        described: dict,
+        step: int,
+        wandb_id: str | None,
+    ):
         self.run_dir, self.file, self.wandb, self.wandb_id = run_dir, None, None, wandb_id
         if get_dist()[0] > 0:
             return
@@ -208,7 +216,14 @@ class RunLog:
         print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
 
 
-def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device, saved: bool) -> None:
+def end(
+    log: RunLog,
+    step: int,
+    stopping: bool,
+    train_time_s: float,
+    device: torch.device,
+    saved: bool,
+) -> None:
     """Print a summary, and leave together with the other ranks. `saved`: there is a checkpoint of this step."""
     if log.wandb:
         log.wandb.finish()

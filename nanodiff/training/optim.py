@@ -137,7 +137,14 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
 class Bucket:
     """Parameters of a group, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
 
-    def __init__(self, group: dict, part: list[int], rank: int, world: int, grad_dtype: torch.dtype):
+    def __init__(
+        self,
+        group: dict,
+        part: list[int],
+        rank: int,
+        world: int,
+        grad_dtype: torch.dtype,
+    ):
         self.group = group
         self.world = world
         self.grad_dtype = grad_dtype

@@ -141,7 +141,12 @@ def charts(runs: list[Run]) -> str:
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(title: str, unit: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
+def chart(
+    title: str,
+    unit: str,
+    axis: str,
+    metrics: list[tuple[Run, str, str]],
+) -> str:
     """The (run, key, label) of `metrics` over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
     show_raw = sum(key.startswith("train/") for _, key, _ in metrics) == 1
     drawn = []
