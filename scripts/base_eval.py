@@ -13,7 +13,6 @@ Evaluate a trained model, or images in a file or a folder.
 
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
-from nanodiff.metrics.distances import load_stats, save_stats
+from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.sample_files import open_samples
 from nanodiff.metrics.well_formed import measure_form
@@ -54,14 +53,11 @@ low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=fid|fd_classifier
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
-save_reference = ""  # write mu and sigma of the data set to this .npz, and measure nothing
-# Only metric=class_accuracy|fd_classifier
-judge = (
-    ""  # a classifier's .safetensors, as in runs/records: figures of two machines compare; "" = one trained on the set
-)
+# Only metric=class_accuracy|fid|fd_classifier
+judge = ""  # path of Inception's weights (fid), or of a classifier's, such as those in runs/records, so that figures of
+#             two machines compare; "" = downloaded, or trained on the set, once
 # Only metric=fid
 reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
-inception = ""  # path of Inception's weights; "" = download them once
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,20 +67,18 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-if save_reference and (samples or reference):
-    raise UserError(f"save_reference={save_reference!r} cannot be combined with samples or reference")
 result = {"metric": metric}
 name, loaded, measured = data, None, None
-source = samples or "save_reference"  # in messages
+source = samples  # in messages
 if samples:
     measured = open_samples(samples)
     name = name or measured.data
-if not samples and not save_reference:
+else:
     loaded = load_run(run, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described()
-elif run and not name:  # compare with the set that this run was trained on
+if run and not name:  # compare with the set that this run was trained on
     name = load_run(run, device, checkpoint_step, ema).data["name"]
 if not name and not reference:
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
@@ -126,21 +120,6 @@ elif metric == "bpd":
         print0(f"vb, xstart_mse and mse by timestep, T-1 first: {path}")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Statistics of real images, for later
-
-elif save_reference:
-    path = Path(save_reference).expanduser()
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"save_reference={save_reference!r}: cannot write there")
-    dataset = features.image_set(name, reference_split)
-    network = features.load_network(metric, name, device, inception or judge)
-    known = features.reference_features(dataset, network)
-    if rank == 0:
-        save_stats(path, known.mu, known.sigma)
-    result |= {"data": dataset.name, "split": reference_split, "num_images": len(dataset)}
-    result |= {"network": network.title, "saved": str(path)}
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Samples: those given, or the model's, drawn one batch at a time
 
 else:
@@ -179,7 +158,7 @@ else:
         with autocast:
             images = gather_batches(measured.images, batches, "samples")
     else:
-        network = features.load_network(metric, name, device, inception or judge)
+        network = features.load_network(metric, name, device, judge)
         result["network"] = network.title
         if reference:
             known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))

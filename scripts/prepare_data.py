@@ -41,7 +41,6 @@ aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
 workers = 0  # >= 0: processes that decode image files; 0 = one per core
-sha256 = "auto"  # path's checksum; auto = as published for cifar10, unchecked for others; "" = unchecked
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
@@ -72,7 +71,7 @@ def main():
     options = Options(*settings)
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
-        images_in = open_source(source, path, options, sha256)
+        images_in = open_source(source, path, options)
         if classes:
             choose_classes(images_in)
         writer.meta["class_names"] = images_in.class_names

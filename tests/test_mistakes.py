@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from image_helpers import idx, make_folder, write_cifar, write_mnist
+from image_helpers import idx, make_folder, write_mnist
 from processes import on_ranks, run_process
 from tiny_runs import TINY, make_data
 
@@ -62,7 +62,6 @@ def place(tmp_path_factory):
         (root / "typo.py").write_text("depht = 2\n")
         make_folder(root / "mixed", sizes=((8, 8), (9, 9)))
         np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
-        write_cifar(root / "cifar.tar.gz")
         (root / "idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 5))
         damage_sets(root)
         flat = ("pos_embed", "x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
@@ -118,7 +117,6 @@ MISTAKES = [
     (PREPARE, "path"),
     ((*PREPARE, "--path=mixed"), "resolution"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
-    ((*PREPARE, "--source=cifar10", "--path=cifar.tar.gz"), "SHA-256"),
     ((*PREPARE, "--source=idx", "--path=idx3-ubyte.gz"), "idx3-ubyte.gz"),
     ((*PREPARE, "--source=shapes", "--name=a/b"), "a/b"),
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),

@@ -47,7 +47,7 @@ def bad_mnist(tmp, stem, data):
 
 def cifar(tmp, **options):
     write_cifar(tmp / "c.tar.gz", **options)
-    return {"path": tmp / "c.tar.gz", "source": "cifar10", "sha256": ""}
+    return {"path": tmp / "c.tar.gz", "source": "cifar10"}
 
 
 def cut(path, share=0.6):

@@ -10,7 +10,7 @@ from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.archives import CONTAINERS, Options, Source, look_up, open_unzipped, read_images, read_tar, val_mask
 from nanodiff.data.decode import Item, decode_all
-from nanodiff.files import download, reading, sha256_of
+from nanodiff.files import download, reading
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -33,11 +33,8 @@ def detect(path: Path) -> str:
     raise UserError(f"cannot tell what {path} is; give --source=..., one of: {', '.join(SOURCES)}")
 
 
-def open_source(source: str, path: str, options: Options, sha256: str = "auto") -> Source:
-    """The images of a source, one of SOURCES or "auto".
-
-    `sha256` of the file: "" skips the check, "auto" takes the published one, if any.
-    """
+def open_source(source: str, path: str, options: Options) -> Source:
+    """The images of a source, one of SOURCES or "auto"."""
     file = Path(path).expanduser()
     if source == "cifar10" and not path:
         file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
@@ -49,10 +46,6 @@ def open_source(source: str, path: str, options: Options, sha256: str = "auto") 
         raise UserError(f"path={path!r} is no file or folder")
     if source == "auto":
         source = detect(file)
-    if sha256 == "auto":
-        sha256 = CIFAR10_SHA256 if source == "cifar10" else ""
-    if sha256 and sha256_of(file) != sha256.lower():
-        raise UserError(f"path={path!r} does not have SHA-256 {sha256}: damaged or another file; --sha256= skips this")
     if source in CONTAINERS:
         found = read_images(file, source, options)
     elif options.side_unit:

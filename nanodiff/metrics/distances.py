@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, make_generator, sum_over_ranks
-from nanodiff.files import reading, writing
+from nanodiff.files import reading
 
 
 class FeatureStats:
@@ -60,12 +60,6 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     between_means = (mu1 - mu2).square().sum()
     distance = between_means + sigma1.trace() + sigma2.trace() - 2 * overlap
     return max(float(distance), 0.0)
-
-
-def save_stats(path: Path, mu: torch.Tensor, sigma: torch.Tensor) -> None:
-    """Write mu (F,) and sigma (F, F) as ADM and EDM do."""
-    with writing(path) as file:
-        np.savez(file, mu=mu.numpy(), sigma=sigma.numpy())
 
 
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
