@@ -188,12 +188,7 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(
-    key: tuple[int, ...],
-    first: int,
-    device,
-    like: torch.Tensor,
-) -> torch.Tensor:
+def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> torch.Tensor:
     """N rows from `first` on, shaped like `like` (N, ...), of an endless table of normal numbers set by `key`, drawn on
     `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
     drawn = []

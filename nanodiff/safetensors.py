@@ -63,9 +63,7 @@ def save_safetensors(
             file.write(flat.view(torch.uint8).numpy())
 
 
-def load_safetensors(
-    path: str | Path,
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused ones cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:

@@ -7,8 +7,8 @@
 # diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
 # runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
 #   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=90  RACE_FACTORS="1 3 10"  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
-# Not yet run as a whole: each peer was tried for a minute with a smaller batch, and the judge with 600 images. With their
-# own batches on two cores, few steps fit into 20 minutes. A step that has begun is ended, so a first long one overruns.
+# Of the five only DiT has been run so far (RECORDS.md); the others were tried for a minute. A step that has begun is ended,
+# so a first long one overruns.
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -73,13 +73,13 @@ source = samples  # in messages
 if samples:
     measured = open_samples(samples)
     name = name or measured.data
+    if run and not name:  # compare with the set that this run was trained on
+        name = load_run(run, device, checkpoint_step, ema).data["name"]
 else:
     loaded = load_run(run, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described()
-if run and not name:  # compare with the set that this run was trained on
-    name = load_run(run, device, checkpoint_step, ema).data["name"]
 if not name and not reference:
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 

@@ -33,12 +33,7 @@ RADII = 0.34, 0.46  # least and largest, of the circumscribed circle; the image'
 SUPERSAMPLES = 4  # per pixel and axis
 
 
-def draw_shapes(
-    num: int,
-    seed,
-    resolution: int = 16,
-    classes=None,
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
     `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place
@@ -53,12 +48,7 @@ def draw_shapes(
     return paint(labels, colours, poses, resolution), labels
 
 
-def paint(
-    labels: np.ndarray,
-    colours: np.ndarray,
-    poses: np.ndarray,
-    resolution: int,
-) -> np.ndarray:
+def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution: int) -> np.ndarray:
     """(n, 3, resolution, resolution) uint8 of labels (n,), colours (n, 3) and poses (n, 3)."""
     images = np.empty((len(labels), 3, resolution, resolution), np.uint8)
     for label in range(len(CLASS_NAMES)):

@@ -122,15 +122,7 @@ class FlowMatching:
         inside = (low <= t) & (t <= high)
         return inside.view(-1, 1, 1, 1)
 
-    def losses(
-        self,
-        model,
-        x0,
-        t,
-        noise,
-        guided=False,
-        **cond,
-    ) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, guided=False, **cond) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
         `guided`: the model learns its own classifier-free guidance of scale w (GFT, Chen et al. 2025, arXiv:2501.15420;
@@ -226,15 +218,7 @@ class FlowMap(FlowMatching):
         guided = v_null + self.cfg_scale * (v - v_null)
         return torch.where(self.is_guided(t), guided, v)
 
-    def losses(
-        self,
-        model,
-        x0,
-        t,
-        noise,
-        u=None,
-        **cond,
-    ) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, u=None, **cond) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: of u, given u (3, N) uniform in [0, 1); without, the plain loss of v, for validation."""
         if u is None:
             return super().losses(model, x0, t, noise, **cond)

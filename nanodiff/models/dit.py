@@ -122,12 +122,7 @@ def sincos_table(config: DiTConfig) -> torch.Tensor:
     return position_table(config, grid, grid)
 
 
-def rotation_table(
-    config: DiTConfig,
-    rows: int,
-    cols: int,
-    device="cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """RoPE's sin and cos, (T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the rest.
 
     Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
@@ -138,10 +133,7 @@ def rotation_table(
     return angles.sin().float(), angles.cos().float()
 
 
-def not_rotated(
-    rotation: tuple[torch.Tensor, torch.Tensor],
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def not_rotated(rotation: tuple[torch.Tensor, torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A rotation_table with `count` tokens before the image's that have no place in it: by the angle 0."""
     sin, cos = rotation
     padding = sin.new_zeros(count, *sin.shape[1:])
