@@ -101,13 +101,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 
 @functools.lru_cache(maxsize=1)
-def load(
-    run_dir: Path,
-    step: int,
-    ema: str,
-    times: tuple,
-    device,
-) -> tuple[Loaded, ModelSamples]:
+def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
     """The model and samples of it. `times` of the checkpoint change when a run starts anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     enlarged = low_res if loaded.model.config.low_res else ""

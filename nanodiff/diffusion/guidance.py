@@ -35,7 +35,8 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tup
         why = "the model has no null class to guide away from, or has learned guidance"
         if can_guide:
             why = "cfg_scale=1 is no guidance"
-        print0(f"not guided: cfg_scale={cfg_scale:g} and cfg_interval={cfg_interval} are ignored, as {why}")
+        ignored = f"cfg_scale={cfg_scale:g} and cfg_interval={cfg_interval} are ignored"
+        print0(f"samples are not guided: {ignored} for them, as {why}")
     return 1.0, (0.0, 1.0)
 
 
