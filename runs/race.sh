@@ -6,9 +6,9 @@
 # openai/improved-diffusion, facebookresearch/DiT. RACE_PYTHON is a Python with what they need: torch torchvision accelerate
 # diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
 # runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
-#   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=90  RACE_FACTORS="1 3 10"  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
-# Of the five only DiT has been run so far (RECORDS.md); the others were tried for a minute. A step that has begun is ended,
-# so a first long one overruns.
+#   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=60  RACE_FACTORS="1 3 10"  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
+# improved-diffusion has not been run: on two cores ten of its samples take more than two minutes. A step that has begun is
+# ended, so a first long one overruns.
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -45,7 +45,7 @@ for peer in "${peers[@]}"; do
     best=""
     for factor in ${RACE_FACTORS:-1 3 10}; do
         rate=$(python3 -c "print(f'{${rates[$peer]} * $factor:g}')")
-        arguments=("$peer" "$clones/$peer" "$out/images" "${RACE_TRIAL_SECONDS:-90}" "$rate")
+        arguments=("$peer" "$clones/$peer" "$out/images" "${RACE_TRIAL_SECONDS:-60}" "$rate")
         loss=$("${RACE_PYTHON:-python3}" runs/race/peers.py "${arguments[@]}" 2> "$out/${peer}_trial.log" | tail -n 1)
         echo "trial at rate $rate: loss $loss"
         best=$(printf '%s\n' "$best" "${loss%% *} $rate" | grep -E '^[0-9.]+ ' | sort -g | head -n 1)
