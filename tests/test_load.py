@@ -13,7 +13,7 @@ from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import save_safetensors
-from nanodiff.training.checkpoint import list_checkpoints, save_checkpoint
+from nanodiff.training.checkpoint import list_checkpoints, mark_if_best, save_checkpoint
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", loss="mse")
@@ -56,6 +56,9 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys):
     assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
     said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
     assert said in capsys.readouterr().out
+    mark_if_best(run_dir, 7, "val/loss_ema", 0.0)  # and was killed before it had saved the step
+    load_run("a", "cpu")
+    assert "best" not in capsys.readouterr().out
 
 
 def test_an_unknown_objective(base):

@@ -28,7 +28,7 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import open_low_res
 from nanodiff.sampling.vectors import open_vectors
-from nanodiff.training.checkpoint import find_checkpoint, load_meta, read_best
+from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 
@@ -169,7 +169,8 @@ def load_run(
             raise UserError(f"{path} holds no checkpoint")
         meta = load_meta(checkpoint)
         best = read_best(path)
-        note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if best else ""
+        is_kept = best.get("step") in dict(list_checkpoints(path))  # not if the run was killed while saving it
+        note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if is_kept else ""
         print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
         rates = [str(rate) for rate in meta["ema_rates"]]
         ema = ema or (rates[0] if rates else "raw")
