@@ -17,6 +17,7 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features, well_formed
+from nanodiff.metrics.losses import batches_of_rank
 from nanodiff.sampling import draw
 
 
@@ -105,6 +106,24 @@ def test_bits_per_dim(base, run_script):
         assert terms["vb"].sum() + one["prior_bpd"] == pytest.approx(one["total_bpd"])
     two = evaluate(run_script, run_dir, "bpd", "--num_images=3", "--batch_size=2")
     assert two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_images_of_one_batch(base, run_script, monkeypatch):
+    """Bits/dim of three images in batches of 24: both ranks have some, and the figures of one rank come out."""
+    make_data()
+    run_dir = make_run(run_script, "a", "--objective=eps", "--num_timesteps=5", "--variance=learned_range")
+    arguments = ("--num_images=3", "--batch_size=24")
+    one = evaluate(run_script, run_dir, "bpd", *arguments)
+    on_ranks(lambda rank: run_script("base_eval", *TIMELESS, "--metric=bpd", *arguments) and None)
+    two = json.loads(newest(run_dir, "eval_bpd_000001_*.json").read_text())
+    assert two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dealt = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        dealt.append(np.concatenate(batches_of_rank(open_dataset("tiny", "val"), np.arange(3), 24)).tolist())
+    assert dealt == [[0, 1], [2]]
 
 
 def test_well_formed_end_to_end(run_dir, run_script, monkeypatch, tmp_path):

@@ -20,6 +20,12 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
     return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 
+def batches_of_rank(val_set, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """This rank's batches of `ids`, small enough that no rank waits for another that has them all."""
+    share = math.ceil(len(ids) / get_dist()[2])
+    return rank_batches(val_set.batches(ids, min(batch_size, share)))
+
+
 @torch.no_grad()
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
     """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
@@ -33,7 +39,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     t_of = validation_t(u, process)  # (n,), in the order of `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
-    for ids in rank_batches(val_set.batches(chosen, batch_size)):
+    for ids in batches_of_rank(val_set, chosen, batch_size):
         generator = StackedGenerator(ids)
         x0, labels, vectors = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
@@ -51,14 +57,17 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
     An image's noise depends on its index alone."""
     device = next(model.parameters()).device
     n = min(num_images, len(val_set))
-    sums = {}
+    T = process.num_timesteps
+    shapes = {"total_bpd": (), "prior_bpd": (), "vb": (T,), "xstart_mse": (T,), "mse": (T,)}
+    # Zeros, so that a rank without images adds nothing and still takes part
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
-        for ids in rank_batches(val_set.batches(val_set.first(n), batch_size)):
+        for ids in batches_of_rank(val_set, val_set.first(n), batch_size):
             x0, labels, vectors = stored_images(val_set, ids, codec, device)
             cond = conditioning(model.config, x0, labels, vectors)
             terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)  # (n,) or (n, T) each
             for name, value in terms.items():
-                sums[name] = sums.get(name, 0) + value.cpu().double().sum(0)
+                sums[name] += value.cpu().double().sum(0)
             bar.update(len(ids))
     means = {}
     for name, value in sums.items():
