@@ -87,6 +87,22 @@ def test_autocast_follows_fp32_and_returns_fp32(dtype, layout):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_under_bf16_the_first_layer_sees_noise_finer_than_bf16():
+    """Black pixels after the first of 4,000 steps: -1 and noise of 0.002, where bf16's spacing is 0.004."""
+    model, (x, t, y) = build(), inputs()
+    conv = model.input_blocks[0][0]
+    with torch.no_grad():
+        conv.bias.copy_(conv.weight.sum((1, 2, 3)))  # so that -1 gives 0 but at the border
+    seen = []
+    model.input_blocks[1].register_forward_pre_hook(lambda m, args: seen.append(args[0][..., 1:-1, 1:-1]))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            model(-1 + 0.002 * x, t, y)
+    exact, half = seen
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, rtol=0.004, atol=1e-5)
+
+
 def test_channels_last_is_kept_throughout():
     """No block falls back to contiguous tensors, which would copy at every convolution."""
     model, (x, t, y) = build().to(memory_format=torch.channels_last), inputs()
