@@ -96,7 +96,7 @@ if metric in ("loss", "bpd"):
     num_images = min(num_images or 400, len(dataset))
     if num_images < world:
         raise UserError(f"{world} ranks for {num_images} images")
-    result |= {"data": dataset.name, "num_images": num_images}
+    result |= {"data": dataset.name, "num_images": num_images, "dtype": str(compute_dtype).removeprefix("torch.")}
 
 if metric == "loss":
     with autocast:
