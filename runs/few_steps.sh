@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# One to four evaluations per image instead of 21 or more: tune the model of runs/cpu.sh into a flow map, then compare.
+# One to four evaluations per image instead of 21 or more: train runs/cpu.sh's model for twice as many steps, tune it into a
+# flow map for as long, then compare.
 #   bash runs/few_steps.sh                        further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 runs="${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs"
-[ -d "$runs/shapes_cpu/checkpoints" ] || python3 -m scripts.base_train runs/shapes_cpu.py
+python3 -m scripts.base_train runs/shapes_cpu.py --model_tag=shapes_long --num_iterations=1400
 python3 -m scripts.base_train runs/few_steps_cpu.py "$@"
 
 for steps in 1 2 4; do
     python3 -m scripts.base_eval --run=few_steps_cpu --metric=well_formed --steps=$steps
 done
-python3 -m scripts.base_eval --run=shapes_cpu --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
+python3 -m scripts.base_eval --run=shapes_long --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
 
 # A picture: a row of 1, 2 and 4 evaluations from the same noise, and one of the flow model's 21
 python3 - "$runs/few_steps_cpu/few_steps.png" <<'PYTHON'
@@ -23,7 +24,7 @@ from nanodiff.png import encode_png, make_grid
 
 tuned = nanodiff.load("few_steps_cpu")
 rows = [tuned.sample(num_images=16, steps=steps, cfg_scale=1) for steps in (1, 2, 4)]
-flow = nanodiff.load("shapes_cpu")
+flow = nanodiff.load("shapes_long")
 rows.append(flow.sample(num_images=16, steps=7, cfg_interval="0.3,0.85"))
 images = np.concatenate(rows).transpose(0, 3, 1, 2)
 with open(sys.argv[1], "wb") as file:

@@ -1,14 +1,14 @@
-"""Tune the model of runs/shapes_cpu.py to sample in one to four steps, in its own time: a step costs two of its."""
+"""Tune a flow model of the shapes to sample in one to four steps, in its own time: a step costs two of its."""
 
 model_tag = "few_steps_cpu"
-init_from = "shapes_cpu"
+init_from = "shapes_long"  # of runs/few_steps.sh
 data = "shapes"
 depth = 4
 width = 160
 objective = "flow_map_x0"
 timestep_shift = 1.3
 timestep_std = 0.7
-num_iterations = 350
+num_iterations = 700
 total_batch_size = 64
 lr = 1e-3
 muon_lr = 0.01
