@@ -63,7 +63,7 @@ config = configure(globals())
 # ---------------------------------------------------------------------------------------------------------------------
 # What to evaluate: a run or samples; and the name of its data set
 
-rank, _, world = get_dist()
+rank = get_dist()[0]
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
@@ -79,7 +79,7 @@ else:
     loaded = load_run(run, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
-    result |= loaded.described()
+    result |= loaded.described() | {"dtype": str(compute_dtype).removeprefix("torch.")}
 if not name and not reference:
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
@@ -94,9 +94,7 @@ if metric in ("loss", "bpd"):
         dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
-    if num_images < world:
-        raise UserError(f"{world} ranks for {num_images} images")
-    result |= {"data": dataset.name, "num_images": num_images, "dtype": str(compute_dtype).removeprefix("torch.")}
+    result |= {"data": dataset.name, "num_images": num_images}
 
 if metric == "loss":
     with autocast:
@@ -134,7 +132,7 @@ else:
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")
         names = loaded.class_names
-        result |= {"batch_size": batch_size, "dtype": str(compute_dtype).removeprefix("torch.")}
+        result |= {"batch_size": batch_size}
     result |= measured.protocol | {"num_images": num_images}
     is_distance = metric in ("fid", "fd_classifier")  # to real images
     if is_distance and num_images < 10:

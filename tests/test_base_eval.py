@@ -109,15 +109,20 @@ def test_bits_per_dim(base, run_script):
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_images_of_one_batch(base, run_script, monkeypatch):
-    """Bits/dim of three images in batches of 24: both ranks have some, and the figures of one rank come out."""
+@pytest.mark.parametrize("n", [3, 1])
+def test_two_ranks_share_the_images_of_one_batch(n, base, run_script):
+    """In batches of 24 both ranks have some of three images, and the second none of one: bits/dim of one rank."""
     make_data()
     run_dir = make_run(run_script, "a", "--objective=eps", "--num_timesteps=5", "--variance=learned_range")
-    arguments = ("--num_images=3", "--batch_size=24")
+    arguments = (f"--num_images={n}", "--batch_size=24")
     one = evaluate(run_script, run_dir, "bpd", *arguments)
     on_ranks(lambda rank: run_script("base_eval", *TIMELESS, "--metric=bpd", *arguments) and None)
     two = json.loads(newest(run_dir, "eval_bpd_000001_*.json").read_text())
-    assert two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
+    assert two["num_images"] == n and two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
+
+
+def test_no_rank_has_all_images_of_a_batch(base, monkeypatch):
+    make_data()
     monkeypatch.setenv("WORLD_SIZE", "2")
     dealt = []
     for rank in "01":
