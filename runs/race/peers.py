@@ -100,7 +100,8 @@ def run_script(path: Path, *arguments: str, optimize: int = -1, name: str = "__m
 
 def in_batches(draw) -> np.ndarray:
     """draw(n) -> (n, 3, 32, 32) in [0, 1]; NUM_IMAGES of them as (N, 32, 32, 3) uint8."""
-    parts = [draw(min(BATCH, NUM_IMAGES - i)) for i in range(0, NUM_IMAGES, BATCH)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # 1.4 to 2 times as fast as fp32
+        parts = [draw(min(BATCH, NUM_IMAGES - i)) for i in range(0, NUM_IMAGES, BATCH)]
     images = torch.cat([part.detach().float().cpu() for part in parts])
     return (images.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
