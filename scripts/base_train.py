@@ -347,6 +347,8 @@ def lr_multiplier(s):
 
 
 model = compiled(raw_model, device, num_iterations, compile)
+if objective.startswith("flow_map"):
+    source.model = compiled(source.model, device, num_iterations, compile)  # the teacher
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
