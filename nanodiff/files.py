@@ -65,11 +65,13 @@ def write_atomic(path: Path, data) -> None:
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` plus the changed settings, except those in `apart`."""
+    """`stem` plus the changed settings, except those in `apart`; of a path its last part, and a hash of the whole."""
+    name = stem
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:
             stem += f"_{key}={value}"
-    name = re.sub(r"[^\w.,=+-]+", "-", stem, flags=re.ASCII)[:150]
+            name += f"_{key}={Path(str(value)).name}"
+    name = re.sub(r"[^\w.,=+-]+", "-", name, flags=re.ASCII)[:150]
     return name if name == stem else f"{name}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
 
 

@@ -33,7 +33,7 @@ from nanodiff.common import (
 )
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
-from nanodiff.files import name_of_settings, write_atomic
+from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import check_guide, load_run
 from nanodiff.formats.published import PUBLISHED
@@ -144,7 +144,7 @@ protocol |= {
     **(samples.given.described if samples.given else {}),
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,
-    "lora": lora,
+    "lora": f"{lora}, SHA-256 {sha256_of(lora)}" if lora else "",
     "lora_scale": lora_scale if lora else None,
     "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,

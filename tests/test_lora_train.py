@@ -18,7 +18,7 @@ from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.safetensors import load_safetensors
+from nanodiff.safetensors import load_safetensors, save_safetensors
 
 # Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class
 TINY = (
@@ -123,6 +123,10 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
     for scale, same in ((1, True), (0, False)):
         found = sample(f"scale{scale}", "--run=old", f"--lora={file}", f"--lora_scale={scale}")
         assert np.array_equal(found, images) is same
+    tensors, info = load_safetensors(file)
+    save_safetensors(tensors, file, info | {"trained": "again"})
+    with pytest.raises(UserError, match="another protocol"):
+        sample("scale1", "--run=old", f"--lora={file}", "--lora_scale=1")
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--base" not in arg]
     done = run_script("lora_train", *again, "--base=a", "--model_tag=b", "--num_iterations=1")

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 import nanodiff
+from configurator import Config
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
+from nanodiff.files import name_of_settings
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.autoencoder import open_autoencoder
@@ -128,12 +131,19 @@ def test_what_is_written(runs, draw, run_script, tmp_path):
 
 
 def test_default_names_tell_what_differs(runs, run_script):
-    """So a small sample does not replace a large one, and the same command finds its own file again."""
+    """So a small sample does not replace a large one, and the same command finds its own file again. No name shows a
+    folder of a path, and two files of one name differ."""
     for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"], ["--num_images=2", "--classes=ring"]):
         run_script("sample", *TIMELESS, f"--run={runs / 'flow'}", "--npz", "--steps=1", *args)
     names = {path.name.removeprefix("sample_000001_seed0_") for path in (runs / "flow" / "samples").glob("*.npz")}
     rest = "steps=1_dtype=float32.npz"
     assert names == {f"num_images=4_{rest}", f"num_images=2_classes=ring_{rest}"}
+    config = Config({"guide_run": "/a/b/c.pt"})
+    config.defaults = {"guide_run": ""}
+    name = name_of_settings("sample", config)
+    assert re.fullmatch("sample_guide_run=c.pt_[0-9a-f]{8}", name)
+    config["guide_run"] = "/a/d/c.pt"
+    assert name != name_of_settings("sample", config)
 
 
 def test_mistakes(run_script):
@@ -316,7 +326,7 @@ def test_super_resolution(draw, tmp_path):
     few = ("--run=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
     images, labels, protocol = draw(*few)
     val = open_dataset("tiny", "val")
-    assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == "tiny, val"
+    assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == val.described
     with Image.open(tmp_path / "drawn.png") as png:
         grid = np.asarray(png)
     small = F.interpolate(torch.from_numpy(val.images([0])).float(), size=8, mode="area").round()[0].permute(1, 2, 0)

@@ -185,6 +185,9 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
     run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
     assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()
+    np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
+    with pytest.raises(UserError, match="another protocol"):
+        run_script(*SAMPLE, f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'file'}")
 
 
 def test_mistakes_are_one_line(here, run_script, tmp_path):

@@ -76,6 +76,7 @@ class Dataset:
         part = self.meta["splits"][split]
         hashes = json.dumps(part, sort_keys=True)
         self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+        self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
         self.num_images = part["num_images"]
         self.buckets = {}
         self._shards = []

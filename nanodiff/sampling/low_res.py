@@ -30,7 +30,7 @@ class LowRes:
             dataset = own_images(loaded, "small images from: give --low_res=FILE.npz", where)
             labels = dataset.labels(range(len(dataset)))
             self.stored = dataset.images  # ids (n,) -> images (n, C, h, w)
-            self.described = f"{dataset.name}, {dataset.split}"
+            self.described = dataset.described
         else:
             images, labels = read_inputs(where, loaded.class_names)
             sides = (self.config.low_res, self.config.image_size)
@@ -39,7 +39,7 @@ class LowRes:
                 accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
                 raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
             self.stored = images.__getitem__
-            self.described = with_hash(where, images)
+            self.described = with_hash(where, images, labels)
         self.codec = load_codec(loaded.data, self.device, autoencoder, dataset)
         self.labels = torch.from_numpy(labels)  # (number of images,) int64
 
@@ -64,9 +64,12 @@ def open_low_res(where: str, loaded, autoencoder: str) -> LowRes | None:
         raise UserError(f"low_res={where!r} would do nothing: {loaded.source} is no super-resolution model")
 
 
-def with_hash(where: str, array: np.ndarray) -> str:
+def with_hash(where: str, *arrays: np.ndarray) -> str:
     """For protocols: a file's path may stay while its content changes."""
-    return f"{where}, SHA-256 {hashlib.sha256(array.tobytes()).hexdigest()}"
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return f"{where}, SHA-256 {digest.hexdigest()}"
 
 
 def own_images(loaded, what: str, where: str = ""):

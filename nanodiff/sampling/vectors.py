@@ -8,7 +8,7 @@ import torch
 from nanodiff.common import UserError
 from nanodiff.data.dataset import normal_vectors
 from nanodiff.data.sources import read_vectors
-from nanodiff.sampling.low_res import own_images
+from nanodiff.sampling.low_res import own_images, with_hash
 
 
 class Vectors:
@@ -36,14 +36,14 @@ class Vectors:
             raise UserError(f"vectors={where!r} holds NaN or infinity")
         stats = description["vectors"]
         rows = normal_vectors(array, stats["mean"], stats["std"])
-        return cls(rows.__getitem__, len(rows), None, where)
+        return cls(rows.__getitem__, len(rows), None, with_hash(where, rows))
 
     @classmethod
     def of_dataset(cls, dataset, description: dict) -> "Vectors":
         """The vectors and labels of a set's images."""
         dataset.normalise_vectors_by(description["vectors"])
         labels = dataset.labels(np.arange(len(dataset)))
-        return cls(dataset.vectors, len(dataset), labels, f"{dataset.name}, {dataset.split}")
+        return cls(dataset.vectors, len(dataset), labels, dataset.described)
 
     def __call__(self, ids) -> torch.Tensor:
         """(n, D) or (n, L, D) fp32."""
