@@ -188,13 +188,13 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor) -> torch.Tensor:
-    """N rows from `first` on, shaped like `like` (N, ...), of an endless table of normal numbers set by `key`, drawn on
-    `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
+def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, random=torch.randn) -> torch.Tensor:
+    """N rows from `first` on, shaped like `like` (N, ...), of an endless table of `random` numbers set by `key`, drawn
+    on `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
     drawn = []
     for block in range(first // BLOCK, -(-(first + len(like)) // BLOCK)):
         g = make_generator(*key, block, device=device)
-        drawn.append(torch.randn(BLOCK, *like.shape[1:], generator=g, device=device))
+        drawn.append(random(BLOCK, *like.shape[1:], generator=g, device=device))
     skipped = first % BLOCK
     return torch.cat(drawn)[skipped : skipped + len(like)].to(like.device)
 

@@ -363,7 +363,7 @@ saver = Saver()
 # where each rank draws only its own rows by (seed, s, stream, number of a block of rows). So, up to the order of
 # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size, and the same command
 # resumes identically without saving any generator's state. Dropout masks alone depend on how the batch is cut.
-NOISE, VAE_NOISE, DROPOUT = 1, 2, 3  # streams; the uniform numbers below have none
+NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
     # Save before the slow evaluations, so that a crash there loses nothing
@@ -435,11 +435,10 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    u_map = torch.rand(process.num_uniforms, total_batch_size, generator=g, device=draw_device)  # (0 or 3, N)
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
-    is_guided = step >= guided_from * num_iterations
+    process.done = step / num_iterations  # learned guidance starts late
 
     # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad over all of them
     for micro_step in range(grad_accum_steps):
@@ -460,10 +459,10 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # Guidance in the loss, and flow maps: see flow.py
-        cond |= process.training_inputs(is_guided, u_map[:, rows].to(device))
+        # Flow maps alone draw more numbers: how far each image jumps (flow_map.py)
+        draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, **cond)
+            terms = process.losses(model, x0, t[rows], noise, draw, **cond)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1

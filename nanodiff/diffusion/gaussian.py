@@ -305,10 +305,7 @@ class GaussianDiffusion:
         nll = -discretized_gaussian_log_likelihood(x0, p["mean"], p["log_variance"])
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
-    def training_inputs(self, guided: bool, u) -> dict:
-        return {}
-
-    def losses(self, model, x0, t, noise, **cond) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, draw=None, **cond) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
         kl: term t of the bound; rescaled_kl: T times it, averaging over t to the whole bound. mse: of the prediction,

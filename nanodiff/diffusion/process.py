@@ -1,13 +1,14 @@
 """Build a diffusion process from settings; the one table of samplers for scripts, help, page and tests."""
 
 from nanodiff.common import UserError
-from nanodiff.diffusion import flow, gaussian
-from nanodiff.diffusion.flow import FlowMap, FlowMatching
+from nanodiff.diffusion import flow_map, gaussian
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import parse_interval
 
 OBJECTIVES = ("flow", "flow_x0", "flow_map", "flow_map_x0", "eps", "x0", "x_prev", "v")
-SAMPLERS = flow.MAP_SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
+SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
 def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
@@ -23,7 +24,8 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
         if std != 1 and timesteps not in ("auto", "logit-normal"):
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
         interval = parse_interval(config.get("cfg_interval", "0,1"))
-        return kind(prediction, config.get("timestep_shift", 1.0), std, config.get("cfg_scale", 1.0), interval)
+        guidance = config.get("cfg_scale", 1.0), interval, config.get("guided_from", 1.0)
+        return kind(prediction, config.get("timestep_shift", 1.0), std, *guidance)
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "loss")
     rescale = config.get("rescale_timesteps", True)  # published models may see t itself
     return GaussianDiffusion(*(config[name] for name in names), rescale, clip_denoised=facts["kind"] != "latents")

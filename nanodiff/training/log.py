@@ -40,7 +40,8 @@ class Meter:
         self.step_data_seconds = 0.0
 
     def add(self, t, weight, terms: dict[str, torch.Tensor], data_seconds: float) -> None:
-        """A micro-batch: its t, weights and loss terms, (B,) each, and how long it waited for the loader."""
+        """A micro-batch: its t (unless the terms hold another), weights and loss terms, (B,) each, and how long it
+        waited for the loader."""
         self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
         self.step_data_seconds += data_seconds
 

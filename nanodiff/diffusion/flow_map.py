@@ -1,0 +1,85 @@
+"""Flow maps: flow matching in one to four steps (Boffi et al. 2025, arXiv:2505.18825)."""
+
+import functools
+
+import torch
+
+from nanodiff.common import UserError, print0
+from nanodiff.diffusion import flow
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.guidance import null_condition, with_and_without
+
+
+def jump(velocity, x, t, t_next, generator=torch):
+    """One jump, exact for a perfect flow map at any length: the mean velocity between t and t_next times their gap."""
+    u = velocity(x, t, t_next)
+    return x - (t - t_next) * u, x - t * u
+
+
+SAMPLERS = {"map": jump} | flow.SAMPLERS
+
+
+class FlowMap(FlowMatching):
+    """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
+
+    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale (Boffi et al. 2025,
+    arXiv:2505.18825, the Lagrangian form without a derivative). For r < m < t, m near r, and sg = no gradient:
+        x_m = x_t - (t - m) sg u(x_t, t, m)
+        (t - r) u(x_t, t, r)  <-  (t - m) sg u(x_t, t, m) + (m - r) v(x_m, m)
+    At r = t this is u <- v(x_t, t), which keeps the other samplers alive.
+    """
+
+    samplers = SAMPLERS
+    default_sampler = "map"
+    default_steps = 4
+    teacher = None  # for training
+
+    def learn_from(self, teacher) -> None:
+        """`teacher`: a trained flow model (formats.load.Loaded)."""
+        if teacher is None or teacher.process.num_timesteps:
+            raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
+        if self.cfg_scale != 1 and not teacher.can_guide:
+            print0(f"cfg_scale={self.cfg_scale} is ignored: {teacher.source} cannot be guided, or has learned guidance")
+            self.cfg_scale = 1.0
+        self.teacher = teacher
+
+    def velocity(self, model, x_t, t, r=None, **cond):
+        """Given r (N,) <= t, the mean velocity between t and r; without, the flow model's v at t."""
+        if r is not None:
+            cond["h"] = 50.0 * (t - r)  # fewer waves than t gets: u is smooth in r
+        return super().velocity(model, x_t, t, **cond)
+
+    def teacher_velocity(self, x_t, t, **cond):
+        """v (N, C, H, W) at x_t and t (N,), guided."""
+        velocity, model = self.teacher.process.velocity, self.teacher.model
+        if self.cfg_scale == 1:
+            return velocity(model, x_t, t, **cond)
+        null = null_condition(model.config, cond)
+        v, v_null = with_and_without(functools.partial(velocity, model), x_t, t, cond, null)
+        guided = v_null + self.cfg_scale * (v - v_null)
+        return torch.where(self.is_guided(t), guided, v)
+
+    def losses(self, model, x0, t, noise, draw=None, **cond) -> dict[str, torch.Tensor]:
+        """{"loss", "t": (N,)}: of u from the t that was used; without `draw`, the plain loss of v, for validation.
+
+        draw(like) are numbers uniform in [0, 1), a row for each image."""
+        if draw is None:
+            return super().losses(model, x0, t, noise, **cond)
+        u_r, u_m, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
+        # Sampling jumps from t = 1 and to r = 0, which random numbers never hit: 25% of rows start at t = 1, 10% end at
+        # r = 0, 20% do both. 25% jump from a random t to a random r, and in 20% r = t.
+        t = torch.where(u_kind < 0.45, 1.0, t)
+        r = torch.where((u_kind > 0.25) & (u_kind < 0.55), 0.0, t * u_r)
+        jumps = u_kind < 0.8
+        r = torch.where(jumps, r, t)
+        share = torch.where(jumps, 0.25 * u_m, 1.0)  # (m - r) / (t - r)
+        m = r + share * (t - r)
+        w, gap, share = (x.view(-1, 1, 1, 1) for x in (t, t - m, share))
+        x_t = self.noised(x0, w, noise)
+        with torch.no_grad():
+            u_tm = self.velocity(model, x_t, t, m, **cond)
+            target = (1 - share) * u_tm + share * self.teacher_velocity(x_t - gap * u_tm, m, **cond)
+        error = self.velocity(model, x_t, t, r, **cond) - target
+        # |error|, smooth near 0: squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md)
+        smooth_l1 = (error.square() + 0.1**2).sqrt() - 0.1
+        return {"loss": smooth_l1.flatten(1).mean(1), "t": t}
