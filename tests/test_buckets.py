@@ -224,6 +224,31 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     run_script("lora_train", "--base=run", *RUN[-3:], "--data=photos", "--num_iterations=2", "--total_batch_size=4")
 
 
+def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tmp_path):
+    """Vector i belongs to file i, whose number says its shape and its class."""
+    np.savez(tmp_path / "v.npz", names=[f"{'ab'[i % 2]}/{i:02d}.png" for i in range(26)], vectors=np.eye(26))
+    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets", "--bucket_images=4")
+    run_script("prepare_data", *args, "--name=told", f"--vectors={tmp_path / 'v.npz'}", "--val_fraction=0.2")
+    seen = []
+    for told in (open_dataset("told"), open_dataset("told", "val")):
+        for (height, width), bucket in told.buckets.items():
+            numbers = told.vectors(bucket).argmax(1)
+            assert (told.labels(bucket) == numbers % 2).all()
+            assert all(height > width if i < 9 else height < width if i < 17 or i > 23 else True for i in numbers)
+            seen += numbers.tolist()
+    assert sorted(seen) == list(range(26))
+    run_script("base_train", *RUN, "--data=told", "--model_tag=told", "--sample_every=0", "--sample_steps=1")
+    args = ("--run=told", "--steps=1", "--dtype=float32", "--device_type=cpu")
+    run_script("sample", *args, "--num_images=24", f"--out={tmp_path / 'mixed'}")
+    assert decode_png((tmp_path / "mixed.png").read_bytes()).shape[1] == 8 * (20 * 2 + 2) + 2
+    for name, rows in (("mine", np.eye(26)), ("other", np.eye(26)[::-1])):
+        np.save(tmp_path / "rows.npy", rows.copy())
+        more = ("--size=12x20", "--npz", "--num_images=8", f"--vectors={tmp_path / 'rows.npy'}")
+        run_script("sample", *args, *more, f"--out={tmp_path / name}")
+    mine, other = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("mine", "other"))
+    assert mine.shape == (8, 12, 20, 3) and (mine != other).any()
+
+
 def test_latents_keep_the_buckets(photos, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
     run_script("cache_latents", "--data=photos", f"--autoencoder={vae}", "--name=latents", "--device_type=cpu")
