@@ -158,6 +158,8 @@ protocol |= {
     "torch": torch.__version__,
 }
 print0(f"protocol: {json.dumps(brief(protocol))}")
+if from_images and strength and not protocol["network_evaluations"]:
+    print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the given images")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank draws its batches, except those already drawn

@@ -8,11 +8,12 @@ from tiny_runs import TIMELESS, make_autoencoder, make_run
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
+from nanodiff.data.decode import decode
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.png import encode_png
-from nanodiff.sampling.given import Known
+from nanodiff.sampling.given import Known, read_mask
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
 
@@ -50,6 +51,21 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
         assert width == 16 or (kept[:, :, width:] != expected[:, :, width:]).any()
 
 
+def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
+    """A picture whose left third is white, used as a picture and as a mask; what is transparent is not kept."""
+    Image = pytest.importorskip("PIL.Image", reason="Pillow writes the images")
+    for size in ((64, 40), (40, 64), (16, 16), (300, 200)):
+        picture = Image.new("RGB", size)
+        picture.paste("white", (0, 0, size[0] // 3, size[1]))
+        picture.save(tmp_path / "a.png")
+        expected = decode(str(tmp_path / "a.png"), [(16, 16)])[0][0] >= 128
+        assert (read_mask(str(tmp_path / "a.png"), 16) == expected).all()
+        alpha = Image.new("RGBA", size, "white")
+        alpha.putalpha(picture.convert("L"))
+        alpha.save(tmp_path / "b.png")
+        assert (read_mask(str(tmp_path / "b.png"), 16) == expected).all()
+
+
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
 def test_the_known_part_has_the_noise_of_each_step(process):
     """With the model that knows x0 = 0 elsewhere and v = noise, every x_t is the forward process's."""
@@ -82,23 +98,27 @@ def test_latents_go_through_their_autoencoder(draw, run_script, images, tmp_path
     assert_same(drawn, decoded.numpy().astype(np.uint8))
 
 
-def test_a_folder_of_images_of_any_size(draw, tmp_path):  # noqa: F811
+def test_a_folder_of_images_of_any_size(draw, tmp_path, capsys):  # noqa: F811
     Image = pytest.importorskip("PIL.Image", reason="Pillow writes the images")
     (tmp_path / "folder").mkdir()
     for name, colour in (("a", (9, 99, 199)), ("b", (200, 100, 0))):
         Image.new("RGB", (40, 25), colour).save(tmp_path / "folder" / f"{name}.png")
-    drawn, _, _ = draw("--num_images=3", f"--from_images={tmp_path / 'folder'}", "--strength=0")
+    drawn, _, _ = draw("--num_images=3", f"--from_images={tmp_path / 'folder'}", "--strength=0.1")
+    assert "strength=0.1 of 3 steps rounds to none" in capsys.readouterr().out
     assert drawn[:, 4, 4].tolist() == [[9, 99, 199], [200, 100, 0], [9, 99, 199]]
 
 
 def test_images_that_cannot_be_started_from(run_script, images, tmp_path):
     np.savez(tmp_path / "small.npz", images[:, :8, :8])
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "black.png").write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8)))
     given = f"--from_images={tmp_path / 'given.npz'}"
     for args, message in (
         ([f"--from_images={tmp_path / 'absent'}"], "absent' is not there; accepted: an .npz file, a folder"),
         ([f"--from_images={tmp_path / 'small.npz'}"], r"\(3, 8, 8\); accepted: \(3, 16, 16\)"),
         ([given, f"--mask={tmp_path / 'text.png'}"], r"text\.png is no image"),
+        ([f"--from_images={tmp_path / 'text.png'}"], "text.png' is neither; accepted"),
+        ([given, f"--mask={tmp_path / 'black.png'}"], "black.png' keeps nothing"),
         ([given, "--size=16x32"], "size='16x32' with from_images"),
         (["--strength=0.2"], "would do nothing without from_images"),
     ):

@@ -21,6 +21,7 @@ from nanodiff.common import UserError
 TASK_BYTES = 2**22  # of files and pixels that a worker gets at a time
 TASK_IMAGES = 256
 EXIF_ORIENTATION = 0x0112
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
 
 
 class Item(NamedTuple):
@@ -50,9 +51,9 @@ def open_image(payload: str | bytes):
     Image = import_pillow()
     file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
-        return Image.open(file)
+        return Image.open(file, formats=FORMATS)
     except Image.UnidentifiedImageError:
-        raise ValueError("no image that Pillow can read") from None
+        raise ValueError(f"no image in a format of {', '.join(FORMATS)}") from None
 
 
 def orientation(image) -> int:
@@ -97,8 +98,8 @@ def center_crop(image, height: int, width: int):
     return image.crop((left, top, left + width, top + height))
 
 
-def to_rgb(image):
-    """PIL image -> its first frame in RGB as it is displayed, on white where it is transparent.
+def to_rgb(image, ground: str = "white"):
+    """PIL image -> its first frame in RGB as it is displayed, on `ground` where it is transparent.
 
     16-bit values keep their upper 8 bits.
     """
@@ -113,9 +114,9 @@ def to_rgb(image):
         image = Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode.endswith(("A", "a")) or "transparency" in image.info:
         image = image.convert("RGBA")
-        ground = Image.new("RGB", image.size, "white")
-        ground.paste(image, mask=image.getchannel("A"))
-        return ground
+        opaque = Image.new("RGB", image.size, ground)
+        opaque.paste(image, mask=image.getchannel("A"))
+        return opaque
     return image.convert("RGB")
 
 

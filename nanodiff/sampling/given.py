@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import UserError
-from nanodiff.data.decode import open_image
+from nanodiff.data.decode import center_crop, open_image, to_rgb
 from nanodiff.files import reading
 from nanodiff.sampling.low_res import read_images, with_hash
 
@@ -51,6 +51,8 @@ class GivenImages:
             known = torch.from_numpy(pixels).float()[None, None]
             share = F.interpolate(known, size=codec.shape[1:], mode="area")
             self.mask = (share == 1).to(device)  # a latent is known where all its pixels are
+            if not self.mask.any():
+                raise UserError(f"mask={mask!r} keeps nothing: no part of the {side}x{side} pixels used is white")
 
     def known(self, ids) -> Known:
         numbers = np.asarray(ids) % len(self.images)
@@ -59,10 +61,8 @@ class GivenImages:
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
-    """(side, side) bool of an image file: white is known."""
+    """(side, side) bool of an image file, cropped and scaled as its picture is: white is known, transparent is not."""
     file = Path(path).expanduser()
     with reading(file, "is no image"):
-        image = open_image(str(file)).convert("L")
-        if image.size != (side, side):
-            image = image.resize((side, side), resample=0)  # nearest
-        return np.asarray(image) >= 128
+        image = center_crop(to_rgb(open_image(str(file)), "black"), side, side)
+        return np.asarray(image.convert("L")) >= 128

@@ -106,7 +106,8 @@ def read_images(
     """
     path = Path(where).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
-        raise UserError(f"{setting}={where!r} is not there; accepted: an .npz file, a folder of images")
+        fault = "is neither" if path.exists() else "is not there"
+        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images")
     kind, options = "npz", Options(val_fraction=0, range=value_range)
     if path.is_dir():
         kind, options = "folder", Options(val_fraction=0, resolution=resolution)
