@@ -29,6 +29,7 @@ import torch
 
 from configurator import configure
 from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
+from nanodiff.conditions import droppable
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
@@ -254,7 +255,7 @@ if bpd_every >= 0 and codec.description["kind"] != "images":
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
-can_guide = (num_classes > 0 or model_config.vector_dim > 0) and label_drop > 0
+can_guide = bool(droppable(model_config)) and label_drop > 0
 if guided_from < 1 and not (can_guide and cfg_scale > 1):
     needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
     raise UserError(f"guided_from={guided_from} needs {needs}; accepted: 1")

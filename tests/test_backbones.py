@@ -73,7 +73,7 @@ def test_images_do_not_see_each_other(config):
 def test_flops_are_those_of_the_counter(config, low_res):
     model, (x, t, y) = build(config, low_res=low_res), inputs(2)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x, t, y, x[:, :, ::4, ::4] if low_res else None)
+        model(x, t, y, low_res=x[:, :, ::4, ::4] if low_res else None)
     assert model.estimate_flops() == pytest.approx(3 * counter.get_total_flops() / 2, rel=1e-6)
 
 
@@ -151,8 +151,8 @@ def test_super_resolution_reads_the_low_resolution_image_at_any_size(config):
     model, (x, t, y) = build(config, low_res=4), inputs()
     low = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(2))
     full = torch.nn.functional.interpolate(low, (16, 16), mode="bilinear")
-    assert torch.equal(model(x, t, y, low), model(x, t, y, full))
-    assert not torch.allclose(model(x, t, y, low), model(x, t, y, -low))
+    assert torch.equal(model(x, t, y, low_res=low), model(x, t, y, low_res=full))
+    assert not torch.allclose(model(x, t, y, low_res=low), model(x, t, y, low_res=-low))
 
 
 def test_conditions_matter_and_the_null_class_is_the_last_row(config):

@@ -88,7 +88,7 @@ def test_real_photographs_get_more_than_one_shape():
 
 @pytest.mark.parametrize(("rows", "cols"), [(4, 4), (3, 6), (7, 2), (16, 16)])
 def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows, cols):
-    config = DiTConfig(8, 3, 3, 2, 32, 1, 2, 0)  # 4 x 4 tokens
+    config = DiTConfig(8, 3, 3, 2, 32, 1, 2)  # 4 x 4 tokens
     table = position_table(config, rows, cols).view(rows, cols, 32)
     down = torch.arange(rows)[:, None] + (4 - rows) / 2
     across = torch.arange(cols)[None] + (4 - cols) / 2
@@ -98,7 +98,7 @@ def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows,
 
 
 def test_rope_of_a_rectangle_depends_on_offsets_only():
-    model = build_model(DiTConfig(8, 3, 3, 2, 32, 1, 2, 0), "cpu", 0)
+    model = build_model(DiTConfig(8, 3, 3, 2, 32, 1, 2), "cpu", 0)
     block, rotation = model.blocks[0], rotation_table(model.config, 2, 7)
     one = torch.randn(1, 1, 3, 2, 16)
     q, k, _ = block.rotate(one.expand(1, 14, 3, 2, 16), rotation)
@@ -124,7 +124,7 @@ def test_models_take_any_rectangle_of_whole_units(arch):
 
 
 def test_shapes_of_as_many_tokens_share_their_graphs():
-    model = build_model(DiTConfig(16, 3, 3, 4, 32, 2, 2, 0), "cpu", 0)
+    model = build_model(DiTConfig(16, 3, 3, 4, 32, 2, 2), "cpu", 0)
     graphs = []
     compile_model(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     counts = []

@@ -31,7 +31,7 @@ def inputs(n=3, channels=3, size=8):
 def published_state_dict():
     state_dict = rule_weights(golden["parameters"])
     width = golden["config"]["hidden_size"]
-    state_dict["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, width, 2, 4, 10))[None]  # the rule keeps it
+    state_dict["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, width, 2, 4))[None]  # the rule keeps it
     return state_dict
 
 
@@ -65,7 +65,7 @@ def test_published_parameter_counts(name, count):
     """Learned variance on 4 latent channels, 1000 classes and the null class; the position table counts, too."""
     width, depth, heads = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}[name[4:-2]]
     with torch.device("meta"):
-        model = DiT(DiTConfig(32, 4, 8, int(name[-1]), width, depth, heads, 1000, block="classic"))
+        model = DiT(DiTConfig(32, 4, 8, int(name[-1]), width, depth, heads, num_classes=1000, block="classic"))
     assert sum(p.numel() for p in model.parameters()) + sincos_table(model.config).numel() == count
     theirs = to_meta(model.state_dict(), model.config)  # without memory: shapes, and zeros expanded to them
     theirs = {k: v if k == "pos_embed" else torch.zeros(()).expand(v.shape) for k, v in theirs.items()}

@@ -37,7 +37,8 @@ def test_published_weights_and_outputs(case):
     low_res = wave((2, 3, 4, 4), 1) if config.low_res else None
     for layout, tolerance in ((torch.contiguous_format, 2e-5), (torch.channels_last, 5e-5)):
         with torch.no_grad():
-            out = model.to(memory_format=layout)(wave((2, 3, 16, 16)).to(memory_format=layout), t, y, low_res)
+            x_t = wave((2, 3, 16, 16)).to(memory_format=layout)
+            out = model.to(memory_format=layout)(x_t, t, y, low_res=low_res)
         assert out.dtype == torch.float32
         assert_figures(out, case["forward"], tolerance)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
+from nanodiff.conditions import FACTS, describe_conditions, facts_to_match
 from nanodiff.models.autoencoder import open_autoencoder
 
 
@@ -208,14 +209,8 @@ def describe_data(dataset, unit: int = 1) -> dict:
         "channels": dataset.channels,
         "resolution": dataset.resolution // unit,
         "sha256": dataset.sha256,
-        "num_classes": dataset.num_classes,
-        "class_names": list(dataset.class_names),
-        "vector_dim": dataset.vector_dim,  # 0 = no vectors
-        "vector_len": dataset.vector_len,  # of a sequence per image; 0 = one vector
+        **describe_conditions(dataset.meta),
     }
-    if dataset.vector_dim:
-        stats = dataset.meta["vectors"]
-        description["vectors"] = {"mean": stats["mean"], "std": stats["std"]}
     if description["kind"] == "arrays":
         description["range"] = dataset.meta["range"]
         description["dtype"] = dataset.meta["dtype"]
@@ -243,7 +238,7 @@ def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> di
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
-    old = {"vector_dim": 0, "vector_len": 0} | old  # a checkpoint without them was trained without vectors
+    old = dict.fromkeys(FACTS, 0) | old  # a checkpoint that lacks one was trained without that condition
     changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
     old_latents = old.get("latents", {})
     new_latents = new.get("latents", {})
@@ -291,10 +286,8 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
-    keys = ["kind", "channels", "resolution", "range"]
-    if description.get("vector_dim"):
-        keys += ["vector_dim", "vector_len"]
-    wanted = {key: description.get(key) for key in keys}  # of the set
+    wanted = {key: description.get(key) for key in ("kind", "channels", "resolution", "range")}  # of the set
+    wanted |= facts_to_match(description)
     if description["kind"] != "latents":
         codec = make_pixels(description)
     else:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, base_dir, in_batches, print0
+from nanodiff.conditions import FIELDS, droppable
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
@@ -58,8 +59,8 @@ class Loaded:
 
     @property
     def has_condition(self) -> bool:
-        """Labels or vectors."""
-        return self.num_classes > 0 or self.model.config.vector_dim > 0
+        """Labels or vectors, say."""
+        return bool(droppable(self.model.config))
 
     @property
     def can_guide(self) -> bool:
@@ -253,7 +254,7 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
     keys = ["objective"]
     if loaded.process.num_timesteps:
         keys += ["noise_schedule", "num_timesteps", "rescale_timesteps"]
-    inputs = ("image_size", "in_channels", "num_classes", "low_res")
+    inputs = ("image_size", "in_channels", *FIELDS)
     latents = ("sha256", "offset", "scale")
 
     def facts(model: Loaded) -> dict:

@@ -7,12 +7,13 @@ from dataclasses import fields
 import torch
 
 from nanodiff.common import UserError, get_dist, print0
+from nanodiff.conditions import FACTS
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
 # The data decide these fields of a model's config, the next follow from others; every other field has a setting
-FROM_DATA = ("image_size", "in_channels", "out_channels", "num_classes", "vector_dim", "vector_len")
+FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where that has another name
 SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
@@ -72,10 +73,10 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
         "out_channels": out_channels,
-        "num_classes": facts["num_classes"] if config["class_cond"] else 0,
-        "vector_dim": facts.get("vector_dim", 0),
-        "vector_len": facts.get("vector_len", 0),
+        **{name: facts.get(name, 0) for name in FACTS},
     }
+    if not config["class_cond"]:
+        shape["num_classes"] = 0
     for field, setting in setting_fields(kind).items():
         if setting not in config:
             raise UserError(f"{kind.__name__}.{field} has no setting {setting!r}; see models/build.py")

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
+from nanodiff.conditions import Conditioned, input_channels, with_images
 
 T_EMBED_DIM = 256  # sinusoids per timestep, cosines first
 
 
 @dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(Conditioned):
     """Shape of a DiT.
 
     block="modern": RMSNorm, qk-norm (Henry et al. 2020), axial 2-D RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), biases
@@ -29,12 +30,8 @@ class DiTConfig:
     width: int
     depth: int
     heads: int
-    num_classes: int  # the class table has one more row, the null class; 0 = no table
     block: str = "modern"
     mlp_ratio: float = 4.0  # hidden / width; a modern MLP has three matrices, hence 2/3 of it
-    low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
-    vector_dim: int = 0  # length D of the vectors that are given as a condition; 0 = none
-    vector_len: int = 0  # L vectors an image, such as a caption, become tokens; 0 = one, added to t's embedding
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
     flow_map: bool = False  # also sees h, the time to jump
 
@@ -257,14 +254,13 @@ class Final(nn.Module):
 
 
 class DiT(nn.Module):
-    """`model(x_t, t, y, low_res, vectors)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
+    """`model(x_t, t, **cond)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
         self.config = config
         C = config.width
-        channels = config.in_channels * (2 if config.low_res else 1)
-        self.patch_embed = nn.Linear(channels * config.patch_size**2, C)
+        self.patch_embed = nn.Linear(input_channels(config) * config.patch_size**2, C)
         self.t_embed = embedder(C)
         if config.flow_map:
             self.h_embed = embedder(C)
@@ -297,9 +293,9 @@ class DiT(nn.Module):
                 w.zero_()
             p.copy_(w)
 
-    def forward(self, x_t, t, y=None, low_res=None, vectors=None, h=None):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w), vectors (N, D) or (N, L, D)
-        -> (N, out_channels, H, W).
+    def forward(self, x_t, t, y=None, vectors=None, h=None, **images):
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D) or (N, L, D), images as with_images
+        takes them -> (N, out_channels, H, W).
 
         Labels run from 0 to num_classes, the null class. Zeros are the vectors of no condition. h (N,): how
         far a flow map jumps; None = 0.
@@ -308,10 +304,7 @@ class DiT(nn.Module):
         p = cfg.patch_size
         N, _, H, W = x_t.shape
         rows, cols = H // p, W // p
-        if cfg.low_res:
-            enlarged = F.interpolate(low_res, (H, W), mode="bilinear")
-            x_t = torch.cat([x_t, enlarged], dim=1)  # (N, 2C, H, W)
-        x = x_t.view(N, -1, rows, p, cols, p)
+        x = with_images(x_t, **images).view(N, -1, rows, p, cols, p)
         x = x.permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
         x = self.patch_embed(x.reshape(N, rows * cols, -1))
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small

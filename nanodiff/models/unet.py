@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodiff.common import UserError
+from nanodiff.conditions import Conditioned, input_channels, with_images
 from nanodiff.models.dit import run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
@@ -22,24 +23,20 @@ NORM_GROUPS = 32
 
 
 @dataclass(frozen=True)
-class UNetConfig:
+class UNetConfig(Conditioned):
     """Shape of a UNet; by default the published CIFAR-10 model without dropout or learned variance."""
 
     image_size: int = 32
-    in_channels: int = 3  # of x_t; super-resolution adds as many
+    in_channels: int = 3  # of x_t, without those of with_images
     out_channels: int = 3  # 2 * in_channels if the variance is learned
     model_channels: int = 128
     num_res_blocks: int = 3
     attention_resolutions: tuple[int, ...] = (16, 8)  # in pixels of the feature map
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
-    num_classes: int = 0  # 0 = unconditional
     null_class: bool = True  # one more row in the class table; published tables lack it
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
-    low_res: int = 0  # super-resolution: side in pixels of the image concatenated to x_t; 0 = off
-    vector_dim: int = 0  # length D of the vector that is given as a condition, added to t's embedding; 0 = none
-    vector_len: int = 0  # a DiT's: sequences of vectors are its tokens
     checkpointing: bool = False  # recompute each block in backward, to save memory
 
     def __post_init__(self):
@@ -166,7 +163,7 @@ class Level(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """`model(x_t, t, y, low_res, vectors)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
+    """`model(x_t, t, **cond)` -> prediction. Build on "meta", then `.to_empty(...)` and `init_weights`."""
 
     def __init__(self, config: UNetConfig):
         super().__init__()
@@ -184,8 +181,7 @@ class UNet(nn.Module):
             return [res, AttentionBlock(cout, c.num_heads)] if level in c.attention_levels else [res]
 
         ch = width
-        channels = c.in_channels * (2 if c.low_res else 1)
-        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(channels, ch, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(input_channels(c), ch, 3, padding=1))])
         skips = [ch]  # channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
             if level:
@@ -224,16 +220,14 @@ class UNet(nn.Module):
             if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_emb.")):
                 p.zero_()
 
-    def forward(self, x_t, t, y=None, low_res=None, vectors=None):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, low_res (N, C, h, w), vectors (N, D)
+    def forward(self, x_t, t, y=None, vectors=None, **images):
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D), images as with_images takes them
         -> (N, out_channels, H, W).
 
         The null class, if any, is label num_classes. Under autocast, too, the output is fp32.
         """
         c = self.config
-        if c.low_res:
-            enlarged = F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")
-            x_t = torch.cat([x_t, enlarged], dim=1)  # (N, 2C, H, W)
+        x_t = with_images(x_t, **images)
         device = x_t.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_t.dtype
         with no_autocast(x_t):  # as published, the embedding and the output layer stay in fp32
