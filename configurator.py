@@ -4,7 +4,8 @@
     dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
     sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
     #                                   a comment continues on lines starting with "#" and three spaces
-    # Only arch=unet                    a heading; "Only" refuses the settings below it where they do nothing
+    # Only arch=unet                    a heading; "Only" refuses the settings below it where they do nothing; it
+    #                                   takes a comparison, too: Only lora_rank > 0
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
@@ -37,7 +38,7 @@ COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
-ONLY = re.compile(r"Only (\w+)=([\w|]+)")
+ONLY = re.compile(r"Only (\w+)(?:=([\w|]+)| ([<>]=? \d+))")
 
 
 class Setting(NamedTuple):
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
     rule: str  # "" if the comment starts with none
     comment: list[str]  # its lines
     heading: list[str]  # lines of comment above the setting
-    only: tuple[str, str] | None  # ("arch", "unet|dit"): used only with these values of that setting
+    only: tuple[str, str] | None  # ("arch", "unet|dit") or ("rank", "> 0"): used only with such values of that setting
 
     @property
     def accepted(self) -> str:
@@ -110,9 +111,10 @@ def check(name: str, setting: Setting, value, where: str = ""):
 
 
 class Config(dict):
-    """{name: value} of all settings; `defaults` has the same names."""
+    """{name: value} of all settings; `defaults` has the same names, `given` those from presets and the command line."""
 
     defaults: dict
+    given: dict
 
 
 def read_settings(globals_: dict) -> dict[str, Setting]:
@@ -142,7 +144,7 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         heading = [line for row in above if (line := comments.get(row, "").strip("#-= "))]
         if heading:
             condition = ONLY.search(" ".join(heading))
-            only = condition and condition.groups()
+            only = condition and (condition[1], condition[2] or condition[3])
         settings[name] = Setting(default, kind, find_rule(comment[0]), comment, heading, only)
         check(name, settings[name], default, "default: ")
     return settings
@@ -194,15 +196,19 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
     return {name: check(name, setting, value if equals else True)}
 
 
-def check_used(settings: dict[str, Setting], config: dict) -> None:
-    """Raises ValueError for a changed setting that does nothing, given the others."""
+def check_used(settings: dict[str, Setting], config: Config) -> None:
+    """Raises ValueError for a changed setting that does nothing, given the others; an inherited one is reset."""
     for name, setting in settings.items():
         if not setting.only or config[name] == setting.default:
             continue
-        key, values = setting.only
-        if str(config[key]) not in values.split("|"):
-            used = f"only {key}={values} uses it, and {key}={config[key]!r}"
+        key, rule = setting.only
+        if satisfies(config[key], rule):
+            continue
+        if name in config.given:
+            condition = f"{key} {rule}" if rule[0] in COMPARE else f"{key}={rule}"
+            used = f"only {condition} uses it, and {key}={config[key]!r}"
             raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
+        config[name] = setting.default
 
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
@@ -215,9 +221,10 @@ def help_text(settings: dict[str, Setting], globals_: dict) -> str:
     return "\n".join(lines).strip()
 
 
-def configure(globals_: dict, argv: list[str] | None = None) -> Config:
+def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> Config:
     """Override the calling script's settings in place, in its globals(); return them all.
 
+    `inherited(config)`: {name: value} that stand in for defaults where nothing was given, or a ValueError.
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
     settings = read_settings(globals_)
@@ -230,10 +237,13 @@ def configure(globals_: dict, argv: list[str] | None = None) -> Config:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
-    config.defaults = dict(config)
+    config.defaults, config.given = dict(config), {}
     try:
         for arg in argv:
-            config.update(read_argument(settings, arg))
+            config.given |= read_argument(settings, arg)
+        config.update(config.given)
+        if inherited:
+            config.update(inherited(config) | config.given)
         check_used(settings, config)
     except ValueError as error:
         show(f"error: {error}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ import functools
 import gc
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -38,8 +39,8 @@ from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_gu
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
-from nanodiff.formats.load import load_run, load_weights
-from nanodiff.formats.start import start_from, train_only
+from nanodiff.formats.load import load_weights
+from nanodiff.formats.start import inherited, open_source, start_from, train_only
 from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
@@ -94,7 +95,8 @@ arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
 class_cond = True  # condition on labels, if the data set has them
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
-init_from = ""  # run, exported or published file whose weights to start from; "" = drawn from the seed
+init_from = ""  # run, exported or published file to start from: its weights and, unless others are given, its settings
+#                 of the model and of what is learned; "" = weights drawn from the seed
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # What is learned
@@ -146,14 +148,16 @@ dropout = 0.0  # [0, 1): dropout rate
 # Only objective=eps|x0|x_prev|v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
+rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some published ones see t itself
 variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
 #                            posterior's, large = beta; learned_range is IDDPM's
 loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Override the globals above by presets and the command line; `config` is a dict of all of them. What is changed below
-# (sizes from rules, guidance that has no labels) is changed in both, so config.json records what was used.
-config = configure(globals())
+# (sizes from rules, guidance that has no labels) is changed in both, so config.json records what was used. With
+# init_from, what is not given is the source's: its shape, its process.
+config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setup: device, data, model, sizes
@@ -167,9 +171,17 @@ peak, peak_source = peak_flops(device, compute_dtype)  # of one device, in FLOP/
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
-train_set = open_dataset(data, "train")
-val_set = open_dataset(data, "val") if "val" in train_set.meta["splits"] else None
-codec = make_codec(train_set, device, autoencoder, latent_norm, flip)  # stored uint8 or latents <-> x0 <-> pixels
+# The run folder: one trainer at a time, resumed from its newest intact checkpoint
+model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
+run_dir = run_folder(model_tag)
+lock = lock_run(run_dir) if ddp_rank == 0 else None
+checkpoint, meta = resume_point(run_dir, resume, "base_train")
+# What init_from names, if it is needed; and `like`, how its model sees data: which classes, on which scale
+source, like = open_source(config, meta, device)
+
+train_set = open_dataset(data, "train", like)
+val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
+codec = make_codec(train_set, device, autoencoder, latent_norm, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
 num_classes = codec.description["num_classes"] if class_cond else 0  # the null class is num_classes
 shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
@@ -179,16 +191,15 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
 raw_model = build_model(model_config, device, seed)
-# Counted before `trainable` freezes parts: the horizon and MFU are those of the whole model
+if source and not checkpoint:
+    start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
 num_params = sum(p.numel() for p in raw_model.parameters())
-flops_per_image = raw_model.estimate_flops()
+if trainable:
+    train_only(raw_model, trainable)
+num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
+# A third of the work is the gradients of the weights, which frozen ones need not
+flops_per_image = raw_model.estimate_flops() * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
-
-# The run folder: one trainer at a time, resumed from its newest intact checkpoint
-model_tag = model_tag or f"{train_set.path.name}_{arch}_d{depth}"
-run_dir = run_folder(model_tag)
-lock = lock_run(run_dir) if ddp_rank == 0 else None
-checkpoint, meta = resume_point(run_dir, resume, "base_train")
 
 # The horizon: how many images. Image tokens per parameter play the part of nanochat's text tokens per parameter: a
 # model of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
@@ -203,8 +214,8 @@ elif target_flops > 0:
     total_images = target_flops / flops_per_image
     horizon = f"{target_flops:.3e} / {flops_per_image:.3e} FLOPs"
 elif target_param_data_ratio > 0:
-    total_images = target_param_data_ratio * num_params / tokens
-    horizon = f"{target_param_data_ratio:g} x {num_params:,} parameters / {tokens} tokens"
+    total_images = target_param_data_ratio * num_trained / tokens  # parameters that learn
+    horizon = f"{target_param_data_ratio:g} x {num_trained:,} parameters / {tokens} tokens"
 else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
@@ -270,10 +281,7 @@ if checkpoint:
     check_settings(checkpoint, meta, config)
 num_iterations = last_step(checkpoint, step, num_iterations)
 
-if trainable:
-    train_only(raw_model, trainable)
 timestep_sampler = make_timesteps(timesteps, process)
-source = load_run(init_from, device, published={"num_heads": heads}) if init_from else None
 if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
@@ -300,7 +308,7 @@ if not learns_guidance(config):
 quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Resume, or start from other weights
+# Resume
 
 # Counters that a resume restores
 progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
@@ -317,9 +325,6 @@ if checkpoint:
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
     progress |= meta["loop"]
-elif init_from:
-    start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
-    ema.load_state_dict({})  # no stored averages: they start from these weights
 
 described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)

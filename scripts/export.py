@@ -4,7 +4,8 @@ Write a trained model to a file: for nanodiff, or in the published format of Met
     python -m scripts.export --run=shapes_dit_d4              # then: scripts.sample --run=FILE.safetensors
     python -m scripts.export --run=my_dit --form=meta         # as facebookresearch/DiT's .pt
 
-A .safetensors holds all that sampling needs; Meta's form holds only weights, and settings are printed.
+A .safetensors holds all that sampling needs; Meta's form holds the weights as "ema", as its training checkpoints do,
+and beside them the heads, schedule and T that nanodiff needs; other settings are printed.
 """
 
 import json
@@ -19,7 +20,7 @@ from nanodiff.common import UserError, print0
 from nanodiff.files import writing
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import load_run
-from nanodiff.formats.published import from_meta, to_meta
+from nanodiff.formats.published import MISSING, from_meta, to_meta
 from nanodiff.models.build import model_settings
 from nanodiff.safetensors import save_safetensors
 
@@ -77,8 +78,10 @@ try:
         }
         save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
     else:
+        settings = loaded.config | {"heads": model_config.heads}
+        told = {name: settings[name] for name in MISSING if name in settings}
         with writing(path) as file:
-            torch.save(tensors, file)
+            torch.save({"ema": tensors, "nanodiff": told}, file)
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
 

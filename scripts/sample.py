@@ -5,6 +5,7 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     python -m scripts.sample --run=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
     torchrun --standalone --nproc_per_node=8 -m scripts.sample -- --run=cifar10_dit_d12 --num_images=50000 --npz
     python -m scripts.sample --run=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
+    python -m scripts.sample --run=ema.pt,heads=2,num_timesteps=100    # such a file, told what it lacks
     python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
     python -m scripts.sample --run=upsampler --low_res=base_samples.npz    # super-resolution of another model's samples
 
@@ -36,7 +37,6 @@ from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.adapters import apply_adapters
 from nanodiff.formats.load import check_guide, load_run
-from nanodiff.formats.published import PUBLISHED
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import parse_size
 from nanodiff.sampling.given import GivenImages
@@ -79,12 +79,6 @@ out = ""  # path of the output, without suffix; "" = samples/ in the run's folde
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
-# Published files only: settings they lack; defaults as in the published models
-num_heads = 0  # >= 0: attention heads; 0 = as published
-image_size = 0  # >= 0: side of a UNet's images in pixels; 0 = such that attention starts at 16 pixels
-noise_schedule = "auto"  # auto|linear|cosine: of the process
-num_timesteps = 0  # >= 0: of the process; 0 = as published
-rescale_timesteps = "auto"  # auto|yes|no: does the model see t in [0, 1000)?
 config = configure(globals())
 APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows
@@ -96,13 +90,12 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-published = {name: config[name] for name in PUBLISHED}
-loaded = load_run(run, device, checkpoint_step, ema, published)
+loaded = load_run(run, device, checkpoint_step, ema)
 if lora:
     apply_adapters(loaded, lora, lora_scale)
 guide = None
 if guide_run or guide_step != "newest" or guide_ema:
-    guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema, published)
+    guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
 settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)

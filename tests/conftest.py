@@ -51,7 +51,7 @@ def run_script(monkeypatch):
 def script_settings(name, *argv):
     """The settings of a script with presets and arguments, without running it."""
     path = ROOT / "scripts" / f"{name}.py"
-    head = path.read_text().split("\nconfig = configure(globals())")[0]
+    head = path.read_text().split("\nconfig = configure(globals()")[0]
     names = {"__file__": str(path)}
     exec(compile(head, str(path), "exec"), names)
     return configure(names, list(argv))

@@ -376,7 +376,7 @@ def test_init_from_equals_its_source_and_trains_only_what_it_should(tiny, run_sc
 
 
 def test_rows_of_the_class_table_follow_the_names(tiny, run_script):
-    """Known names take their rows wherever they stand; others are drawn anew; the null class is kept."""
+    """Known names take their rows wherever they stand; others start as the null class, which is kept."""
     make_run(run_script, "source")
     names = ["cross", "banana", *CLASS_NAMES[:2]]
     with DatasetWriter("fruit", names) as writer:
@@ -386,6 +386,24 @@ def test_rows_of_the_class_table_follow_the_names(tiny, run_script):
     old = load_run("source", "cpu").model.y_embed.weight
     new = load_run("b", "cpu").model.y_embed.weight
     for row, name in enumerate(names):
-        equal = [k for k in range(len(old) - 1) if torch.equal(new[row], old[k])]
-        assert equal == ([CLASS_NAMES.index(name)] if name in CLASS_NAMES else [])
+        equal = [k for k in range(len(old)) if torch.equal(new[row], old[k])]
+        assert equal == [CLASS_NAMES.index(name) if name in CLASS_NAMES else len(old) - 1]
     assert torch.equal(new[-1], old[-1])
+
+
+def test_a_source_brings_shape_and_process_and_may_go(tiny, run_script):
+    """Of the run's own command nothing else is needed, and a resumed run needs no source, except a teacher."""
+    make_run(run_script, "source", "--width=128", "--timestep_shift=2", "--label_drop=0.3")
+    args = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))] + ["--init_from=source"]
+    done = run_script("base_train", *args, "--num_iterations=2")
+    assert done["raw_model"].config == load_run("source", "cpu").model.config and done["model_tag"] == "source_tiny"
+    assert (done["timestep_shift"], done["label_drop"]) == (2, 0.3)
+    jumps = (*args, "--objective=flow_map", "--model_tag=map")
+    run_script("base_train", *jumps, "--num_iterations=2")
+    shutil.move(tiny / "runs" / "source", tiny / "source")
+    done = run_script("base_train", *args, "--resume=changed")
+    assert (done["start_step"], done["step"], done["timestep_shift"]) == (2, 6, 2)
+    with pytest.raises(UserError, match="'source' is no folder, file or tag"):
+        run_script("base_train", *jumps, "--resume=changed")
+    with pytest.raises(UserError, match=r"trained with other settings: depth=3 \(was 1\)"):
+        run_script("base_train", *args, "--depth=3")

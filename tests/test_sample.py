@@ -370,10 +370,10 @@ def test_meta_files(draw, tmp_path, training_checkpoint):
     if training_checkpoint:  # of which the average is taken
         other = {"model": randomise(published, seed=9), "ema": published, "args": argparse.Namespace(model="DiT-XL/2")}
         torch.save(other, tmp_path / "dit.pt")
-    loaded = load_run(str(tmp_path / "dit.pt"), "cpu", published=dict(num_heads=4))
+    loaded = load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")
     ours = to_meta(loaded.model.state_dict(), loaded.model.config)
     assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
-    args = (f"--run={tmp_path / 'dit.pt'}", "--num_heads=4", "--num_images=6", "--cfg_channels=3")
+    args = (f"--run={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
 
@@ -381,17 +381,20 @@ def test_meta_files(draw, tmp_path, training_checkpoint):
 def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_path):
     path = tmp_path / "ema.pt"
     unet_file(path, channel_mult=(1, 2), attention_resolutions=(8,), num_classes=3, num_heads=2)
-    args = (f"--run={path}", "--num_images=4", "--steps=2")
-    shown, labels, protocol = draw(*args, "--image_size=16", "--num_heads=2")
+    args = ("--num_images=4", "--steps=2")
+    shown, labels, protocol = draw(*args, f"--run={path},image_size=16,heads=2")
     assert shown.shape == (4, 16, 16, 3) and labels.tolist() == [0, 1, 2, 0]
     assert protocol["cfg_scale"] == 1  # the published class table has no null class
-    told = dict(num_heads=2, image_size=16, noise_schedule="linear", num_timesteps=100, rescale_timesteps="no")
-    process = load_run(str(path), "cpu", published=told).process
+    told = "heads=2,image_size=16,noise_schedule=linear,num_timesteps=100,rescale_timesteps=False"
+    process = load_run(f"{path},{told}", "cpu").process
     assert (process.num_timesteps, process.variance, process.model_t[-1]) == (100, "fixed_large", 99)
     assert process.betas[-1] == pytest.approx(0.2)  # linear: 20 / T
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())
     with pytest.raises(UserError, match=r"ema\.pt.*image_size=0"):
-        draw(*args)
+        draw(*args, f"--run={path}")
+    for option, fault in (("heads=0", "heads=0; accepted"), ("step=3", "step=3 is no option of .*, a file")):
+        with pytest.raises(UserError, match=fault):
+            load_run(f"{path},{option}", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Starting a run from other weights (own runs: test_base_train; here published files), and the one mapping between
 settings and a model's shape."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, 
 UNET = dict(channel_mult=(1, 2, 2), attention_resolutions=(16,), num_classes=8, num_heads=2)
 TRAIN = (
     "--data=tiny --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 --device_type=cpu "
-    "--objective=eps --compile=False --label_drop=0 --depth=3"
+    "--compile=False"
 ).split()  # fmt: skip
 
 
@@ -55,42 +55,42 @@ def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
     assert shape.sandwich and model_settings(shape)["sandwich"] is True
 
 
-def start(run_script, path, *args):
-    """base_train from that file, with the settings that its refusal names; the run's globals and these settings."""
-    args = (*TRAIN, f"--init_from={path}", *args)
-    with pytest.raises(UserError, match="another shape; to start from it: ") as refusal:
-        run_script("base_train", *args)
-    settings = str(refusal.value).split("start from it: ")[1].split()
-    return run_script("base_train", *args, *settings), settings
-
-
 def assert_same_outputs(model, published):
     x, t, y = torch.randn(3, 3, 16, 16), torch.tensor([10.0, 500.0, 990.0]), torch.tensor([0, 3, 7])
     torch.testing.assert_close(model.eval()(x, t, y), published(x, t, y))
 
 
-def test_metas_file_is_what_the_run_starts_as(base, run_script, tmp_path, capsys):
-    """Without a false warning: at T = 1000 rescaling t changes nothing."""
+def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, capsys):
+    """What it does not hold is said, and can be told; without a false warning."""
     make_data()
     weights = randomise(build_model(DIT, "cpu", 0).state_dict())
     torch.save(to_meta(weights, DIT), tmp_path / "dit.pt")
-    done, _ = start(run_script, tmp_path / "dit.pt", "--noise_schedule=linear", "--heads=2")
+    done = run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", "--model_tag=told")
     out = capsys.readouterr().out
-    assert "by order: 8 of 8" in out and "warning" not in out
-    assert_same_outputs(done["raw_model"], load_run(str(tmp_path / "dit.pt"), "cpu", published={"num_heads": 2}).model)
+    assert "of its classes: 8 of 8" in out and "must relearn" not in out and "hold heads" not in out
+    assert "does not hold noise_schedule=linear, num_timesteps=1000, rescale_timesteps=False" in out
+    assert_same_outputs(done["raw_model"], load_run(f"{tmp_path / 'dit.pt'},heads=2", "cpu").model)
+    config = done["config"]
+    assert (config["arch"], config["objective"], config["variance"]) == ("dit_classic", "eps", "learned_range")
+    run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'}", "--model_tag=guessed")
+    assert "does not hold heads=1" in capsys.readouterr().out
+    # Our own export of it holds its heads
+    run_script("export", "--run=told", "--form=meta", f"--out={tmp_path / 'again.pt'}", "--ema=raw")
+    capsys.readouterr()
+    assert load_run(str(tmp_path / "again.pt"), "cpu").model.config.heads == 2
+    assert "does not hold" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_a_published_unet_has_the_heads_that_the_setting_says(base, run_script, tmp_path, capsys, heads):
-    """The file does not hold their number."""
+def test_a_published_unet_has_the_heads_that_it_is_told(base, run_script, tmp_path, heads):
     make_data()
     model = unet_file(tmp_path / "unet.pt", **UNET)
-    done, settings = start(run_script, tmp_path / "unet.pt", "--arch=unet", f"--heads={heads}", "--num_timesteps=4000")
-    assert not any("heads" in setting for setting in settings)
-    assert "warning: " in capsys.readouterr().out  # of fixed_large, say
-    assert done["raw_model"].config.num_heads == heads
-    told = load_run(str(tmp_path / "unet.pt"), "cpu", published={"num_heads": heads}).model
-    assert_same_outputs(done["raw_model"], told)
+    told = f"{tmp_path / 'unet.pt'},heads={heads}"
+    done = run_script("base_train", *TRAIN, f"--init_from={told}")
+    assert done["raw_model"].config.num_heads == heads and done["run_dir"].name == "unet_tiny"
+    assert done["config"]["num_timesteps"] == 4000 and not done["config"]["rescale_timesteps"]
+    assert_same_outputs(done["raw_model"], load_run(told, "cpu").model)
     if heads == 2:
         assert_same_outputs(done["raw_model"], model)
-        assert told.config == replace(model.config, checkpointing=False)
+    with pytest.raises(UserError, match=f"another shape; to start from it: --heads={heads}"):
+        run_script("base_train", *TRAIN, f"--init_from={told}", "--heads=4", "--model_tag=other")

@@ -249,17 +249,27 @@ def check_same_data(old: dict, new: dict, model_tag: str) -> None:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
 
 
-def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "channels", flip: bool = False) -> Codec:
+def make_codec(
+    dataset,
+    device,
+    autoencoder: str = "",
+    latent_norm: str = "channels",
+    flip: bool = False,
+    like: dict | None = None,
+) -> Codec:
     """For training: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
 
     `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
-    autoencoder's published scale and shift, as for latents made on the fly.
+    autoencoder's published scale and shift, as for latents made on the fly. `like`: the description of the model that
+    training starts from: latents and vectors are then normalised as that model knows them.
     """
+    if flip and dataset.meta["kind"] == "latents" and dataset.meta["latents"]["copies"] < 2:
+        raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
+    if like:
+        return load_codec(adapted(like, dataset, autoencoder), device, autoencoder, dataset)
     description = describe_data(dataset)
     if description["kind"] == "latents":
         info = dict(dataset.meta["latents"])
-        if flip and info["copies"] < 2:
-            raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
         mean, std = info.pop("mean"), info.pop("std")
         if latent_norm == "channels":
             info["offset"], info["scale"] = mean, std
@@ -275,6 +285,21 @@ def make_codec(dataset, device, autoencoder: str = "", latent_norm: str = "chann
     description["channels"] = model.latent_channels
     description["latents"] = describe_latents(model, str(Path(autoencoder).absolute()), dataset.name)
     return Latents(description, device, model)
+
+
+def adapted(description: dict, dataset, autoencoder: str) -> dict:
+    """A model's description with the names, sizes and classes of another set to train it on."""
+    unit = 1
+    description = {key: value for key, value in description.items() if key != "sizes"}
+    if description["kind"] == "latents":
+        if dataset.meta["kind"] == "latents" and "latents" not in description:  # a published model's
+            description["latents"] = dataset.meta["latents"]
+        description["latents"] = latents_of(description, autoencoder)
+        if dataset.meta["kind"] == "images":
+            unit = description["latents"]["downsample"]
+    own = describe_data(dataset, unit)
+    keys = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
+    return description | {key: own[key] for key in keys if key in own}
 
 
 def make_pixels(description: dict) -> Pixels:
@@ -302,6 +327,7 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
             wanted["channels"] *= info["parts"] * info["copies"]
         elif dataset is not None:  # images, which are encoded on the fly
             encoder = open_matching(autoencoder or info["path"], info).to(device)
+            check_sides(dataset, encoder)
             info["parts"] = encoder.parts
             wanted["kind"] = "images"
             wanted["channels"] = 3

@@ -149,6 +149,19 @@ class Dataset:
         other._labels = np.asarray(numbers, np.int64)[self._labels]
         return other
 
+    def seen_by(self, model: dict) -> "Dataset":
+        """The same images as a model of this description sees them: its vectors' mean and deviation, and its classes,
+        matched by name, or by order (see same_order). Classes that it lacks follow; no label is its null class."""
+        known = model["class_names"]
+        own_names = known if same_order(self.class_names, known) else self.class_names
+        names = [*known, *(name for name in own_names if name not in known)]
+        other = self.relabelled([names.index(name) for name in own_names] or [len(known)])
+        other.class_names, other.num_classes = names, len(names)
+        other.meta = self.meta | {"class_names": names}
+        if self.vector_dim and "vectors" in model:
+            other.normalise_vectors_by(model["vectors"])
+        return other
+
 
 def normal_vectors(vectors: np.ndarray, mean, std) -> np.ndarray:
     """float32 (n, D) or (n, L, D), of mean 0 and deviation 1 in each of D; zeros behind a sequence's end stay zeros."""
@@ -179,8 +192,11 @@ def same_order(names: list[str], known: list[str]) -> bool:
     return len(names) == len(known) and (list(names) == numbers or list(known) == numbers)
 
 
-def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
-    """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use."""
+def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
+    """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use.
+
+    `like`: the description of a model, as which it is then seen (Dataset.seen_by).
+    """
     name = str(name_or_path)
     path = Path(name).expanduser().absolute()
     if not name or not is_set(path):
@@ -194,7 +210,8 @@ def open_dataset(name_or_path: str | Path, split: str = "train") -> Dataset:
             f"drawn on first use: {', '.join(SHAPES)}; "
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )
-    return Dataset(path, split)
+    dataset = Dataset(path, split)
+    return dataset.seen_by(like) if like else dataset
 
 
 def make_shapes(name: str) -> None:

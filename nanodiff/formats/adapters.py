@@ -73,7 +73,7 @@ def match_classes(loaded, dataset, train_classes: str = "new"):
     rows = sorted({names.index(name) for name in chosen})
     if train_classes == "all":
         rows += null
-    add_classes(loaded.model, len(new))
+    add_classes(loaded.model, known, new)
     return dataset.relabelled(numbers), names, rows
 
 
@@ -163,7 +163,7 @@ def apply_adapters(loaded, path: str, scale: float = 1.0) -> None:
     if loaded.num_classes:
         known = loaded.data["class_names"]
         names = known + [name for name in classes if name is not None and name not in known]
-        add_classes(loaded.model, len(names) - len(known))  # a new class starts as the base's null class
+        add_classes(loaded.model, known, names[len(known) :])  # a new class starts as the base's null class
         loaded.data = loaded.data | {"class_names": names, "num_classes": len(names)}
         rows = [len(names) if name is None else names.index(name) for name in classes]
     for key, x in tensors.items():

@@ -7,6 +7,9 @@ description); tensors bear our parameter names.
 import dataclasses
 import json
 import os
+import re
+from ast import literal_eval
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
 from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
 from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.published import read_published
+from nanodiff.formats.published import MISSING, read_published
 from nanodiff.models.build import empty_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
@@ -32,6 +35,9 @@ from nanodiff.sampling.vectors import open_vectors
 from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
+# What may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6; and the pattern of its values
+OPTIONS = {"step": r"newest|best|\d+", "ema": r"raw|[\d.]+"} | MISSING
+OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 
 @dataclasses.dataclass
@@ -144,26 +150,64 @@ def find_run(run: str) -> Path:
     raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
 
 
-def load_run(
-    run: str,
-    device,
-    step: int | str = "newest",
-    ema: str = "",
-    published: dict | None = None,
-) -> Loaded:
-    """Load a model to sample from or to evaluate.
+def split_options(run: str) -> tuple[str, dict]:
+    """("FILE", {"heads": 6}) from "FILE,heads=6"."""
+    options = {}
+    while match := OPTION.search(run):
+        name, value = match.groups()
+        if not re.fullmatch(OPTIONS[name], value):
+            raise UserError(f"{run!r}: {name}={value}; accepted: {OPTIONS[name]}")
+        options[name] = value
+        run = run[: match.start()]
+    for name in MISSING.keys() & options.keys() - {"noise_schedule"}:
+        options[name] = literal_eval(options[name])
+    return run, options
 
-    `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file, diffusers' folder or that of
-    its pipeline. Of a run, `step` chooses the checkpoint: "newest", "best" or a number; `ema` chooses the weights: a
-    rate, "raw", or "" for the first rate. `published`: any of PUBLISHED.
-    """
+
+def find_model(run: str) -> tuple[Path, dict]:
+    """A run's folder or a file, and the options that follow its name."""
+    run, options = split_options(run)
     path = find_run(run)
     for folder in (path, path / "transformer"):
         if (folder / DIFFUSERS).is_file():
             path = folder / DIFFUSERS
+    of_file = path.is_file()
+    for name in options:
+        if (name in MISSING) != of_file:
+            raise UserError(f"{name}={options[name]} is no option of {path}, a {'file' if of_file else 'run'}")
+    return path, options
+
+
+def read_meta(run: str) -> dict:
+    """What the newest checkpoint of a run, or a file, says of itself, without its weights or their hashes."""
+    path, options = find_model(run)
+    meta = read_file(path, options)[0] if path.is_file() else newest_meta(path)
+    if not meta:
+        raise UserError(f"{path} holds no checkpoint")
+    return meta
+
+
+def newest_meta(run_dir: Path) -> dict:
+    """{} for a run without a readable checkpoint."""
+    for _, checkpoint in reversed(list_checkpoints(run_dir)):
+        with suppress(UserError):
+            return load_meta(checkpoint)
+    return {}
+
+
+def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loaded:
+    """Load a model to sample from or to evaluate.
+
+    `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file, diffusers' folder or that of
+    its pipeline; options may follow, see OPTIONS. Of a run, `step` chooses the checkpoint: "newest", "best" or a
+    number; `ema` chooses the weights: a rate, "raw", or "" for the first rate.
+    """
+    path, options = find_model(run)
+    step, ema = options.get("step", step), options.get("ema", ema)
     if path.is_file():
-        meta, tensors = read_file(path, published or {})
-        origin = {"source": str(path), "weights": meta["ema"], "weights_path": path}
+        meta, tensors = read_file(path, options)
+        source = ",".join([str(path), *(f"{name}={value}" for name, value in options.items())])
+        origin = {"source": source, "weights": meta["ema"], "weights_path": path}
     else:
         checkpoint = find_checkpoint(path, step)
         if checkpoint is None:
@@ -178,7 +222,7 @@ def load_run(
         if ema not in ("raw", *rates):
             raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
         if "lora" in meta:
-            return load_tuned(meta, checkpoint, path, device, published)
+            return load_tuned(meta, checkpoint, path, device)
         weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
         tensors = load_tensors(weights_path)
         origin = {"source": str(checkpoint), "weights": ema, "weights_path": weights_path, "run_dir": path}
@@ -186,10 +230,10 @@ def load_run(
     return Loaded(model, process, meta["config"], meta["data"], meta["step"], **origin)
 
 
-def load_tuned(meta: dict, checkpoint: Path, run_dir: Path, device, published: dict | None) -> Loaded:
+def load_tuned(meta: dict, checkpoint: Path, run_dir: Path, device) -> Loaded:
     """A run of lora_train: its base with the adapters merged."""
     base = meta["lora"]["base"]
-    loaded = load_run(base["run"], device, base.get("step", "newest"), base.get("ema", ""), published)
+    loaded = load_run(base["run"], device, base.get("step", "newest"), base.get("ema", ""))
     adapters = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
     apply_adapters(loaded, str(adapters))
     timestep_shift = meta["config"].get("timestep_shift")
@@ -208,7 +252,7 @@ def shift_timesteps(loaded: Loaded, timestep_shift: float) -> None:
     loaded.process = make_process(loaded.config, loaded.data)
 
 
-def read_file(path: Path, published: dict) -> tuple[dict, dict]:
+def read_file(path: Path, told: dict) -> tuple[dict, dict]:
     """(meta, tensors) of a .safetensors of scripts/export.py, or of a published file."""
     metadata = {}
     if path.suffix == ".safetensors":
@@ -216,10 +260,12 @@ def read_file(path: Path, published: dict) -> tuple[dict, dict]:
     else:
         tensors = load_tensors(path)
     if "model_config" in metadata:  # an exported file: its metadata are meta's fields in JSON
+        if told:
+            raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
         with reading(path):
             return {key: json.loads(value) for key, value in metadata.items()}, tensors
     with reading(path, "holds no published model"):
-        return read_published(path, tensors, published)
+        return read_published(path, tensors, told)
 
 
 def build(meta: dict, tensors: dict, device, source: str):
@@ -228,14 +274,17 @@ def build(meta: dict, tensors: dict, device, source: str):
     if objective not in OBJECTIVES:
         raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
     with reading(source, "describes no model of this version"):
-        # JSON has no tuples
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}
-        fields["checkpointing"] = False
-        kind = UNetConfig if meta["arch"] == "unet" else DiTConfig
-        model = empty_model(kind(**fields))
+        model = empty_model(make_config(meta))
         process = make_process(meta["config"], meta["data"])
     load_weights(model, tensors, source, assign=True)
     return model.to(device).eval(), process
+
+
+def make_config(meta: dict) -> DiTConfig | UNetConfig:
+    """The model's config that `meta` describes."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}  # JSON has no tuples
+    fields["checkpointing"] = False
+    return (UNetConfig if meta["arch"] == "unet" else DiTConfig)(**fields)
 
 
 def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = False) -> None:

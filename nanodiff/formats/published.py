@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import print0
+from nanodiff.common import UserError, print0
+from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
@@ -39,27 +40,39 @@ DIFFUSERS = (
     ("t_embed.2.", "timestep_embedder.linear_2."),
     ("y_embed.", "class_embedder.embedding_table."),
 )
-# Settings of scripts/sample.py missing from published files; 0 and "auto": as in the published models
-PUBLISHED = ("num_heads", "image_size", "noise_schedule", "num_timesteps", "rescale_timesteps")
+# Settings that published files lack, and the pattern of their values
+MISSING = {
+    "heads": r"[1-9]\d*",
+    "image_size": r"[1-9]\d*",  # a UNet's
+    "noise_schedule": "linear|cosine",
+    "num_timesteps": r"[1-9]\d*",
+    "rescale_timesteps": "True|False",
+}
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 
 
-def read_published(path: Path, tensors: dict, published: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet."""
-    if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint
+def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
+    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet.
+
+    `told`: any of MISSING; the others are taken as in the published models, which is printed.
+    """
+    if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint, or a file of scripts/export.py
+        told = tensors.get("nanodiff", {}) | told
         tensors = tensors["ema"]
-    given = {name: value for name, value in published.items() if value not in (0, "auto")}
-    heads, image_size = given.pop("num_heads", 0), given.pop("image_size", 0)
-    config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": "no", "label_drop": 0.1}
+    heads = told.get("heads", 0)
+    config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
+    held = {"image_size"}
     if "x_embedder.proj.weight" in tensors:
         arch = "dit_classic"
         model_config, tensors = from_meta(tensors, heads)
     elif "pos_embed.proj.weight" in tensors:
         arch = "dit_classic"
         model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
+        held.add("heads")
     else:
         arch = "unet"
-        model_config, tensors = from_improved_diffusion(tensors, image_size, heads)
+        model_config, tensors = from_improved_diffusion(tensors, told.get("image_size", 0), heads)
+        held = set()
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
         if model_config.use_scale_shift_norm:
@@ -67,9 +80,7 @@ def read_published(path: Path, tensors: dict, published: dict) -> tuple[dict, di
             if not model_config.low_res:
                 config["noise_schedule"] = "cosine"
             if not model_config.num_classes:
-                config["rescale_timesteps"] = "yes"
-    config |= given
-    config["rescale_timesteps"] = config["rescale_timesteps"] == "yes"
+                config["rescale_timesteps"] = True
     channels, num_classes = model_config.in_channels, model_config.num_classes
     learns_variance = model_config.out_channels == 2 * channels
     config |= {
@@ -78,6 +89,14 @@ def read_published(path: Path, tensors: dict, published: dict) -> tuple[dict, di
         "variance": "learned_range" if learns_variance else "fixed_large",
         "low_res_size": model_config.low_res,
     }
+    for name in held & told.keys():
+        raise UserError(f"{path} says itself what its {name} is; accepted: no {name}=...")
+    settings = config | model_settings(model_config) | {"image_size": model_config.image_size}
+    assumed = [f"{name}={settings[name]}" for name in MISSING if name not in held | told.keys()]
+    if assumed:
+        told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
+        print0(f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}")
+    config |= {name: value for name, value in told.items() if name in config}
     data = {
         "name": "",
         "kind": "images" if channels <= 3 else "latents",
@@ -183,9 +202,6 @@ def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: in
         raise ValueError("image_size=0, but there is no attention to infer it from; accepted: the size in pixels")
     image_size = image_size or 16 << min(attention)
     scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0][0]
-    if not num_heads:
-        num_heads = 4 if scale_shift else 1
-        print0(f"note: the file does not say how many attention heads it has; assumed {num_heads}, as published")
     low_res = 0
     if in_channels == 6:
         in_channels, low_res = 3, image_size // 4
@@ -197,7 +213,7 @@ def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: in
         num_res_blocks=len(widths[0]),
         attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
         channel_mult=tuple(level[0] // model_channels for level in widths),
-        num_heads=num_heads,
+        num_heads=num_heads or (4 if scale_shift else 1),
         num_classes=shapes.get("label_emb.weight", (0,))[0],
         null_class=False,
         use_scale_shift_norm=scale_shift,

@@ -105,14 +105,20 @@ def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
     raise UserError("the model has no classes")
 
 
-def add_classes(model: nn.Module, count: int) -> None:
-    """Insert `count` classes before the null class, copied from it or, without one, from the mean of all classes."""
-    if not count:
-        return
+def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
+    """A class table (num_rows, C) for `class_names`, with the rows of a `table` of the classes `known`.
+
+    New classes, and the null class in the row behind them, start as its null class or, without one, as its mean.
+    """
+    classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
+    start = null[0] if len(null) else classes.mean(0)
+    rows = [classes[known.index(name)] if name in known else start for name in class_names]
+    return torch.stack(rows + [start] * (num_rows - len(rows)))
+
+
+def add_classes(model: nn.Module, known: list[str], new: list[str]) -> None:
+    """Insert classes before the null class of a model of the classes `known`."""
     name, table = class_table(model)
-    num_classes = model.config.num_classes
-    classes, null = table.weight.detach().tensor_split([num_classes])  # null: 1 row or none
-    start = null if len(null) else classes.mean(0, keepdim=True)
-    weight = torch.cat([classes, start.expand(count, -1), null])
+    weight = class_rows(table.weight, known, known + new, len(table.weight) + len(new))
     model.set_submodule(name, nn.Embedding.from_pretrained(weight))
-    model.config = dataclasses.replace(model.config, num_classes=num_classes + count)
+    model.config = dataclasses.replace(model.config, num_classes=len(known + new))
