@@ -47,7 +47,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier
 sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 0  # >= 0: sampler steps; 0 = 50, of a flow map 4
-cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+cfg_scale = 2.0  # [0, 100]: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
@@ -126,7 +126,7 @@ else:
         names = measured.class_names
     else:
         num_images = num_images or 400
-        settings = loaded.settings(steps, sampler, cfg_scale, cfg_interval)
+        settings = loaded.settings(steps, sampler, config.given.get("cfg_scale"), cfg_interval)
         config |= settings.guidance  # the file's name says what was done
         measured = loaded.samples(settings, seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:

@@ -35,7 +35,7 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
-from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance
+from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
@@ -77,7 +77,7 @@ flip = False  # mirror half of the images left-right
 eval_every = 0.04  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never;
 #                    less than 1 = this fraction of the run, but 250 steps or more
 sample_every = 0.04  # >= -1: steps between grids of samples
-cfg_scale = 2.0  # >= 0: classifier-free guidance of the samples; 1 = none
+cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with its settings only;
@@ -301,7 +301,8 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
-guidance = choose_guidance(cfg_scale, cfg_interval, can_guide and not learns_guidance(config))
+fault = why_unguided(config, num_classes > 0 or model_config.vector_dim > 0)
+guidance = choose_guidance(config.given.get("cfg_scale"), cfg_interval, fault)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not learns_guidance(config):
     config |= sample_settings.guidance

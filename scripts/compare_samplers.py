@@ -34,7 +34,7 @@ steps = "5,10,20,50,250"  # numbers of steps, comma-separated
 reference_steps = 1000  # >= 1: steps of the second-order reference for the error
 error_images = 32  # >= 1: images for the error
 num_images = 400  # >= 0: samples for the distance, on labelled sets; 0 = the error alone
-cfg_scale = 2.0  # >= 0: classifier-free guidance; 1 = none
+cfg_scale = 2.0  # [0, 100]: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 seed = 0  # >= 0: of the samples
 batch_size = 64  # >= 1: images at a time
@@ -57,7 +57,7 @@ if not all(text.isdigit() and int(text) for text in steps.split(",")):
     raise UserError(f"steps={steps!r}; accepted: whole numbers from 1, comma-separated")
 most_steps = process.num_timesteps or 10**6  # a Gaussian diffusion cannot take more steps than it has timesteps
 counts = sorted({min(int(text), most_steps) for text in steps.split(",")})
-guided = loaded.settings(counts[0], "auto", cfg_scale, cfg_interval)
+guided = loaded.settings(counts[0], "auto", config.given.get("cfg_scale"), cfg_interval)
 samples = loaded.samples(guided, seed, autoencoder=autoencoder)
 codec = samples.codec
 if samples.small or codec.undecodable:

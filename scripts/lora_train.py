@@ -23,7 +23,7 @@ from nanodiff.data.codec import check_same_data, load_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
-from nanodiff.diffusion.guidance import choose_guidance, conditioning
+from nanodiff.diffusion.guidance import choose_guidance, conditioning, why_unguided
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.files import load_tensors
@@ -80,7 +80,7 @@ warmdown_ratio = 0.2  # [0, 1]: fraction of the steps; 0 = the rate stays consta
 # Every so many steps; 0 = only at the end, -1 = never
 sample_every = 0  # >= -1: grid of samples
 sample_steps = 25  # >= 1: steps of the sampler
-cfg_scale = 2.0  # >= 0: classifier-free guidance of the samples; 1 = none
+cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 save_every = 0  # >= -1: a file of adapters, and a checkpoint to resume from
 save_epochs = False  # save also after every pass over the data
 log_every = 10  # >= 1: steps between log lines
@@ -148,7 +148,9 @@ bell = t_weighting == "bell" or (t_weighting == "auto" and process.num_timesteps
 timestep_sampler = make_timesteps("bell" if bell else "uniform", process, low=t_min, high=t_max)
 optim = make_optimizer(raw_model, "adamw", lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
 scaler = LossScaler(enabled=compute_dtype == torch.float16)
-guidance = choose_guidance(cfg_scale, "0,1", can_guide=loaded.has_condition and label_drop > 0)
+guidance = choose_guidance(
+    config.given.get("cfg_scale"), "0,1", why_unguided({"label_drop": label_drop}, loaded.has_condition)
+)
 sample_settings = SampleSettings(sample_steps, choose_sampler(process, "auto", sample_steps), *guidance)
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ steps = 0  # >= 0: of the sampler; 0 = 50, of a flow map 4
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
-cfg_scale = 2.0  # >= 0: guidance away from the null class or from a weaker model; 1 = none
+cfg_scale = 2.0  # [0, 100]: guidance away from the null class or from a weaker model; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
 guide_run = ""  # a weaker model to guide away from: tag, folder or file; "" = this run, if one of the next two is given
@@ -98,7 +98,7 @@ if guide_run or guide_step != "newest" or guide_ema:
     guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
-settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)
+settings = loaded.settings(respacing or steps, sampler, config.given.get("cfg_scale"), cfg_interval, **others)
 config |= settings.guidance  # the name and the protocol say what was done
 samples = loaded.samples(settings, seed, classes, low_res, vectors, autoencoder)
 codec, small = samples.codec, samples.small

@@ -26,13 +26,14 @@ import torch.nn.functional as F
 import nanodiff
 from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
+from nanodiff.data.decode import open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import SAMPLERS, make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.low_res import with_hash
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
@@ -48,8 +49,20 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 MOST_IMAGES = 64
 MOST_STEPS = 1000
 MOST_BYTES = 2**23  # of a request: a picture of 6 MB in base64
+MOST_PIXELS = 2**25  # of that picture: small files may hold many
 MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
 FRAME_SIZE = 64  # pixels an image in them
+NUMBER = int | float
+FIELDS = {  # of a request
+    "run": str, "ema": str, "sampler": str, "cfg_interval": str, "from_image": str, "classes": list, "num_images": int,
+    "steps": int, "seed": int, "checkpoint_step": int, "cfg_scale": NUMBER, "strength": NUMBER,
+}  # fmt: skip
+RANGES = {
+    "num_images": (1, MOST_IMAGES),
+    "steps": (1, MOST_STEPS),
+    "seed": (0, 2**53 - 1),  # JavaScript counts no further
+    "strength": (0, 1),
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The runs on offer
@@ -71,7 +84,8 @@ def describe_run(path: Path) -> dict:
     with reading(path, "was trained by another version"):
         config = meta["config"]
         num_classes = meta["model_config"]["num_classes"]
-        is_guided = num_classes > 0 and config["label_drop"] != 0 and not learns_guidance(config)
+        has_condition = num_classes > 0 or meta["model_config"].get("vector_dim", 0) > 0
+        is_guided = not why_unguided(config, has_condition)
         # An adapter has its base's process, known once that is loaded
         samplers = SAMPLERS if "lora" in meta else make_process(config, meta["data"]).samplers
         emas = [*map(str, meta["ema_rates"]), "raw"]
@@ -108,16 +122,25 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
     return loaded, loaded.samples(SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
 
 
-def check_between(name: str, value, least: int, most: int, kinds=int) -> None:
-    if not isinstance(value, kinds) or not least <= value <= most:
-        raise UserError(f"{name}={value!r}; accepted: {least} to {most:,}")
+def check_request(asked: dict) -> None:
+    """Refuse what scripts/sample.py's settings would; classes are checked when the model's are known."""
+    for name, kind in FIELDS.items():
+        if not isinstance(asked.get(name), kind):
+            raise UserError(f"{name} is missing or of another type; accepted: what the page's form sends")
+    for name, (least, most) in RANGES.items():
+        if not least <= asked[name] <= most:  # NaN is not
+            raise UserError(f"{name}={asked[name]!r}; accepted: {least} to {most:,}")
 
 
 def open_given(content: str, strength: float, codec, device) -> GivenImages:
     """What the samples start from: an image file, in base64."""
-    check_between("strength", strength, 0, 1, (int, float))
+    with reading("the picture to start from", "is no image"):
+        data = base64.b64decode(content, validate=True)
+        image = open_image(data)
+    if image.width * image.height > MOST_PIXELS:
+        raise UserError(f"the picture to start from is {image.width}x{image.height}; accepted: {MOST_PIXELS:,} pixels")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "picture.png").write_bytes(base64.b64decode(content))  # Pillow looks at the content
+        Path(folder, "picture.png").write_bytes(data)  # Pillow looks at the content
         try:
             return GivenImages(folder, strength, "", codec, device)
         except UserError as error:
@@ -126,19 +149,20 @@ def open_given(content: str, strength: float, codec, device) -> GivenImages:
 
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
     """Draw what the page's form asked for; send(**event) streams a picture of each step."""
-    check_between("images", asked["num_images"], 1, MOST_IMAGES)
-    check_between("steps", asked["steps"], 1, MOST_STEPS)
-    check_between("seed", asked["seed"], 0, 2**53 - 1)  # JavaScript counts no further
+    check_request(asked)
     start = time.perf_counter()
+    path = runs.get(asked["run"])
+    if not path:
+        raise UserError(f"run={asked['run']!r} is not there any more: load the page anew")
     send(note=f"Loading {asked['run']}")
-    path = runs[asked["run"]]
     step = asked["checkpoint_step"]
     times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
     loaded, samples = load(path, step, asked["ema"], times, device)
     settings = loaded.settings(asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
-    samples = replace(samples, settings=settings, seed=asked["seed"], classes=asked["classes"], not_finite=0)
+    classes = parse_classes(asked["classes"], loaded.class_names)
+    samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
     codec, small = samples.codec, samples.small
-    if "from_image" in asked:
+    if asked["from_image"]:
         samples.given = open_given(asked["from_image"], asked["strength"], codec, device)
         asked["from_image"] = with_hash("a picture", samples.given.images)
     n = asked["num_images"]
@@ -197,12 +221,10 @@ class Handler(LocalHandler):
             self.send_error(404)
 
     def do_POST(self):
-        size = int(self.headers["Content-Length"])
-        if not 0 <= size <= MOST_BYTES:
-            self.send_error(413, f"a request of {size:,} bytes; accepted: up to {MOST_BYTES:,}")
-            return
-        asked = json.loads(self.rfile.read(size))
-        self.stream(functools.partial(self.work, asked))
+        if self.path != "/sample":
+            self.send_error(404)
+        elif (asked := self.read_json(MOST_BYTES)) is not None:
+            self.stream(functools.partial(self.work, asked))
 
     def work(self, asked: dict, send) -> None:
         runs = list_runs(self.server.first_run)

@@ -166,13 +166,17 @@ def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw,
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
         _, labels, protocol = draw(f"--run={run}", *guided)
         out = capsys.readouterr().out
-        assert out.count("not guided: cfg_scale=4 and cfg_interval=0.3,0.7 are ignored") == 1
+        assert out.count("not guided: cfg_scale=4 and cfg_interval=0.3,0.7 are ignored for them, as") == 1
+        assert "as the model has no null class" in out and "learned" not in out
         assert labels.tolist() == classes
         assert (protocol["cfg_scale"], protocol["cfg_interval"], protocol["network_evaluations"]) == (1, "0,1", 5)
         run_script("sample", *TIMELESS, f"--run={run}", "--steps=2", *guided)
         capsys.readouterr()
         (name,) = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
         assert "cfg_scale=1.0" in name and "interval" not in name
+        for asked in ([], ["--cfg_scale=2"]):
+            draw(f"--run={run}", "--num_images=1", *asked)
+            assert ("not guided" in capsys.readouterr().out) == bool(asked)
     raw, _, _ = draw("--run=plain", "--num_images=3", "--ema=raw")
     zero, _, protocol = draw("--run=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
     assert (raw == zero).all() and protocol["cfg_scale"] == 0  # another model can still guide it
@@ -188,6 +192,10 @@ def test_python_draws_what_the_script_draws(draw, run):
     expected, _, _ = draw(f"--run={run}", *args, *(["--classes=ring,3"] if classes else []))
     assert images.dtype == np.uint8 and images.shape == (70, 16, 16, 3)
     assert images.tobytes() == expected.tobytes()
+    with pytest.raises(UserError, match="no setting bogus; accepted: steps, .*, num_images"):
+        nanodiff.load(run, device_type="cpu").sample(bogus=1)
+    with pytest.raises(UserError, match="cfg_scale=1e.38; accepted: 0 to 100"):
+        nanodiff.load(run, device_type="cpu").sample(cfg_scale=1e38)
 
 
 def test_importing_nanodiff_imports_no_torch():

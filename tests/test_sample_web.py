@@ -4,6 +4,7 @@ import base64
 import contextlib
 import http.client
 import json
+import math
 import shutil
 import threading
 
@@ -42,6 +43,7 @@ def request(run_dir, **changes):
     step, ema = offered["weights"][0]
     asked = {name: offered[name] for name in ("cfg_scale", "cfg_interval", "sampler", "steps")}
     asked |= {"run": run_dir.name, "checkpoint_step": step, "ema": ema, "classes": [], "num_images": 16, "seed": 0}
+    asked |= {"from_image": "", "strength": 0.6}
     return asked | changes
 
 
@@ -146,7 +148,14 @@ def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
 def test_mistakes_get_one_line(flow, run_script):
     for name, value, told in (
         ("steps", 0, "1 to 1,000"),
+        ("steps", "9", "steps is missing or"),
         ("seed", 2**53, "seed"),
+        ("cfg_scale", math.nan, "cfg_scale=nan"),
+        ("cfg_scale", 1e38, "0 to 100"),
+        ("classes", [-1], "-1 is unknown"),
+        ("classes", [8], "8 classes"),
+        ("run", "gone", "'gone' is not there"),
+        ("from_image", "no base64!", "picture to start from is no image"),
         ("sampler", "ddim", "euler"),
         ("checkpoint_step", 7, "step 7"),
         ("ema", "0.9", "0.999"),
@@ -168,12 +177,22 @@ def server(flow):
     server.server_close()
 
 
-def post(server, asked, size=None):
+def post(server, content: bytes, size=None, path="/sample"):
     """The answer to a request; `size` is a length that it falsely claims."""
-    client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    content = json.dumps(asked).encode()
-    client.request("POST", "/sample", content, {"Content-Length": str(size or len(content))})
+    host = f"127.0.0.1:{server.server_port}"
+    client = http.client.HTTPConnection(host, timeout=60)
+    client.request("POST", path, content, {"Content-Length": str(size or len(content)), "Origin": f"http://{host}"})
     return client.getresponse()
+
+
+def test_malformed_requests_get_one_line(server, capsys):
+    for size in (MOST_BYTES + 1, -1):
+        assert post(server, b"{}", size).status == 413
+    assert post(server, b"{}", path="/x").status == 404
+    for content, size in ((b"{", None), (b"7", None), (b"null", None), (b"[" * 99_999, None), (b"{}", "two")):
+        assert post(server, content, size).status == 400
+    assert "run is missing" in json.loads(post(server, b"{}").read())["error"]
+    assert capsys.readouterr().err == ""
 
 
 def test_samples_start_from_a_picture(flow, server):
@@ -182,7 +201,8 @@ def test_samples_start_from_a_picture(flow, server):
     image = open_dataset("tiny", "val").images([0])[0]  # (3, 16, 16)
 
     def last(**changes):
-        *_, event = post(server, request(flow, steps=3, num_images=2, **changes)).read().splitlines()
+        asked = request(flow, steps=3, num_images=2, **changes)
+        *_, event = post(server, json.dumps(asked).encode()).read().splitlines()
         return json.loads(event)
 
     given = dict(from_image=base64.b64encode(encode_png(image.transpose(1, 2, 0))).decode())
@@ -195,12 +215,11 @@ def test_samples_start_from_a_picture(flow, server):
     assert (picture(last(**given, strength=0.7)) != plain).any()
     for wrong, told in (
         (dict(from_image="bm8gaW1hZ2U=", strength=1), "no image"),
+        (dict(from_image=base64.b64encode(encode_png(np.zeros((5800, 5800, 1), np.uint8))).decode()), "5800x5800"),
         (given | dict(strength=2), "0 to 1"),
     ):
         error = last(**wrong)["error"]
         assert told in error and "\n" not in error and "/tmp" not in error
-    for size in (MOST_BYTES + 1, -1):
-        assert post(server, {}, size).status == 413
 
 
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")

@@ -32,10 +32,11 @@ def server():
     thread.join()
 
 
-def ask(server, method="GET", host=None):
-    """(client, answer) of a request, of which the body has not been read."""
+def ask(server, method="GET", host=None, origin=None):
+    """(client, answer) of a request, of which the body has not been read. By default a browser's, from our page."""
     client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    client.request(method, "/", headers={"Host": host} if host else {})
+    host = host or f"127.0.0.1:{server.server_port}"
+    client.request(method, "/", headers={"Host": host, "Origin": origin or f"http://{host}"})
     return client, client.getresponse()
 
 
@@ -49,6 +50,18 @@ def test_only_this_machine_and_only_our_names_are_answered(server):
             assert ask(server, method, host)[1].status == 200
         for host in (f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"localhost:{port}.evil.example"):
             assert ask(server, method, host)[1].status == 403
+
+
+def test_only_our_own_page_may_post(server):
+    """Any page on the web can have a browser POST to this machine; the browser says which page it was."""
+    own = f"http://127.0.0.1:{server.server_port}"
+    server.work = lambda send: send(drawn=1)
+    for origin in ("http://evil.example", "null", own + ".evil.example", own.replace("http", "https"), " "):
+        assert ask(server, "POST", origin=origin)[1].status == 403
+    assert ask(server, "POST", origin=own)[1].status == 200
+    client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    client.request("POST", "/")
+    assert client.getresponse().status == 403
 
 
 def test_a_taken_port_is_one_line(server):

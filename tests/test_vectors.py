@@ -16,6 +16,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.sampling.draw import SampleSettings
+from scripts.sample_web import describe_run
 
 TINY = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
@@ -188,6 +189,11 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
     with pytest.raises(UserError, match="another protocol"):
         run_script(*SAMPLE, f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'file'}")
+
+
+def test_the_page_guides_what_the_script_guides(here):
+    offered = describe_run(here / "runs" / "a")
+    assert offered["is_guided"] and offered["cfg_scale"] == 2 and offered["classes"] == []
 
 
 def test_mistakes_are_one_line(here, run_script, tmp_path):

@@ -22,21 +22,32 @@ def learns_guidance(config: dict) -> bool:
     return config.get("objective", "").startswith("flow_map") or config.get("guided_from", 1.0) < 1
 
 
-def choose_guidance(cfg_scale: float, cfg_interval: str, can_guide: bool) -> tuple[float, tuple[float, float]]:
-    """The guidance that samples get: cfg_scale and an interval of t.
+def why_unguided(config: dict, has_condition: bool) -> str:
+    """Why a model with these settings cannot be guided by itself; "" if it can."""
+    if learns_guidance(config):
+        return "the model has learned guidance"  # and would be guided twice
+    if not has_condition or config["label_drop"] == 0:
+        return "the model has no null class to guide away from"
+    return ""
 
-    With neither a null class nor a weaker model (`can_guide`) there is nothing to guide away from, and a model that has
-    learned guidance would be guided twice: both settings are ignored, and that is printed.
+
+def choose_guidance(cfg_scale: float | None, cfg_interval: str, fault: str) -> tuple[float, tuple[float, float]]:
+    """The guidance that samples get: cfg_scale, None for 2 where it can be, and an interval of t.
+
+    `fault`: why the model cannot be guided, if so. Then both settings are ignored, and that is printed if they were
+    asked for.
     """
     low, high = parse_interval(cfg_interval)
-    if can_guide and cfg_scale != 1:
-        return cfg_scale, (low, high)
-    if (cfg_scale, low, high) != (1, 0, 1):
-        why = "the model has no null class to guide away from, or has learned guidance"
-        if can_guide:
-            why = "cfg_scale=1 is no guidance"
-        ignored = f"cfg_scale={cfg_scale:g} and cfg_interval={cfg_interval} are ignored"
-        print0(f"samples are not guided: {ignored} for them, as {why}")
+    scale = 2.0 if cfg_scale is None else cfg_scale
+    if not 0 <= scale <= 100:
+        raise UserError(f"cfg_scale={scale}; accepted: 0 to 100")
+    if scale == 1:
+        fault = fault or "cfg_scale=1 is no guidance"
+    if not fault:
+        return scale, (low, high)
+    if (low, high) != (0, 1) or cfg_scale not in (None, 1):
+        ignored = f"cfg_scale={scale:g} and cfg_interval={cfg_interval} are ignored"
+        print0(f"samples are not guided: {ignored} for them, as {fault}")
     return 1.0, (0.0, 1.0)
 
 

@@ -5,6 +5,7 @@ description); tensors bear our parameter names.
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from nanodiff.common import UserError, base_dir, in_batches, print0
 from nanodiff.conditions import FIELDS, droppable
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
-from nanodiff.diffusion.guidance import choose_guidance, learns_guidance
+from nanodiff.diffusion.guidance import choose_guidance, why_unguided
 from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
 from nanodiff.formats.adapters import apply_adapters
@@ -71,7 +72,7 @@ class Loaded:
     @property
     def can_guide(self) -> bool:
         """Can it predict without its condition, as classifier-free guidance needs, and has not learned it already?"""
-        return self.has_condition and self.config["label_drop"] > 0 and not learns_guidance(self.config)
+        return not why_unguided(self.config, self.has_condition)
 
     @property
     def device(self) -> torch.device:
@@ -83,13 +84,24 @@ class Loaded:
         return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
     def settings(
-        self, steps: int | str = 0, sampler: str = "auto", cfg_scale: float = 2.0, cfg_interval: str = "0,1", **others
+        self,
+        steps: int | str = 0,
+        sampler: str = "auto",
+        cfg_scale: float | None = None,
+        cfg_interval: str = "0,1",
+        **others,
     ) -> SampleSettings:
         """From the settings of scripts/sample.py, resolved for this model; `others` are fields of SampleSettings."""
+        fields = [field.name for field in dataclasses.fields(SampleSettings)]
+        if unknown := others.keys() - fields:
+            accepted = fields + list(inspect.signature(self.sample).parameters)[:-1]
+            raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
         steps = steps or self.process.default_steps
         sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
-        can_guide = self.can_guide or others.get("weak_model") is not None
-        guidance = choose_guidance(cfg_scale, cfg_interval, can_guide)
+        fault = why_unguided(self.config, self.has_condition)
+        if others.get("weak_model") is not None:
+            fault = ""
+        guidance = choose_guidance(cfg_scale, cfg_interval, fault)
         return SampleSettings(steps, sampler, *guidance, **others)
 
     def samples(

@@ -32,7 +32,21 @@ class LocalHandler(BaseHTTPRequestHandler):
         if self.headers["Host"] not in self.server.hosts:
             self.send_error(403, f"foreign Host header; accepted: {', '.join(self.server.hosts)}")
             return False
+        # Any page may also have a browser POST to us; browsers say for which page
+        if self.command == "POST" and self.headers["Origin"] != f"http://{self.headers['Host']}":
+            self.send_error(403, "foreign Origin header; accepted: that of the page which this server shows")
+            return False
         return True
+
+    def read_json(self, most_bytes: int) -> dict | None:
+        """The request's body, an object of JSON; None for one that is malformed or too long, which is answered here."""
+        try:
+            size = int(self.headers["Content-Length"])
+            if 0 <= size <= most_bytes:
+                return dict(json.loads(self.rfile.read(size)))
+            self.send_error(413, f"a request of {size:,} bytes; accepted: up to {most_bytes:,}")
+        except (TypeError, ValueError, RecursionError) as e:
+            self.send_error(400, f"not a Content-Length and as many bytes of a JSON object: {type(e).__name__}")
 
     def reply(self, content: bytes, kind: str, status: int = 200) -> None:
         """A whole answer, or the start of a stream."""
