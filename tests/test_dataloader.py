@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.data.dataloader import DataLoader
+from nanodiff.data.dataloader import DataLoader, shuffled
 
 
 class Memory:
@@ -72,9 +72,6 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batches(counts, world, batch)
 def test_starting_at_a_step_is_as_having_run_to_it():
     assert take([30], 3, 4, 8, start_step=4) == take([30], 7, 4, 8)[4:]
     assert take(BUCKETS, 5, 8, 8, start_step=31) == take(BUCKETS, 36, 8, 8)[31:]
-    first = 1_000_003 * 8  # far away: by the definition of the stream
-    epochs = {e: np.random.default_rng([0, e]).permutation(30) for e in {first // 30, (first + 7) // 30}}
-    assert take([30], 1, 4, 8, start_step=1_000_003) == [[epochs[p // 30][p % 30] for p in range(first, first + 8)]]
     far = 10**9
     assert take(BUCKETS, 2, 8, 8, start_step=far)[1] == take(BUCKETS, 1, 8, 8, start_step=far + 1)[0]
 
@@ -94,13 +91,27 @@ def test_each_image_comes_once_in_an_epoch_but_for_the_batch_carried_over():
     assert len(set(map(tuple, np.array(order[:80]).reshape(8, 10)))) > 1  # the buckets are shuffled
 
 
-def test_only_the_epoch_in_use_is_ever_permuted(monkeypatch):
-    seeds, original = [], np.random.SeedSequence
-    monkeypatch.setattr(np.random, "SeedSequence", lambda key: seeds.append(key[1]) or original(key))
-    loader = DataLoader(Memory(100), 10, 10, 0, 1, 0, start_step=5000, prefetch=1)
-    next(loader)
-    loader.close()
-    assert seeds == [500]
+@given(num=st.integers(1, 3000), key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)))
+@settings(max_examples=30, deadline=None)
+def test_an_order_is_a_bijection_whose_positions_need_not_be_asked_together(num, key):
+    order = shuffled(np.arange(num), num, key)
+    assert sorted(order) == list(range(num))
+    assert [shuffled(np.array([p]), num, key)[0] for p in range(0, num, 97)] == order[::97].tolist()
+    billion = 10**9 + num
+    assert shuffled(np.arange(billion - 9, billion), billion, key).min() >= 0
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 8, 17])
+def test_over_keys_every_image_and_pair_is_equally_frequent_everywhere(num):
+    """Chi-square of (position, image), and of the images of the first two positions."""
+    keys = 4000
+    orders = np.array([shuffled(np.arange(num), num, (seed, seed % 5, 0)) for seed in range(keys)])
+    single = np.stack([np.bincount(orders[:, p], minlength=num) for p in range(num)])
+    pairs = np.bincount(orders[:, 0] * num + orders[:, 1], minlength=num**2)[~np.eye(num, dtype=bool).ravel()]
+    for counts, freedom in ((single, (num - 1) ** 2), (pairs, num * (num - 1) - 1)):
+        expected = counts.sum() / counts.size
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 10
 
 
 def test_more_ranks_than_images_are_refused():

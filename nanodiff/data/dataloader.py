@@ -12,14 +12,38 @@ import torch
 
 from nanodiff.common import UserError
 
+ROUNDS = 8  # of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
+
+
+def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarray:
+    """(n,) positions in [0, num) -> (n,) int64: what stands there in a random order of 0..num-1, set by `key`.
+
+    A bijection that needs no table: a Feistel network, whose rounds exchange the halves of a number's bits, permutes
+    [0, 4^k), the least that holds num; what lands beyond num goes through it again until it does not.
+    """
+    half = np.uint64(max(1, (int(num - 1).bit_length() + 1) // 2))
+    low = np.uint64(2 ** int(half) - 1)
+    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+    found = np.array(positions, np.uint64)
+    beyond = np.arange(len(found))
+    while len(beyond):
+        left, right = found[beyond] >> half, found[beyond] & low
+        for k in keys:
+            mixed = (right ^ k) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ mixed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+            left, right = right, left ^ (mixed >> np.uint64(32) & low)
+        found[beyond] = left << half | right
+        beyond = beyond[found[beyond] >= num]
+    return found.astype(np.int64)
+
 
 class DataLoader:
     """`images, labels, vectors = next(loader)`: (B, C, H, W) as stored, (B,) int64, and (B, D) or (B, L, D) fp32 or
     None; on `device`, B = device_batch_size.
 
-    Position p of the stream is image perm[p % n] of epoch p // n; perm depends on (seed, epoch) only. Step s takes
+    Position p of the stream is image p % n of epoch p // n, shuffled by (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
-    on. So the images of a step depend neither on `world` nor on B, and starting at any step costs one permutation.
+    on. So the images of a step depend neither on `world` nor on B, and any step can be the first.
     A set in buckets has one such stream per bucket, and a step takes its images from one of them: see `bucket`.
     `.data_wait`: seconds that the last next() waited.
     """
@@ -36,7 +60,7 @@ class DataLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._permutation = functools.lru_cache(len(dataset.buckets) + 2)(self._permutation)
+        self._batches = functools.lru_cache(2)(self._batches)
         self._queue = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
@@ -68,11 +92,10 @@ class DataLoader:
         first = step * self.total_batch_size + first_row
         positions = np.arange(first, first + self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
-        shuffled = []
-        for epoch in np.unique(epochs):
-            permutation = self._permutation(number, epoch, len(bucket))
-            shuffled.append(permutation[offsets[epochs == epoch]])
-        return bucket.start + np.concatenate(shuffled)
+        parts = [
+            shuffled(offsets[epochs == epoch], len(bucket), self._key(epoch, number)) for epoch in np.unique(epochs)
+        ]
+        return bucket.start + np.concatenate(parts)
 
     def bucket(self, step: int) -> tuple[int, int]:
         """Number of the bucket that step `step` draws from, and how many earlier steps drew from it.
@@ -84,20 +107,25 @@ class DataLoader:
         if len(counts) == 1:
             return 0, step
         epoch = step * self.total_batch_size // len(self.dataset)  # this one or, by carry-over, a later one
-        while (done := (epoch + 1) * counts // self.total_batch_size).sum() <= step:
+        while ((epoch + 1) * counts // self.total_batch_size).sum() <= step:
             epoch += 1
         before = epoch * counts // self.total_batch_size
-        order = np.repeat(np.arange(len(counts)), done - before)
-        order = order[self._permutation(len(counts), epoch, len(order))]
+        order = self._batches(epoch)
         place = step - before.sum()
         number = order[place]
         earlier = before[number] + np.sum(order[:place] == number)
         return int(number), int(earlier)
 
-    def _permutation(self, bucket: int, epoch: int, num: int) -> np.ndarray:
-        """Permutes `num` elements: a bucket's images or, past the last bucket, an epoch's batches."""
-        entropy = np.random.SeedSequence([self.seed % 2**64, int(epoch), bucket])
-        return np.random.Generator(np.random.PCG64(entropy)).permutation(num)
+    def _batches(self, epoch: int) -> np.ndarray:
+        """The bucket of each batch of an epoch."""
+        counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
+        ends = np.arange(epoch, epoch + 2)[:, None] * counts // self.total_batch_size
+        order = np.repeat(np.arange(len(counts)), ends[1] - ends[0])
+        return order[shuffled(np.arange(len(order)), len(order), self._key(epoch, len(counts)))]
+
+    def _key(self, epoch: int, bucket: int) -> tuple[int, ...]:
+        """Sets the order of a bucket's images or, past the last bucket, of an epoch's batches."""
+        return self.seed % 2**64, int(epoch), bucket
 
     def _read(self, indices: np.ndarray) -> list[torch.Tensor | None]:
         """Images, labels and vectors on the CPU."""
