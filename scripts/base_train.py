@@ -486,7 +486,7 @@ while True:
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
-    # A NaN ends the run here, before the update, with an error that names step, rank and parameter; weights and newest
+    # A NaN ends the run here, before the update, with an error that names step and parameter; weights and newest
     # checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()

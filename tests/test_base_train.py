@@ -266,7 +266,7 @@ def overflow_once():
 
 @pytest.mark.slow
 def test_an_overflow_on_one_rank_of_two(tiny):
-    """In fp16 both ranks skip the step and go on alike; in fp32 the run ends, and says where it happened."""
+    """In fp16 both ranks skip the step and go on alike; in fp32 the run ends, and says in which parameter."""
     args = (*TINY, "--num_iterations=8", "--eval_every=-1", "--warmup_ratio=0", "--device_batch_size=8")
     two = dict(ranks=2, before=overflow_once)
     more = ("--dtype=float16", "--save_every=1", "--checkpoints_kept=-1")
@@ -281,7 +281,7 @@ def test_an_overflow_on_one_rank_of_two(tiny):
 
     done = run_process("base_train", *args, "--model_tag=b", "--save_every=1", check=False, **two)
     assert done.returncode != 0 and "step 5: loss" in done.stderr
-    assert "gradient not finite (rank 1: 100% of " in done.stderr and "rank 0:" not in done.stderr
+    assert "gradient not finite (100% of " in done.stderr
     assert weights(tiny, "b", 5)["model.pt"]["final.linear.weight"].isfinite().all()
 
 

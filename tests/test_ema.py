@@ -21,7 +21,7 @@ def test_a_jump_decays_as_the_product_of_the_rates(ramp):
     """Weights 0, then 1; the ramp's rate of step s is min(rate, (1 + s) / (10 + s))."""
     model = Vector(0.0)
     left = {0.5: 1.0, 0.95: 1.0, 0.9999: 1.0}
-    ema = EMA(model, make_optimizer(model), "0.5,0.95,0.9999", ramp)
+    ema = EMA(model, make_optimizer(model, "adamw"), "0.5,0.95,0.9999", ramp)
     model.w.data.fill_(1.0)
     for s in range(1, 301):
         ema.update(s)
@@ -42,7 +42,7 @@ def randomize(model, seed):
 
 def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
     model = random_model().to(memory_format=torch.channels_last)
-    ema = EMA(model, make_optimizer(model), "0.9,0.99", ramp=False)
+    ema = EMA(model, make_optimizer(model, "adamw"), "0.9,0.99", ramp=False)
     randomize(model, 1)
     ema.update(1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -60,7 +60,7 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
 
 def test_state_round_trip_continues_the_same(tmp_path):
     model = random_model()
-    optim = make_optimizer(model)
+    optim = make_optimizer(model, "adamw")
     ema = EMA(model, optim, "0.9,0.999")
     for step in (1, 2):
         randomize(model, step)
@@ -79,7 +79,7 @@ def test_state_round_trip_continues_the_same(tmp_path):
 def test_rates():
     assert parse_rates("0.999, 0.9999") == (0.999, 0.9999) and parse_rates("") == ()
     model = Vector(1.0)
-    ema = EMA(model, make_optimizer(model), "")
+    ema = EMA(model, make_optimizer(model, "adamw"), "")
     ema.update(1)
     with ema.applied(model):
         assert model.w[0] == 1 and not model.training

@@ -44,7 +44,7 @@ class Block(nn.Module):
 class Toy(nn.Module):
     def __init__(self, seed=0):
         super().__init__()
-        self.patch, self.table = nn.Linear(6, 16), nn.Embedding(5, 16)
+        self.patch_embed, self.y_embed = nn.Linear(6, 16), nn.Embedding(5, 16)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.gain, self.final = nn.Parameter(torch.ones(())), nn.Linear(16, 5)
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
@@ -53,7 +53,7 @@ class Toy(nn.Module):
             nn.init.normal_(p, std=0.3, generator=generator)
 
     def loss(self, x, y):
-        h = self.patch(x) + self.table(y)
+        h = self.patch_embed(x) + self.y_embed(y)
         for block in self.blocks:
             h = block(h)
         return (self.final(self.gain * h) ** 2).mean()
@@ -190,10 +190,11 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor():
     for step in range(3):
         before = params(model)
         randomize_grads(model, seed=step)
+        grads = {name: p.grad.double().flatten(1).numpy() for name, p in weights.items()}
         opt.sync_grads()
         opt.step()
         for name, p in weights.items():
-            g = p.grad.double().numpy().reshape(p.shape[0], -1)
+            g = grads[name]
             mu = 0.85 + 0.1 * step / 300
             momentum[name] = mu * momentum[name] + (1 - mu) * g
             polar = polar_factor(mu * momentum[name] + (1 - mu) * g)
@@ -267,16 +268,32 @@ def test_missing_gradients_are_zero():
     model, reference = Toy(), Toy()
     opts = make_optimizer(model), make_optimizer(reference)
     randomize_grads(model, reference)
-    for name in ("blocks.1.qkv.weight", "patch.bias", "table.weight"):
+    for name in ("blocks.1.qkv.weight", "patch_embed.bias", "y_embed.weight"):
         model.get_parameter(name).grad = None
         reference.get_parameter(name).grad.zero_()
     assert opts[0].sync_grads() == opts[1].sync_grads()
+    assert all(p.grad is None for p in model.parameters() if p.requires_grad)  # each is freed once it is in the buffer
     for opt in opts:
         opt.step()
     assert largest_difference(params(model), params(reference)) == 0
     assert torch.equal(model.blocks[1].qkv.weight, Toy().blocks[1].qkv.weight)
     opts[0].zero_grad()
     assert opts[0].sync_grads() == (0.0, False)
+    model.final.weight.grad = torch.full_like(model.final.weight, math.inf)
+    model.final.weight.grad[0] = 1.0
+    opts[0].sync_grads()
+    assert opts[0].not_finite() == "80% of final.weight"
+
+
+def test_what_no_rule_knows_is_refused_by_name():
+    """Else a new optimizer would be AdamW, and Muon would leave a new backbone's matrices to it, without a word."""
+    with pytest.raises(UserError, match="optimizer='lion'; accepted: muon, adamw"):
+        make_optimizer(Toy(), "lion")
+    model = Toy()
+    model.trunk = nn.Linear(4, 4)
+    make_optimizer(model, "adamw")
+    with pytest.raises(UserError, match=r"muon: trunk\.weight is in neither"):
+        make_optimizer(model)
 
 
 def test_a_model_that_left_the_buffer_is_noticed():
@@ -365,7 +382,7 @@ def two_ranks(folder):
     for kind in ("none", "inf", "nan"):
         randomize_grads(model)
         if rank == 1:
-            model.blocks[1].fc1.weight.grad = model.patch.bias.grad = None
+            model.blocks[1].fc1.weight.grad = model.patch_embed.bias.grad = None
             if kind != "none":
                 model.final.bias.grad[2] = float(kind)
         stop = {"none": False, "inf": rank == 1, "nan": True}[kind]
@@ -445,7 +462,7 @@ def test_gradients_that_are_missing_or_not_finite_on_one_rank(ranks):
     model = Toy()
     opt = make_optimizer(model, **OPTIONS)
     randomize_grads(model)
-    for p in (model.blocks[1].fc1.weight, model.patch.bias):
+    for p in (model.blocks[1].fc1.weight, model.patch_embed.bias):
         p.grad /= 2
     norm, _ = opt.sync_grads()
     opt.step()

@@ -178,6 +178,8 @@ class Bucket:
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
+        for p in self.params:
+            p.grad = None  # 4 bytes a parameter, while backward computes the next
         if self.world == 1:
             self.grad = full
             return
@@ -360,18 +362,13 @@ class Optimizer:
     @collective("the gathering of non-finite gradients")
     @torch.no_grad()
     def not_finite(self) -> str:
-        """Each rank's parameter with the largest share of bad gradients, in words; a collective."""
+        """The parameter with the largest share of bad gradients, summed over ranks, in words; a collective."""
         worst = (0.0, "")
         for bucket in self.buckets:
-            for name, p in zip(bucket.names, bucket.params):
-                if p.grad is not None:
-                    share = 1 - float(p.grad.isfinite().float().mean())
-                    worst = max(worst, (share, name))
-        every = [worst] * self.world
-        if self.world > 1:
-            dist.all_gather_object(every, worst)
-        found = [f"rank {rank}: {share:.0%} of {name}" for rank, (share, name) in enumerate(every) if share > 0]
-        return ", ".join(found) or "finite on each rank, not their sum"
+            bad = bucket.gathered(1 - bucket.grad.isfinite().float())
+            worst = max(worst, *((float(part.mean()), name) for name, part in zip(bucket.names, bucket.views(bad))))
+        share, name = worst
+        return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
 
     @collective("the all-gather of the optimizer's state")
     @torch.no_grad()
@@ -401,6 +398,7 @@ class Optimizer:
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
 NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, needs no Muon
+ENDS = r"\w+_emb(ed)?\.|vector_|final\.|out\."  # embeddings and last layers
 
 
 def make_optimizer(
@@ -420,6 +418,8 @@ def make_optimizer(
     dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
     `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     """
+    if optimizer not in STATE:
+        raise UserError(f"optimizer={optimizer!r}; accepted: {', '.join(STATE)}")
     matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
     vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
     muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
@@ -430,7 +430,10 @@ def make_optimizer(
         if not p.requires_grad:
             continue
         assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
-        is_muon = optimizer == "muon" and name.startswith(BLOCKS) and not re.match(NOT_MUON, name)
+        in_block = name.startswith(BLOCKS)
+        if optimizer == "muon" and p.ndim > 1 and not in_block and not re.match(ENDS, name):
+            raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
+        is_muon = optimizer == "muon" and in_block and not re.match(NOT_MUON, name)
         if p.ndim < 2:
             group = vectors
         else:
