@@ -1,6 +1,7 @@
 """The house: arrows go one way, run time needs four packages, and README shows the loop as it is."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -84,6 +85,19 @@ def test_the_readme_shows_the_loop_as_it_is():
     rest = iter(script)
     assert len(shown) >= 15
     assert [line for line in shown if line not in rest] == []  # `in` moves the iterator on: the order counts
+
+
+def test_links_between_pages_resolve():
+    """Of README and runs/*.md: the file is there, and so is the heading or the anchor behind the "#"."""
+    for page in [ROOT / "README.md", *ROOT.glob("runs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            file, _, anchor = target.partition("#")
+            file = page.parent / file if file else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (?:<.*>)?(.*)", file.read_text(), re.M)
+                anchors = {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+                assert anchor in anchors or f'<a id="{anchor}">' in file.read_text(), f"{page.name}: {target}"
 
 
 def test_a_script_also_runs_as_a_file(tmp_path):
