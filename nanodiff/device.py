@@ -98,6 +98,19 @@ def autocast_to(device: torch.device, dtype: torch.dtype):
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
+@contextlib.contextmanager
+def full_float32(device: torch.device):
+    """No autocast, and no TF32 on CUDA: TF32 would change a judge's features by a thousandth."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
 def why_not_compiled(device: torch.device) -> str:
     """Why torch.compile does not work here, or "" if it does."""
     if device.type == "mps":

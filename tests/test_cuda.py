@@ -20,6 +20,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compile_model
 from nanodiff.models.dit import DiTConfig
+from nanodiff.training import resume
 from nanodiff.training.checkpoint import Saver, find_checkpoint
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -201,23 +202,25 @@ def test_nothing_is_compiled_twice(device, base, run_script, monkeypatch):
 
 def test_an_overflow_in_fp16_skips_the_step(device, base, run_script, monkeypatch):
     make_data()
-    monkeypatch.setattr(LossScaler.__init__, "__defaults__", (40.0,))  # 2^40
+    monkeypatch.setattr(
+        LossScaler, "__init__", lambda self, enabled: vars(self).update(enabled=enabled, lg_loss_scale=40.0)
+    )
     args = ("--dtype=float16", "--compile=False", f"--device_type={device.type}", "--eval_every=-1")
     done = run_script("base_train", *TINY, *args, "--num_iterations=30", "--sample_every=-1")
     assert 0 < done["optim"].steps < 30 and done["scaler"].lg_loss_scale < 40  # it skipped some, then it learned
     assert all(p.isfinite().all() for p in done["raw_model"].parameters())
 
 
-def test_the_largest_batch_that_fits(device):
+def test_the_largest_batch_that_fits(device, monkeypatch):
     model = build(device)
     optim = make_optimizer(model)
     limit = 8
     if device.type == "cuda":
         limit = 2**20
-        torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(device).total_memory)
+        monkeypatch.setattr(resume, "MEMORY_TRIED", 2**31 / torch.cuda.get_device_properties(device).total_memory)
     found = largest_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), optim, limit)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0)
         assert 8 <= found < limit and limit % found == 0 and torch.cuda.memory_allocated() < 2**28
+        torch.empty(2**32, dtype=torch.uint8, device=device)  # training has all of the memory
     else:
         assert found == limit

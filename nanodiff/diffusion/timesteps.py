@@ -67,6 +67,7 @@ class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
     Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
+    On a GPU nothing here waits for it: losses are read when next asked for, by when the step must have waited once.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
@@ -75,9 +76,11 @@ class LossSecondMoment(Timesteps):
         T = process.num_timesteps
         self.register_buffer("history", torch.zeros(T, history, dtype=torch.float64))  # on the CPU; rows are rings
         self.register_buffer("seen", torch.zeros(T, dtype=torch.int64))  # losses ever seen at each t
+        self.unread = torch.zeros(2, 0)  # the last update's t and losses
 
     def probabilities(self) -> torch.Tensor:
         """p_t (T,) in float64, summing to 1."""
+        self.read()
         T, length = self.history.shape
         if (self.seen < length).any():
             return torch.full((T,), 1 / T, dtype=torch.float64)
@@ -86,10 +89,10 @@ class LossSecondMoment(Timesteps):
 
     def from_history(self, u, process):
         p = self.probabilities()
-        t = torch.searchsorted(p.cumsum(0), u.cpu().double(), right=True)  # the inverse CDF
-        t = t.clamp(max=len(p) - 1)
-        weight = 1 / (len(p) * p[t])  # keeps the mean loss unbiased
-        return t.to(u.device), weight.to(u.device, torch.float32)
+        weights = 1 / (len(p) * p)  # keep the mean loss unbiased
+        cdf, weights = torch.stack([p.cumsum(0), weights]).float().to(u.device, non_blocking=True)
+        t = torch.searchsorted(cdf, u, right=True).clamp(max=len(p) - 1)  # the inverse CDF
+        return t, weights[t]
 
     @collective("the gathering of losses by timestep")
     @torch.no_grad()
@@ -99,12 +102,21 @@ class LossSecondMoment(Timesteps):
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)
             pairs = torch.cat(gathered, dim=1)
+        self.read()
+        self.unread = pairs.to("cpu", non_blocking=True)
+
+    def read(self) -> None:
         history = self.history.numpy()  # views, whose items are cheap to set
         seen = self.seen.numpy()
-        for t, loss in pairs.T.tolist():
+        for t, loss in self.unread.T.tolist():
             row = int(t)
             history[row, seen[row] % history.shape[1]] = loss
             seen[row] += 1
+        self.unread = self.unread[:, :0]
+
+    def state_dict(self) -> dict:
+        self.read()
+        return super().state_dict()
 
 
 FOR_BOTH = {"uniform": uniform, "bell": bell}

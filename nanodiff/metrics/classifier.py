@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nanodiff.common import Progress, UserError, from_first_rank, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
-from nanodiff.device import choose_dtype
+from nanodiff.device import choose_dtype, full_float32
 from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
 from nanodiff.safetensors import load_safetensors, save_safetensors
@@ -60,7 +60,7 @@ class Classifier(nn.Module):
     def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward` for any tensor or array; float32 on the CPU."""
         device = self.head.weight.device
-        with torch.autocast(device.type, enabled=False):  # the caller may be sampling under autocast
+        with full_float32(device):  # the caller may be sampling under autocast
             found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
         features, logits = zip(*found)
         return torch.cat(features).cpu(), torch.cat(logits).cpu()

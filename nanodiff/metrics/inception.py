@@ -4,7 +4,6 @@ It differs from torchvision's: 1008 outputs, average pools without the padding, 
 TensorFlow 1's resize. With other weights or another resize, figures are not comparable with published ones.
 """
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, base_dir, from_first_rank, get_dist
+from nanodiff.device import full_float32
 from nanodiff.files import download, load_tensors, sha256_of
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
@@ -85,19 +85,6 @@ def resize(x: torch.Tensor, size: int) -> torch.Tensor:
     x = along_rows(x)  # (N, C, H, size)
     x = along_rows(x.transpose(2, 3))  # (N, C, size, size)
     return x.transpose(2, 3)
-
-
-@contextmanager
-def full_float32(device: torch.device):
-    """No autocast, and no TF32 on CUDA: TF32 would change the features by a thousandth."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
 class Conv(nn.Module):  # with batch normalisation and ReLU

@@ -112,6 +112,9 @@ def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -
     return found
 
 
+MEMORY_TRIED = 0.95  # of a GPU's
+
+
 def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
     """The largest divisor of `limit`, a rank's share of the step, that fits into memory on every rank.
 
@@ -129,6 +132,8 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
             loss = process.losses(model, x0, t, x0, **cond)["loss"]
         loss.mean().backward()
 
+    if device.type == "cuda":  # a margin for what is not tried here: gradients in exchange, the optimizer's temporaries
+        torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED, device)
     fits = 0
     for n in [n for n in range(1, limit + 1) if limit % n == 0]:
         try:
@@ -143,8 +148,9 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
         if refused:
             break
         fits = n
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
     if dist.is_initialized():
         least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with collective("the agreement on device_batch_size"):
