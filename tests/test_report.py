@@ -194,6 +194,18 @@ def test_a_long_run_with_many_grids_stays_small(base):
     assert max(zip(raw["y"], raw["x"])) == (1e6, 50_005)  # a spike of a single step
 
 
+def test_what_a_long_log_leaves_out_is_said(base, monkeypatch):
+    """Lines of training are thinned; evaluations and the end are all there."""
+    folder = fake_run(base, lines=400)
+    before = report(folder)
+    monkeypatch.setattr("nanodiff.web.report.READ_BYTES", (folder / "metrics.jsonl").stat().st_size // 9)
+    page = report(folder)
+    assert "one line of training in 10 read" in page.text and "one line" not in before.text
+    curves = {curve["label"]: curve for curve in page.charts["Loss"]["curves"]}
+    assert 40 <= len(curves["train/loss"]["x"]) <= 45 and curves["train/loss"]["x"][-1] == 4000
+    assert curves["val/loss"]["x"] == [*range(100, 4001, 100)]
+
+
 @pytest.mark.parametrize("metrics", ['{"step": 10, "val/loss": 1, "val/x": NaN}\n{"step": 20, "val/lo', None])
 def test_what_is_torn_not_finite_or_missing_is_left_out(base, metrics):
     folder = fake_run(base, grids=0)
@@ -214,12 +226,19 @@ def test_smoothing_is_an_average_of_the_past():
 def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script, capsys):
     a = fake_run(base, "a", lines=20)
     b = fake_run(base, "b", lines=40, batch=16)
+    facts = json.loads((b / "config.json").read_text())
+    facts["changes"] = [{"step": 10, "config": {"lr": 0.5}, "num_iterations": 300}]
+    facts["changes"].append({"step": 20, "config": {"lr": 0.25}, "num_iterations": 400})
+    facts["config"]["lr"] = 0.125
+    (b / "config.json").write_text(json.dumps(facts))
     path = run_script("report", "a", b)["path"]
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
     is_offline(page)
     differing = page.source.split("What differs")[1].split("<details>")[0]
     assert "total_batch_size" in differing and "resolution" not in differing
+    # settings as the run ended with them
+    assert "0.25 from step 20" in differing and "400 from step 20" in differing and "0.125" not in differing
     losses = page.charts["train/loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
     assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     run_script("report", "a", "b", f"--out={base / 'page.html'}")

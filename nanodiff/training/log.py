@@ -157,6 +157,7 @@ def record(path: Path, described: dict, step: int) -> None:
     changed = {key: value for key, value in config.items() if known.get(key) != value and key != "resume"}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
+        change["environment"] = {"command": described["environment"]["command"]}
         past["changes"] = [*changes, change]
     write_atomic(path, json.dumps(past, indent=1).encode())
 

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -20,6 +21,7 @@ import numpy as np
 from nanodiff.common import UserError, brief, print0
 from nanodiff.files import write_atomic
 
+READ_BYTES = 2**24  # of metrics.jsonl, 30,000 lines; of a longer file not every line is parsed
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, q0 next to the images"
@@ -44,6 +46,7 @@ class Run:
     facts: dict  # config.json
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
+    every: int  # one line of training in so many was read
 
     @property
     def name(self) -> str:
@@ -55,18 +58,32 @@ def read_run(folder: Path, over_images: bool) -> Run:
     if not config.is_file():
         raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
     facts = json.loads(config.read_text())
-    logged = {}
+    logged, every = {}, 1
     metrics = folder / "metrics.jsonl"
-    for text in metrics.read_text().splitlines() if metrics.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:  # a killed process leaves its last line torn
-            continue
-        for key, value in line.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                logged.setdefault(key, {})[line["step"]] = value
+    if metrics.exists():
+        every += metrics.stat().st_size // READ_BYTES
+        for text in read_lines(metrics, every):
+            try:
+                line = json.loads(text)
+            except ValueError:  # a killed process leaves its last line torn
+                continue
+            for key, value in line.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    logged.setdefault(key, {})[line["step"]] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
-    return Run(folder.resolve(), facts, logged, per_step)
+    return Run(folder.resolve(), facts, logged, per_step, every)
+
+
+def read_lines(path: Path, every: int) -> Iterator[bytes]:
+    """Of the lines about training one in `every`, and the last; all others. Parsing takes longer than reading."""
+    skipped = b""
+    with open(path, "rb") as file:
+        for i, line in enumerate(file):
+            if i % every == 0 or b'"train/loss"' not in line:
+                yield line
+            else:
+                skipped = line
+    yield skipped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,7 +242,8 @@ def progress(run: Run) -> str:
     latest = [run.facts, *run.facts.get("changes", [])][-1]
     step = max(run.logged.get("step", [0]))
     total = latest["num_iterations"]
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}</p>"
+    thinned = f", with one line of training in {run.every:,} read" if run.every > 1 else ""
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}{thinned}</p>"
 
 
 def evaluation(path: Path, run: Run) -> str:
@@ -250,13 +268,22 @@ def evaluation(path: Path, run: Run) -> str:
 <details><summary>Protocol</summary>{table([], [protocol])}</details>"""
 
 
+def latest_facts(run: Run) -> dict:
+    """config.json as one level; what a resumed run changed as it is now, with the step from which it holds."""
+    facts = flat({key: value for key, value in run.facts.items() if key not in ("changed_from", "changes")})
+    known = dict(facts)
+    for change in run.facts.get("changes", []):
+        for key, value in flat(change).items():
+            if key != "step" and known.get(key) != value:
+                known[key] = value
+                facts[key] = f"{value} from step {change['step']:,}"
+    return facts
+
+
 def settings(runs: list[Run]) -> str:
     """Settings that differ between runs or from the defaults; then all of config.json."""
     names = [run.name for run in runs]
-    facts = []
-    for run in runs:
-        kept = {key: value for key, value in run.facts.items() if key not in ("changed_from", "changes")}
-        facts.append(flat(kept))
+    facts = [latest_facts(run) for run in runs]
     differing = table(names, facts, differing=True)
     if len(runs) == 1:
         config = runs[0].facts["config"]
