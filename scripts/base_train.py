@@ -33,7 +33,7 @@ from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_gen
 from nanodiff.conditions import droppable
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import open_dataset
+from nanodiff.data.dataset import Verifier, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
@@ -366,6 +366,7 @@ stopping = False  # the same on all ranks, unlike stop.received
 meter = Meter(process, device, progress)
 saved_step = start_step if checkpoint else -1
 saver = Saver()
+verifier = Verifier(train_set)  # hashes the set in a thread during the first steps
 # Randomness. The numbers of step s, for the whole batch of all ranks, come from generators seeded by (seed, s), and
 # where each rank draws only its own rows by (seed, s, stream, number of a block of rows). So, up to the order of
 # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size, and the same command
@@ -373,6 +374,7 @@ saver = Saver()
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
+    verifier.check()  # a damaged file of the set ends the run before it is saved
     # Save before the slow evaluations, so that a crash there loses nothing
     if (due(save_every) or (stopping and save_every >= 0)) and step != saved_step:
         optim_state, averages = optim.state_dict(), ema.state_dict()  # gathered over ranks: all take part

@@ -42,7 +42,7 @@ if not data or not autoencoder:
 rank, _, world = get_dist()
 device = init_device(device_type)
 source = open_dataset(data)
-splits = {split: open_dataset(data, split) for split in source.meta["splits"]}
+splits = {split: source if split == source.split else open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
 path = set_path(name or f"{source.path.name}_{encoder.name}")

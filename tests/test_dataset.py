@@ -2,12 +2,13 @@
 
 import errno
 import os
+import resource
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import on_ranks
+from processes import FORK, on_ranks, run_process
 
 from nanodiff import files
 from nanodiff.common import UserError
@@ -109,7 +110,17 @@ DAMAGE = {
     "later format": lambda p: (p / "meta.json").write_text('{"format": 99}'),
     "file missing": lambda p: (p / "train_labels.npy").unlink(),
     "truncated": lambda p: os.truncate(p / "train_images_000.npy", 1000),
+    "a key missing": lambda p: replace(p / "meta.json", b'"num_images"', b'"number"'),
+    "too few images": lambda p: replace(p / "meta.json", b'"num_images": 40', b'"num_images": 39'),
+    "a label that is no class": lambda p: replace(p / "train_labels.npy", bytes(7), bytes(6) + b"\1"),
+    "a label fewer": lambda p: replace(p / "train_labels.npy", b"(40,)", b"(39,)"),
 }
+
+
+def replace(path, old, new):
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
 
 
 @pytest.mark.parametrize("what", DAMAGE)
@@ -119,6 +130,33 @@ def test_damage_is_found_on_opening(what):
     with pytest.raises(UserError) as error:
         open_dataset("toy")
     assert "toy" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_shard_is_checked_when_it_is_first_used(base):
+    replace(write() / "train_images_000.npy", b"(40, 3", b"(39, 3")
+    data = open_dataset("toy")
+    with pytest.raises(UserError, match=r"train_images_000\.npy is damaged: it has 39 rows, meta.json says 40"):
+        data.images([0])
+    write(overwrite=True)
+    data = open_dataset("toy")
+    write(overwrite=True)
+    with pytest.raises(UserError, match="toy was made anew while it was in use"):
+        data.images([0])
+
+
+def test_more_shards_than_open_files(base, monkeypatch):
+    monkeypatch.setattr(dataset, "MAX_SHARD_BYTES", 128 + 48)
+    images = RNG.integers(0, 256, (200, 3, 4, 4), np.uint8)
+    with DatasetWriter("many") as writer:
+        writer.append("train", images)
+    assert len(list(writer.path.glob("*.npy"))) == 200
+
+    def read_all():
+        data, order = open_dataset("many"), RNG.permutation(200)
+        assert (data.images(order) == images[order]).all()
+
+    run_process(read_all, before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)), context=FORK)
+    run_process(read_all, before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1024)), context=FORK)
 
 
 def test_verify_finds_one_flipped_bit_in_any_file():

@@ -16,6 +16,7 @@ from processes import Started, free_port, run_process
 from tiny_runs import assert_identical, make_autoencoder, make_data, metrics, weights
 
 from nanodiff import common
+from nanodiff.common import UserError
 
 TRAIN = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=60 --log_every=1 --eval_every=-1 "
@@ -55,6 +56,17 @@ def test_kills_lose_nothing(base, run_script):
     assert lines == expected_lines and [step for step, *_ in lines] == [*range(1, 61)]  # none twice, none missing
     assert_identical(weights, expected_weights)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000058", "step_000060"]  # nothing half done
+
+
+def test_a_damaged_shard_ends_the_run_before_it_is_saved(base, run_script):
+    make_data()
+    shard = base / "data" / "tiny" / "train_images_000.npy"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match=r"train_images_000\.npy is damaged: its SHA-256 is"):
+        run_script("base_train", *TRAIN, "--model_tag=damaged", "--save_every=30")
+    assert not (base / "runs" / "damaged" / "checkpoints").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

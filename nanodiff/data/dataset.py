@@ -11,19 +11,24 @@ A set in aspect buckets has shards of several sizes (meta.json: the size of each
 `resolution` is then the side of a square of about the same area.
 """
 
+import contextlib
 import copy
+import functools
 import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import tempfile
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, in_batches
+from nanodiff.common import UserError, base_dir, get_dist, in_batches
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
@@ -31,6 +36,7 @@ FORMAT = 1
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
 MAX_SHARD_BYTES = 2**27  # a writer holds a shard of each split in memory
+MAX_FILES = 10_240  # open at a time: what macOS grants; a shard in use is one of them
 
 
 def data_dir() -> Path:
@@ -65,6 +71,11 @@ class Dataset:
             self.meta = json.loads((path / "meta.json").read_bytes())
             if self.meta["format"] != FORMAT:
                 raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
+            self._open()
+
+    def _open(self) -> None:
+        """Check what costs nothing; map labels and vectors now, shards on first use."""
+        path, split = self.path, self.split
         self.class_names = self.meta["class_names"]
         self.num_classes = len(self.class_names)
         self.channels = self.meta["channels"]
@@ -79,24 +90,44 @@ class Dataset:
         self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
         self.num_images = part["num_images"]
         self.buckets = {}
-        self._shards = []
+        shards = part["shards"]
         end = 0
-        for entry in part["shards"]:
+        for entry in shards:
             size = tuple(entry.get("size", (self.resolution, self.resolution)))
             start = self.buckets[size].start if size in self.buckets else end
             end += entry["num_images"]
             self.buckets[size] = range(start, end)
-            self._shards.append(open_npy(path / entry["file"]))
-        self._ends = np.cumsum([len(shard) for shard in self._shards])  # (shards,) index after the last image
-        self._labels = np.zeros(self.num_images, np.int64)
+        if end != self.num_images:
+            raise UserError(f"{path}/meta.json is damaged: {end:,} images in shards of {split}, {len(self):,} in all")
+        for entry in files_of(part):
+            with reading(path / entry["file"]):
+                found = (path / entry["file"]).stat().st_size
+            if found != entry["bytes"]:
+                wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
+                raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
+        self._ends = np.cumsum([entry["num_images"] for entry in shards])  # (shards,) index after the last image
+        folder = path.stat().st_ino
+
+        def open_shard(k: int) -> np.ndarray:
+            shard = open_npy(path / shards[k]["file"], shards[k]["num_images"])
+            if path.stat().st_ino != folder:
+                raise UserError(f"{path} was made anew while it was in use")
+            return shard
+
+        self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(open_shard)
+        self._labels = None
+        self._numbers = np.arange(max(1, self.num_classes))  # label k of the set is _numbers[k] here
         if self.num_classes:
-            self._labels = np.array(open_npy(path / part["labels"]["file"]))
+            file = path / part["labels"]["file"]
+            self._labels = open_npy(file, len(self))
+            if not 0 <= self._labels.min() <= self._labels.max() < self.num_classes:
+                raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
         self.vector_dim = self.vector_len = 0
         if "vectors" in self.meta:
             self.vector_dim = self.meta["vectors"]["dim"]
             self.vector_len = self.meta["vectors"]["len"]  # 0 = one vector per image
             self.normalise_vectors_by(self.meta["vectors"])
-            self._vectors = open_npy(path / part["vectors"]["file"])
+            self._vectors = open_npy(path / part["vectors"]["file"], len(self))
 
     def __len__(self) -> int:
         return self.num_images
@@ -118,11 +149,11 @@ class Dataset:
         """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        one = self._shards[shard_of[0]]
+        one = self._shard(shard_of[0])
         out = np.empty((len(indices), *one.shape[1:]), one.dtype)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
         for k in np.unique(shard_of):
-            shard = self._shards[k]
+            shard = self._shard(k)
             start = self._ends[k] - len(shard)
             rows = order[shard_of[order] == k]
             out[rows] = shard[indices[rows] - start]
@@ -130,7 +161,9 @@ class Dataset:
 
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
-        return self._labels[indices]
+        if self._labels is None:
+            return np.full(len(indices), self._numbers[0])
+        return self._numbers[self._labels[indices]]
 
     def normalise_vectors_by(self, stats: dict) -> None:
         """`stats`: "mean" and "std" (D), of this set or of the set that a model was trained on."""
@@ -146,7 +179,7 @@ class Dataset:
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         other = copy.copy(self)
-        other._labels = np.asarray(numbers, np.int64)[self._labels]
+        other._numbers = np.asarray(numbers, np.int64)[self._numbers]
         return other
 
     def seen_by(self, model: dict) -> "Dataset":
@@ -224,24 +257,66 @@ def make_shapes(name: str) -> None:
                 writer.append(split, images, labels)
 
 
-def verify(dataset: Dataset) -> tuple[int, int]:
-    """Compare every file of the set, in all splits, with its SHA-256 -> number of files, bytes."""
-    entries = []
-    for part in dataset.meta["splits"].values():
-        entries += part["shards"]
-        entries += [part[key] for key in ("labels", "vectors") if part.get(key)]
+def files_of(part: dict) -> list[dict]:
+    """The entries in meta.json of a split's files."""
+    return part["shards"] + [part[key] for key in ("labels", "vectors") if part.get(key)]
+
+
+def verify(dataset: Dataset, rank: int = 0, world: int = 1, pause: bool = False) -> tuple[int, int]:
+    """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
+
+    With `world`, one of so many shares; with `pause`, in half of the time.
+    """
+    entries = [entry for part in dataset.meta["splits"].values() for entry in files_of(part)][rank::world]
     for entry in entries:
+        start = time.perf_counter()
         path = dataset.path / entry["file"]
-        digest = sha256_of(path)
+        with reading(path):
+            digest = sha256_of(path)
         if digest != entry["sha256"]:
             raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
+        if pause:
+            time.sleep(time.perf_counter() - start)
     return len(entries), sum(entry["bytes"] for entry in entries)
 
 
-def open_npy(path: Path) -> np.ndarray:
-    """The array in a file, read as it is used."""
+class Verifier:
+    """Verifies a set in a thread while training begins, each rank its share; check() raises what it has found."""
+
+    def __init__(self, dataset: Dataset):
+        self.fault = None
+        threading.Thread(target=self._work, args=(dataset,), daemon=True, name="verifier").start()
+
+    def _work(self, dataset: Dataset) -> None:
+        rank, _, world = get_dist()
+        try:
+            verify(dataset, rank, world, pause=True)  # leaves half of the disk to the loader
+        except UserError as error:
+            self.fault = error
+
+    def check(self) -> None:
+        if self.fault:
+            raise self.fault
+
+
+def open_npy(path: Path, rows: int) -> np.ndarray:
+    """The array in a file, read as it is used; UserError unless it has so many rows."""
     with reading(path):
-        return np.asarray(np.load(path, mmap_mode="r"))
+        array = np.asarray(np.load(path, mmap_mode="r"))
+        if len(array) != rows:
+            raise UserError(f"{path} is damaged: it has {len(array):,} rows, meta.json says {rows:,}")
+        return array
+
+
+def raise_file_limit() -> int:
+    """Let the process open as many files as it may, up to MAX_FILES, since a memory map keeps one -> how many."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(most, MAX_FILES)
+    if limit < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            return wanted
+    return limit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
