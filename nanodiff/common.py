@@ -17,18 +17,20 @@ import torch.distributed as dist
 
 
 class UserError(ValueError):
-    """Bad input: the value given and those accepted. Ends the program with this line and exit code 2. Any function may
-    raise it."""
+    """Bad input: says which value was given and which are accepted. Any function may raise it.
+
+    The program prints this one line and exits with code 2.
+    """
 
     def __str__(self):
         return " ".join(super().__str__().splitlines())
 
 
 class LostRank(RuntimeError):
-    """Another rank hangs or died. Ends a program with one line and exit code 1."""
+    """Another rank hangs or died. The program prints one line and exits with code 1."""
 
 
-# In messages of torch's allocators (CUDA and MPS; the CPU's) and of C++, whose error types are too general
+# Phrases in the messages of torch's allocators (CUDA, MPS, CPU) and of C++: their error types are too general
 NO_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
@@ -40,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
-    """What scripts/ take for sys.excepthook: one line and an exit code for what is no fault of the program."""
+    """The sys.excepthook of scripts/: one line and an exit code for errors that are not bugs; a traceback for bugs."""
     code, line = 1, ""
     if isinstance(error, KeyboardInterrupt):
         code, line = 128 + signal.SIGINT, "stopped by Ctrl-C"
@@ -85,8 +87,8 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # torchrun --max-restarts reuses its store, with addresses of dead ranks. Restart counts differ between nodes:
-        # there runs/multinode.sh makes it use a new one
+        # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
+        # count restarts differently, so runs/multinode.sh gives each attempt a new store
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
     dist.init_process_group(backend, **group)
@@ -102,7 +104,7 @@ def collective(name: str):
     try:
         yield
     except RuntimeError as e:
-        # "Application timeout caused pair closure": of two collectives in flight, the other one timed out
+        # "Application timeout caused pair closure": another collective in flight timed out
         is_lost = isinstance(e, dist.DistError) or re.search("gloo|pair closure", str(e))
         if isinstance(e, LostRank) or not is_lost:  # the inner collective has named itself
             raise
@@ -183,8 +185,8 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
     return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-# Rows per generator. With fewer, making generators costs (35 us each); with more, small micro-batches throw away
-# most of what they draw
+# Rows per generator. Fewer rows: more generators to make, at 35 us each. More rows: a small micro-batch discards most
+# of the numbers drawn for it
 BLOCK = 32
 
 
@@ -200,7 +202,7 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, rand
 
 
 class StackedGenerator:
-    """One generator per image: noise depends on its seed alone. Drawn on the CPU, the same everywhere."""
+    """One generator per image, so that its noise depends on its seed alone. Drawn on the CPU: equal on every device."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(int(seed)) for seed in seeds]
@@ -223,14 +225,14 @@ def base_dir() -> Path:
 
 
 def brief(value, most: int = 50):
-    """A JSON value for display; above `most` entries, only their number."""
+    """A JSON value for display; a list or dict of more than `most` entries becomes their number."""
     if isinstance(value, (list, dict)) and len(value) > most:
         return f"{len(value):,} entries"
     return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)`: rate and ETA on one line; in a file, every 30 s."""
+    """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA, live or, in a file, every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total = total
@@ -270,13 +272,13 @@ def in_batches(ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
 
 
 def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
-    """This rank's batches, dealt out in turn."""
+    """This rank's batches: every world-th, from its own number on."""
     rank, _, world = get_dist()
     return batches[rank::world]
 
 
 def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
-    """[compute(ids) for each batch], split over ranks: the first rank gets all, the others their own."""
+    """[compute(ids) for each batch], shared among the ranks: the first gets all results, the others their own."""
     done = {}  # first image of a batch -> its result
     with Progress(-(-sum(map(len, batches)) // get_dist()[2]), "images", label) as bar:
         for ids in rank_batches(batches):

@@ -50,11 +50,11 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if world > 1:
-        # Inductor would start a compiler process per core for each rank
+        # By default every rank's Inductor starts a compiler process per core
         per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
     if backend == "nccl":
-        # NCCL's watchdog ends a rank that has waited `timeout_s`; without this it first tries to dump a trace
+        # NCCL's watchdog ends a rank after `timeout_s` of waiting; by default it tries to dump a trace first
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1 and not dist.is_initialized():
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)
@@ -137,7 +137,7 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in CPU memory; those from a GPU go to pinned memory, all at once, which is several times as fast."""
+    """Copies in CPU memory. GPU tensors are copied to pinned memory, without waits between: several times as fast."""
     copies = {}
     for name, x in tensors.items():
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
@@ -154,7 +154,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak GiB of the GPU or this process."""
+    """Peak GiB allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is in bytes on macOS, in KiB on Linux
@@ -162,7 +162,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far; for CPUs on Linux only."""
+    """Forget the peak so far. On a CPU this works on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":

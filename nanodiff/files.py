@@ -44,7 +44,7 @@ def names_file(path: str | Path):
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """A binary file that is named `path` once all of it is on the disk."""
+    """A temporary binary file, renamed to `path` once all of it is on the disk."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
@@ -59,13 +59,14 @@ def writing(path: Path):
 
 
 def write_atomic(path: Path, data) -> None:
-    """Write bytes: all or nothing."""
+    """Write bytes to `path`: all of them or none."""
     with writing(path) as file:
         file.write(data)
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` plus the changed settings, except those in `apart`; of a path its last part, and a hash of the whole."""
+    """`stem` plus the changed settings, except those in `apart`. Paths are cut to their last part, then a hash of the
+    full name is added."""
     name = stem
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:
@@ -118,7 +119,7 @@ def lock_file(
 
 @contextlib.contextmanager
 def reading(path: str | Path, fault: str = "is damaged or truncated"):
-    """Turns any exception into a UserError: libraries raise nearly every kind on a damaged file."""
+    """Turn any exception into a UserError: on a damaged file, libraries raise nearly every kind."""
     try:
         yield
     except UserError:
@@ -160,7 +161,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
 
 
 def load_tensors(path: Path):
-    """The one torch.load of the package: tensors and plain containers, never code."""
+    """The only torch.load of the package: it accepts tensors and plain containers, never code."""
     fault = "cannot be loaded safely as tensors"
     with reading(path, fault), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unusual pickle protocols
@@ -169,6 +170,6 @@ def load_tensors(path: Path):
             with torch.serialization.safe_globals([argparse.Namespace]):
                 return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            # The first sentence says what was refused, the next how to load it anyway
+            # The first sentence says what was refused; drop the next, which tells how to load it anyway
             refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
             raise UserError(f"{path} {fault}: {refused[:200]}") from None

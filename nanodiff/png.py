@@ -19,9 +19,9 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     """A PNG file (RFC 2083) of uint8 (H, W) or (H, W, C), C = 1, 3 or 4, with ASCII `text` in tEXt chunks."""
     array = array[:, :, None] if array.ndim == 2 else array
     height, width, channels = array.shape
-    colour_type = {1: 0, 3: 2, 4: 6}[channels]  # gray, RGB, RGBA
+    colour_type = {1: 0, 3: 2, 4: 6}[channels]  # grey, RGB, RGBA
     pixels = array.copy()
-    pixels[:, 1:] -= array[:, :-1]  # filter 1, "sub": modulo 256; it compresses far better than none
+    pixels[:, 1:] -= array[:, :-1]  # filter 1, "sub", modulo 256: compresses far better than no filter
     rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
@@ -60,7 +60,10 @@ def make_grid(images, columns: int, scale: int = 0) -> np.ndarray:
 
 
 def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
-    """`grid` (H, W, 3) uint8 as half blocks, two pixels per character, averaged to `width` (None: the terminal's)."""
+    """Draw `grid` (H, W, 3) uint8 with half blocks, two pixels per character.
+
+    It is shrunk to `width` characters (None: the terminal's).
+    """
     width = width or shutil.get_terminal_size().columns
     factor = -(-grid.shape[1] // width)  # pixels averaged on a side
     pad_height = -grid.shape[0] % (2 * factor)  # a character holds two rows

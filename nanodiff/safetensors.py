@@ -39,11 +39,14 @@ def save_safetensors(
     path: str | Path,
     metadata: dict[str, str] | None = None,
 ):
-    """Write named tensors (any device, any strides), one at a time, and string metadata: the whole file or nothing."""
+    """Write named tensors (any device, any strides) and string metadata: the whole file or none.
+
+    Tensors are copied to the CPU one at a time.
+    """
     header = {}
     if metadata:
         header["__metadata__"] = metadata
-    # Widest dtypes first: every tensor starts at a multiple of its item size
+    # Widest dtypes first, so that every tensor starts at a multiple of its item size
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     begin = 0
     for name in names:

@@ -10,9 +10,9 @@ from nanodiff.files import writing
 
 
 def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | None:
-    """The arrays {name: array} cached at `path` under `key`, else those of compute(), then cached.
+    """The arrays {name: array} cached at `path` under `key`; without them compute() is called and its result cached.
 
-    Called by all ranks; only the first gets the arrays, from here and from `compute`.
+    Called by all ranks. Only the first rank gets the arrays; on the others `compute` may return None.
     """
     is_first = get_dist()[0] == 0
     arrays = read_cache(path, key) if is_first and path.exists() else None
@@ -29,7 +29,7 @@ def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | N
 
 
 def read_cache(path: Path, key: str) -> dict | None:
-    """The arrays in the file, None if they have another key."""
+    """The arrays in the file, or None if it was written under another key."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)

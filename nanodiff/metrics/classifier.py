@@ -1,5 +1,7 @@
-"""A small classifier, trained on a labelled set in seconds to minutes: do samples show the classes asked for, and how
-far are their features from those of real images?"""
+"""A small classifier, trained on a labelled set in seconds to minutes.
+
+It judges samples: do they show the requested classes, and how far are their features from those of real images?
+"""
 
 import hashlib
 import math
@@ -19,8 +21,8 @@ from nanodiff.safetensors import load_safetensors, save_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
-MAX_IMAGES = 50_000  # a random choice of a larger set
-MIN_TRAINED = 2000  # images drawn in training on a small set, with repeats
+MAX_IMAGES = 50_000  # of a larger set, a random choice is used
+MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
 
 
 class Classifier(nn.Module):
@@ -58,7 +60,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` for any tensor or array; float32 on the CPU."""
+        """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = self.head.weight.device
         with full_float32(device):  # the caller may be sampling under autocast
             found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
@@ -101,14 +103,14 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
-    """-> number of steps, images per step: whole epochs of a large set, seconds' worth of a small one."""
+    """-> (number of steps, images per step): whole epochs of a large set, MIN_TRAINED images of a small one."""
     total_images = max(epochs * num_images, MIN_TRAINED)
     batch_size = min(num_images, 250, max(num_images // 80, 16))
     return math.ceil(total_images / batch_size), batch_size
 
 
 def train_classifier(train, val, device, seed: int = 0) -> Classifier:
-    """Train on `train` for 3 epochs (1 for the shapes), test on `val`."""
+    """Train on `train` for 3 epochs (1 on the shapes), then measure the accuracy on `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
@@ -144,7 +146,7 @@ def train_classifier(train, val, device, seed: int = 0) -> Classifier:
 
 
 def initialise(classifier: Classifier, seed: int) -> Classifier:
-    """He's normal weights (arXiv:1502.01852), a function of the seed alone; the head starts from 0."""
+    """He's normal initialisation (arXiv:1502.01852), set by the seed alone; the head starts at 0."""
     generator = torch.Generator().manual_seed(seed)
     for module in classifier.modules():
         if isinstance(module, nn.Conv2d):
@@ -172,7 +174,7 @@ def save_classifier(classifier: Classifier, path: Path) -> None:
 
 
 def load_classifier(path: Path, device) -> Classifier:
-    """A classifier that save_classifier wrote, named by its SHA-256."""
+    """A classifier written by save_classifier; its `name` ends in the file's SHA-256."""
     tensors, metadata = load_safetensors(path)
     with reading(path, "holds no classifier"):
         num_classes = len(tensors["head.weight"])
@@ -198,7 +200,7 @@ def get_classifier(train, val, device) -> Classifier:
 
     key = hashlib.sha256(f"{VERSION}".encode())
     for dataset in (train, val):
-        key.update((dataset.path / "meta.json").read_bytes())  # with the hashes of the images
+        key.update((dataset.path / "meta.json").read_bytes())  # holds the hashes of the images
     arrays = cached(train.path / "classifier.npz", key.hexdigest(), compute)
     arrays = from_first_rank(arrays, "the classifier")
     weights = {name: torch.from_numpy(array) for name, array in arrays.items()}

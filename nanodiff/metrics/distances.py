@@ -1,4 +1,4 @@
-"""Distances between two sets of features, on the CPU and mostly in float64: the same on every machine."""
+"""Distances between two sets of features, on the CPU and mostly in float64, so that machines agree."""
 
 from pathlib import Path
 
@@ -44,8 +44,8 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     """FID (Heusel et al. 2017, eq. 6) of means (F,) and covariances (F, F) in float64.
 
     |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
-    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si: this takes no root of rounding
-    noise, so S1 and S2 may be singular, as with fewer images than features.
+    The last trace is computed as the sum of the singular values of A1^T A2, where Ai Ai^T = Si. No root of rounding
+    noise is taken, so S1 and S2 may be singular: fewer images than features are enough.
     """
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
@@ -74,8 +74,10 @@ def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
-    """KID of features (N, F), (M, F): (mean, deviation) over random subsets of an unbiased squared MMD with kernel
-    (x . y / F + 1)^3 (Binkowski et al. 2018). For sets of one distribution it is as often below 0 as above."""
+    """KID (Binkowski et al. 2018) of features (N, F) and (M, F): mean and deviation over random subsets.
+
+    It is an unbiased squared MMD with kernel (x . y / F + 1)^3: between sets of one distribution it averages 0.
+    """
     m = min(subset_size, len(x), len(y))
     num_pairs = m * (m - 1)
     generator = make_generator(0)
@@ -99,9 +101,9 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
 
 
 def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, float]:
-    """exp of the mean KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016): mean, deviation over `splits` parts.
+    """exp(mean KL(p(y|x) || p(y))) of logits (N, K) (Salimans et al. 2016): mean and deviation over `splits` parts.
 
-    Shuffles first: samples often come sorted by class.
+    Logits are shuffled first, since samples often come sorted by class.
     """
     order = torch.randperm(len(logits), generator=make_generator(0))
     log_p = logits.double()[order].log_softmax(1)
@@ -120,9 +122,12 @@ def precision_recall(
     k: int = 3,
     batch_size: int = 1000,
 ) -> tuple[float, float]:
-    """Fraction of fake features (M, F) within the manifold of the real ones (N, F), and the reverse (Kynkaanniemi et
-    al. 2019, eq. 2 and 3): the union of balls around points, each reaching the k-th neighbour."""
-    # cdist computes x^2 + y^2 - 2xy: float32 is precise enough only around the centre
+    """Precision and recall of fake features (M, F) against real ones (N, F) (Kynkaanniemi et al. 2019, eq. 2 and 3).
+
+    Precision is the fraction of fake points within the real manifold, recall the reverse. A manifold is the union of
+    balls around its points; the radius is the distance to the k-th neighbour.
+    """
+    # cdist computes x^2 + y^2 - 2xy: in float32 that is precise only for points near 0, so they are centred
     real, fake = real.double(), fake.double()
     centre = real.mean(0)
     real = (real - centre).float()

@@ -53,8 +53,10 @@ def image_set(name: str, split: str) -> Dataset:
 
 
 def load_network(metric: str, data: str, device, weights: str = ""):
-    """Inception for "fid", else a classifier; `weights` is its file, "" the published one, or the classifier trained on
-    `data`. Called by all ranks."""
+    """The network of a metric: Inception for "fid", else a classifier. Called by all ranks.
+
+    `weights`: its file. "" means the published Inception, or a classifier trained on `data`.
+    """
     if metric == "fid":
         return load_inception(weights, device)
     if weights:
@@ -64,10 +66,10 @@ def load_network(metric: str, data: str, device, weights: str = ""):
 
 @torch.no_grad()
 def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
-    """Features of images 0 ... N-1, computed by all ranks; None except on the first.
+    """Features of images 0 ... N-1, computed by all ranks; returned on the first, None on the others.
 
-    `images_of` maps each of `batches`, ids (n,), to images (n, C, H, W) uint8. The number of ranks changes only the
-    order of float64 sums.
+    `images_of` maps each batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes the result only
+    by the rounding of float64 sums.
     """
     num_images = sum(len(ids) for ids in batches)
     generator = make_generator(0)
@@ -87,15 +89,17 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     some = torch.cat([x for x, _ in rows])
     logits = torch.cat([x for _, x in rows])
     order = np.argsort(np.concatenate(batches))
-    shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice too
+    shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
     return Features(stats.mu, stats.sigma, some[shuffled], logits[order])
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
-    """Features of a split, computed once by all ranks; None except on the first. Cached beside the set as
-    stats_NETWORK_SPLIT.npz: mu and sigma as in ADM and EDM, and `some`."""
+    """Features of a split, computed once by all ranks; returned on the first, None on the others.
+
+    Cached beside the set in stats_NETWORK_SPLIT.npz: mu and sigma, as in ADM's and EDM's files, and `some`.
+    """
     key = hashlib.sha256(f"{VERSION} {KEPT}".encode())
-    key.update((dataset.path / "meta.json").read_bytes())  # with the hashes of the images
+    key.update((dataset.path / "meta.json").read_bytes())  # holds the hashes of the images
     for weight in network.state_dict().values():
         key.update(weight.cpu().contiguous().numpy())
 
@@ -115,8 +119,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:
-    """The Frechet distance; with the reference's features also kernel distance, precision and recall; for "fid" also
-    the Inception score."""
+    """The Frechet distance. Kernel distance, precision and recall if the reference keeps features; for "fid" also the
+    Inception score."""
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     if reference.some is not None:
         n = min(len(samples.some), len(reference.some))
@@ -131,7 +135,7 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
 
 
 class SampleQuality:
-    """Compares samples of a model in training with the training images, as base_eval does. Called by all ranks."""
+    """Compares samples of a model in training with its training images, as base_eval does. Called by all ranks."""
 
     def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
         if model_config.low_res or codec.undecodable:
@@ -145,7 +149,7 @@ class SampleQuality:
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
-        """`compare` for samples with seed 0; {} except on the first rank."""
+        """`compare` of samples drawn with seed 0, on the first rank; {} on the others."""
         samples = ModelSamples(model, process, codec, settings, vectors=self.vectors)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")

@@ -1,7 +1,7 @@
 """The network of the FID: Inception-v3 with the weights of 2015, as ported by pytorch-fid.
 
-It differs from torchvision's: 1008 outputs, average pools without the padding, a max pool in the last block, and
-TensorFlow 1's resize. With other weights or another resize, figures are not comparable with published ones.
+It differs from torchvision's network: 1008 outputs, average pools that ignore the padding, a max pool in the last
+block, and TensorFlow 1's resize. Other weights or another resize give figures that do not compare with published ones.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ class Inception(nn.Module):
         self.Mixed_6e = Mixed(768, C(192), AVERAGE_POOL, 192)
         self.Mixed_7a = Mixed(768, D, HALVING_POOL)  # 17 x 17 -> 8 x 8
         self.Mixed_7b = Mixed(1280, E, AVERAGE_POOL, 192)
-        self.Mixed_7c = Mixed(2048, E, MAX_POOL, 192)  # a slip of 2015, part of the FID's definition since
+        self.Mixed_7c = Mixed(2048, E, MAX_POOL, 192)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ class Inception(nn.Module):
         x = self.Mixed_7a(self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))))  # (N, 1280, 8, 8)
         x = self.Mixed_7c(self.Mixed_7b(x))  # (N, 2048, 8, 8)
         pool3 = x.mean((2, 3))
-        return pool3, pool3 @ self.fc.weight.T  # no bias: the Inception score is defined so
+        return pool3, pool3 @ self.fc.weight.T  # without bias: so the Inception score is defined
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,8 +70,10 @@ class Inception(nn.Module):
 
 
 def resize(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(N, C, H, W) -> (N, C, size, size) as TensorFlow 1's resize_bilinear: pixel i is read at i * H / size (torch
-    aligns centres), without smoothing before shrinking."""
+    """(N, C, H, W) -> (N, C, size, size), as TensorFlow 1's resize_bilinear.
+
+    Output pixel i is read at i * H / size, where torch aligns pixel centres. Nothing is smoothed before shrinking.
+    """
 
     def along_rows(x):  # (..., n) -> (..., size)
         n = x.shape[-1]

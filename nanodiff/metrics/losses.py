@@ -12,8 +12,10 @@ from nanodiff.diffusion.timesteps import quartile_sums
 
 
 def validation_t(u: torch.Tensor, process) -> torch.Tensor:
-    """u (N,) uniform in [0, 1) -> t (N,), by one law whatever the training law is, so that runs can be compared:
-    logit-normal for flow matching, as in training by default; uniform for a Gaussian diffusion."""
+    """u (N,) uniform in [0, 1) -> t (N,): logit-normal for flow matching, uniform for a Gaussian diffusion.
+
+    The same distribution whatever training uses, so that runs compare.
+    """
     T = process.num_timesteps
     if T:
         return (u * T).long().clamp(max=T - 1)
@@ -21,17 +23,17 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
 
 
 def batches_of_rank(val_set, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """This rank's batches of `ids`, small enough that no rank waits for another that has them all."""
+    """This rank's batches of `ids`: at most 1/world of the images each, so that every rank gets some."""
     share = math.ceil(len(ids) / get_dist()[2])
     return rank_batches(val_set.batches(ids, min(batch_size, share)))
 
 
 @torch.no_grad()
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
-    """(mean loss, [mean in each quarter of t, NaN if empty]) on the first `num_images` of `val_set`, over all ranks.
+    """Mean loss over the first `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
-    An image's noise depends on its index, its t on (seed, index), evenly spread over validation_t: the same for any
-    model, ranks and batch.
+    An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
+    batch size. The t of all images are evenly spread quantiles of validation_t.
     """
     device = next(model.parameters()).device
     n = min(num_images, len(val_set))
@@ -53,8 +55,10 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
-    """Means of process.bits_per_dim over the first `num_images` of `val_set`, over all ranks; floats or (T,) arrays.
-    An image's noise depends on its index alone."""
+    """Means of process.bits_per_dim over the first `num_images` of `val_set` and all ranks: floats or (T,) arrays.
+
+    An image's noise depends on its index alone.
+    """
     device = next(model.parameters()).device
     n = min(num_images, len(val_set))
     T = process.num_timesteps

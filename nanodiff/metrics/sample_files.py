@@ -1,4 +1,4 @@
-"""Samples to measure that are in a file or a folder: what base_eval takes instead of a model's."""
+"""Samples in a file or a folder, for base_eval to measure in place of a model's."""
 
 import json
 import zipfile
@@ -52,7 +52,7 @@ class SampleFile:
         channels, height, width = self.shape
         image_bytes = channels * height * width
         with reading(self.path):
-            self._file.seek(self._start + int(ids[0]) * image_bytes)  # in a compressed file it reads up to there
+            self._file.seek(self._start + int(ids[0]) * image_bytes)  # a compressed file is read up to there
             data = self._file.read(len(ids) * image_bytes)
             images = np.frombuffer(data, np.uint8).reshape(len(ids), height, width, channels)
         return images.transpose(0, 3, 1, 2).copy()

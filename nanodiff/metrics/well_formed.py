@@ -22,10 +22,10 @@ def distances(images: np.ndarray, label: int) -> np.ndarray:
     """Distance (n,) of images (n, 3, H, H) uint8 to the best render of one class."""
     draw = functools.partial(render, label, images.shape[-1])
     coverage, off_colour, _ = fit_colours(images)
-    rng = np.random.default_rng(label)  # the same tries for every image: none depends on the others
+    rng = np.random.default_rng(label)  # the same tries for every image, so that no result depends on the other images
     poses, error = fit_poses(coverage, draw, rng)
 
-    # The unit: the change when the render moves, mean of both axes
+    # The unit is the change when the render moves, averaged over both axes
     shifts = np.eye(3)[1:] / 64
     moved = draw(poses[:, None] + shifts)  # (n, 2, P)
     change = ((moved - draw(poses)[:, None]) ** 2).sum(2)
@@ -39,8 +39,10 @@ def render(label: int, resolution: int, poses: np.ndarray) -> np.ndarray:
 
 
 def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Project the pixels of images (n, 3, H, H) onto each colour of the set, keep the one with the least residual: how
-    much of each pixel it covers (n, P), the residual (n,), and which it is (n,)."""
+    """The colour of the set that fits each of the images (n, 3, H, H) best, by projecting the pixels onto it.
+
+    Returns how much of each pixel it covers (n, P), the residual (n,) and the number of the colour (n,).
+    """
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
     light = COLOURS - GROUND  # (6, 3)
     power = (light**2).sum(1)
@@ -53,11 +55,13 @@ def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray, np.ndarray]:
-    """For each coverage (n, P) the nearest of a bank of renders, then a random search around it: poses (n, 3), squared
-    errors (n,)."""
+    """Fit a pose to each coverage (n, P): the nearest of a bank of renders, then a random search around it.
+
+    Returns poses (n, 3) and squared errors (n,).
+    """
     poses = draw_poses(BANK, rng, radii)
     bank = draw(poses)  # (BANK, P)
-    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), but for |coverage|^2
+    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK); |coverage|^2 is left out, being equal in a row
     poses = poses[squared.argmin(1)]  # (n, 3)
     rows = np.arange(len(coverage))
     for step in STEPS:
@@ -71,7 +75,8 @@ def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray,
 
 
 def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
-    """The figures of images (N, 3, H, H) uint8 that should show the classes (N,) of CLASS_NAMES."""
+    """Share of well-formed images and median distance, for images (N, 3, H, H) uint8 that should show the classes
+    (N,) of CLASS_NAMES."""
     real, real_labels = next(draw_split("val", seed=0, resolution=images.shape[-1]))
     images = np.concatenate([real[:NUM_REAL], images])
     labels = np.concatenate([real_labels[:NUM_REAL], labels])

@@ -26,10 +26,10 @@ MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 class Autoencoder(nn.Module):
     """Base class; a subclass has `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
 
-    downsample = 8  # pixels per latent along a side
+    downsample = 8  # pixels per latent pixel, along a side
     scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
-    parts = 2  # mean and std; 1 = std is zero
-    name = sha256 = ""  # of the weight file
+    parts = 2  # mean and std; 1 = mean alone, std is zero
+    name = sha256 = ""  # the weight file's
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +284,7 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
 
 
 def find_weights(path: Path) -> dict[str, Path]:
-    """{"": file} or {"encoder.": file, "decoder.": file}, by the rule of `open_autoencoder`."""
+    """{"": file} or {"encoder.": file, "decoder.": file}, found as open_autoencoder says."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
@@ -304,7 +304,7 @@ def find_weights(path: Path) -> dict[str, Path]:
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of any published layout under the names above, without other networks'."""
+    """Rename weights of any published layout to the names above; drop those of other networks."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
     levels_up = {name.split(".")[2] for name in weights if name.startswith("decoder.up.")}
     finest = len(levels_up) - 1

@@ -1,4 +1,4 @@
-"""Settings <-> the shape of a backbone; build and compile one (formats/load.py: from a checkpoint)."""
+"""Map settings to the shape of a backbone and back; build and compile one. formats/ builds one from a checkpoint."""
 
 import contextlib
 import sys
@@ -12,10 +12,10 @@ from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
-# The data decide these fields of a model's config, the next follow from others; every other field has a setting
+# Fields of a model's config that the data decide, and fields that follow from others. All the rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
-# Field -> its setting in base_train, where that has another name
+# Field -> its setting in base_train, where the names differ
 SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "low_res": "low_res_size"}
 
 
@@ -26,7 +26,7 @@ def setting_fields(kind: type) -> dict[str, str]:
 
 
 def from_setting(field: str, value):
-    """The value of a config's field from that of its setting."""
+    """Convert the value of a setting to that of its config field."""
     if field == "block":
         return "classic" if value == "dit_classic" else "modern"
     if field == "num_heads":
@@ -90,7 +90,7 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
 
 
 def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
-    """UserError unless the model takes all sizes of the data."""
+    """Raise UserError unless the model accepts every image size of the data."""
     unit = model_config.side_unit
     for height, width, _ in facts.get("sizes", []):
         if height % unit or width % unit:
@@ -123,8 +123,8 @@ def compile_model(
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
-    # By default compiling stops at the ninth graph of one forward(): a UNet has more block shapes, and images in
-    # aspect buckets have up to seven shapes, in training and in evaluation
+    # By default compiling stops at the ninth graph of one forward(). A UNet has more block shapes; aspect buckets have
+    # up to seven image shapes, each in training and in evaluation
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
@@ -143,7 +143,7 @@ def uncompiled():
     return torch.compiler.set_stance("force_eager")
 
 
-COMPILE_WHOLE = 3000  # steps of a run
+COMPILE_WHOLE = 3000  # steps from which compiling the whole model pays
 
 
 def compiled(
@@ -154,9 +154,9 @@ def compiled(
 ) -> torch.nn.Module:
     """The model, compiled where torch.compile works here, if `compile` is True or max (see `autotune` above).
 
-    Block by block, or as a whole if a run of one rank is long enough: at depth 3 on two CPU cores the first step then
-    takes 28 s more, the others 9 to 18 ms less. A whole model hands over all gradients at the end of backward; block by
-    block, ranks exchange those of the last blocks while backward computes the first.
+    A run of at least COMPILE_WHOLE steps on one rank is compiled as a whole, any other by blocks. At depth 3 on two CPU
+    cores, the whole costs 28 s more in the first step and saves 9 to 18 ms in each of the others. Compiled as a whole,
+    gradients arrive only when backward ends; compiled by blocks, their exchange overlaps with backward.
     """
     if compile == "False":
         return model

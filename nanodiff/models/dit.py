@@ -23,7 +23,7 @@ class DiTConfig(Conditioned):
     in adaLN only. block="classic": LayerNorm, biases and GELU, as published.
     """
 
-    image_size: int  # side of the image in (latent) pixels; if not square, of a square of the same area
+    image_size: int  # side of the image in (latent) pixels; for a rectangle, the side of a square of the same area
     in_channels: int
     out_channels: int  # 2 * in_channels if the variance is learned
     patch_size: int
@@ -31,7 +31,7 @@ class DiTConfig(Conditioned):
     depth: int
     heads: int
     block: str = "modern"
-    mlp_ratio: float = 4.0  # hidden / width; a modern MLP has three matrices, hence 2/3 of it
+    mlp_ratio: float = 4.0  # hidden / width; 2/3 of it in a modern MLP, which has three matrices, not two
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
     flow_map: bool = False  # also sees h, the time to jump
 
@@ -54,8 +54,8 @@ class DiTConfig(Conditioned):
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
-        A size of 0 is chosen by these rules: patch_size 2 at 32 px, 4 at 64, 16 at 256. If image_size // 16 (at least
-        2) does not divide the image, it is the divisor nearest to 16 tokens per side.
+        Sizes of 0 are chosen here. patch_size is image_size // 16, at least 2: 2 at 32 px, 4 at 64, 16 at 256. If that
+        does not divide the image, it is the divisor that comes nearest to 16 tokens per side.
         """
         if not patch_size:
             patch_size = max(2, image_size // 16)
@@ -73,7 +73,7 @@ class DiTConfig(Conditioned):
 
     @property
     def side_unit(self) -> int:
-        """Image sides must be multiples of it."""
+        """Image sides must be multiples of this."""
         return self.patch_size
 
     @property
@@ -92,9 +92,9 @@ def token_angles(
     dim: int,
     device,
 ) -> torch.Tensor:
-    """(T, 2, dim), T = rows * cols: each token's row, and its column, times base^(-i / dim).
+    """Each token's row and column times base^(-i / dim): (T, 2, dim), T = rows * cols.
 
-    A square of G tokens on a side counts from 0 to G-1; other shapes share its centre.
+    A square of G tokens on a side counts from 0 to G-1; rectangles are centred on the same point.
     """
     grid = config.image_size // config.patch_size
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # MPS has no float64
@@ -131,7 +131,7 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
 
 
 def not_rotated(rotation: tuple[torch.Tensor, torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rotation_table with `count` tokens before the image's that have no place in it: by the angle 0."""
+    """A rotation_table with `count` tokens before the image's: having no position, they are rotated by the angle 0."""
     sin, cos = rotation
     padding = sin.new_zeros(count, *sin.shape[1:])
     return torch.cat([padding, sin]), torch.cat([padding + 1, cos])
@@ -147,12 +147,12 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def embedder(C: int) -> nn.Module:
-    """Two layers behind a timestep_embedding."""
+    """The MLP of two layers that takes a timestep_embedding."""
     return nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
 
 
 def run_block(config, block, *args):
-    """block(*args); with config.checkpointing, training recomputes it in backward, with the same dropout."""
+    """block(*args). With config.checkpointing, backward recomputes it, with the same dropout."""
     if config.checkpointing and torch.is_grad_enabled():
         return checkpoint(block, *args, use_reentrant=False)
     return block(*args)
@@ -186,7 +186,7 @@ def modulate(x, shift, scale):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind adaLN-Zero: normalise, shift and scale by c, gate into the residual stream."""
+    """Attention and MLP with adaLN-Zero: each input is normalised, scaled and shifted by c, each output gated by c."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -206,7 +206,7 @@ class Block(nn.Module):
         # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
         ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 6 C)
         shift1, scale1, gate1, shift2, scale2, gate2 = ada.chunk(6, dim=-1)
-        # Sums and gates are computed in fp32, then rounded
+        # Gates and sums are computed in fp32, then rounded to the stream's dtype
         h = modulate(self.norm(x.float()), shift1, scale1)
         x = (x + gate1 * self.attention(h, rotation)).to(x.dtype)
         h = modulate(self.norm(x.float()), shift2, scale2)
@@ -221,9 +221,9 @@ class Block(nn.Module):
         return self.proj(out.reshape(N, T, C))
 
     def rotate(self, qkv, rotation):
-        """qk-norm, then RoPE, which gives relative offsets; the sin-cos table stays, for absolute position."""
+        """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        # Not slices: their backward would write an fp32 gradient of all of qkv and read it again
+        # Not slices: backward of a slice writes an fp32 gradient of all of qkv and reads it again
         qk, v = qkv.split((2, 1), dim=2)
         a, b = rms_norm(qk.float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         turned = (a * cos - b * sin, a * sin + b * cos)
@@ -239,7 +239,7 @@ class Block(nn.Module):
 
 
 class Final(nn.Module):
-    """The last norm, shifted and scaled by c, and the linear layer from tokens to patches."""
+    """The last norm, scaled and shifted by c, then the linear layer from tokens to patches."""
 
     def __init__(self, config: DiTConfig):
         super().__init__()
@@ -264,7 +264,7 @@ class DiT(nn.Module):
         self.t_embed = embedder(C)
         if config.flow_map:
             self.h_embed = embedder(C)
-        # nn.Embedding would draw its table, for which torch on "meta" imports its compiler: 2 s at every start
+        # nn.Embedding would draw its table; for that, torch on "meta" imports its compiler: 2 s at every start
         table = torch.empty(config.num_classes + 1, C)
         self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
         if config.vector_len:
@@ -289,7 +289,7 @@ class DiT(nn.Module):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and not any(part in name for part in zero):
                 nn.init.xavier_uniform_(w, generator=generator)
-            if name == "h_embed.2.weight":  # so that a flow model is a flow map at once, good for short jumps
+            if name == "h_embed.2.weight":  # a flow model is then a flow map from the start, good for short jumps
                 w.zero_()
             p.copy_(w)
 
@@ -297,8 +297,8 @@ class DiT(nn.Module):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D) or (N, L, D), images as with_images
         takes them -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, the null class. Zeros are the vectors of no condition. h (N,): how
-        far a flow map jumps; None = 0.
+        Labels run from 0 to num_classes, which is the null class. Null vectors are zeros. h (N,): how far a flow map
+        jumps; None = 0.
         """
         cfg = self.config
         p = cfg.patch_size
@@ -339,16 +339,16 @@ class DiT(nn.Module):
         return [*self.blocks, self.final]
 
     def estimate_flops(self) -> int:
-        """FLOPs (2 per multiply-add) per image of matrix products and attention, forward + backward = 3x forward."""
+        """FLOPs per image, 2 per multiply-add, of matrix products and attention. Forward + backward = 3 x forward."""
         T, L = self.config.num_tokens, self.config.vector_len
         flops = self.config.depth * 4 * (T + L) ** 2 * self.config.width  # q k^T and weights @ v, 2 T T C each
         for name, p in self.named_parameters():
-            if p.ndim != 2 or name.startswith(("y_embed", "vector_position")):  # a look-up multiplies nothing
+            if p.ndim != 2 or name.startswith(("y_embed", "vector_position")):  # look-ups multiply nothing
                 continue
             tokens = T + L if name.startswith("blocks.") else T
             if name.startswith("vector_embed"):
                 tokens = max(L, 1)
-            if name.startswith(("t_embed", "h_embed")) or ".ada." in name:  # once an image
+            if name.startswith(("t_embed", "h_embed")) or ".ada." in name:  # once per image
                 tokens = 1
             flops += 2 * p.numel() * tokens
         return 3 * flops

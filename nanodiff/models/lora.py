@@ -25,7 +25,7 @@ class LoRALinear(nn.Linear):
         self.lora_scale = alpha / rank
         self.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
         self.lora_B = nn.Linear(rank, n_out, bias=False, device=device)
-        # Uniform within 1/sqrt(in), as in peft; drawn on the CPU, alike for every device
+        # Uniform within 1/sqrt(in), as in peft; drawn on the CPU, so that every device starts alike
         u = torch.rand(rank, n_in, generator=generator)
         with torch.no_grad():
             self.lora_A.weight.copy_((2 * u - 1) * n_in**-0.5)
@@ -77,7 +77,7 @@ def add_lora(
 ) -> None:
     """Freeze all but new adapters on the layers of `targets` (see find_layers) and `rows` of the class table.
 
-    Its predictions stay the same, bit for bit; dropout is off.
+    The model predicts the same as before, bit for bit; dropout is turned off.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
@@ -93,12 +93,12 @@ def add_lora(
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that learn, by name."""
+    """The trainable parameters, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
-    """Name and module of a conditional model's class table."""
+    """(name, module) of a conditional model's class table."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             return name, module
@@ -106,9 +106,9 @@ def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
 
 
 def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
-    """A class table (num_rows, C) for `class_names`, with the rows of a `table` of the classes `known`.
+    """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
 
-    New classes, and the null class in the row behind them, start as its null class or, without one, as its mean.
+    New classes, and the null class in the row behind them, start as the table's null class; without one, as its mean.
     """
     classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
     start = null[0] if len(null) else classes.mean(0)
@@ -117,7 +117,7 @@ def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], nu
 
 
 def add_classes(model: nn.Module, known: list[str], new: list[str]) -> None:
-    """Insert classes before the null class of a model of the classes `known`."""
+    """Insert the classes `new` before the null class of a model that has the classes `known`."""
     name, table = class_table(model)
     weight = class_rows(table.weight, known, known + new, len(table.weight) + len(new))
     model.set_submodule(name, nn.Embedding.from_pretrained(weight))

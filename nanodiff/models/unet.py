@@ -51,7 +51,8 @@ class UNetConfig(Conditioned):
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
         """The one dial: model_channels = 32 * depth; depth 4 at 32 pixels is the published CIFAR-10 model.
 
-        Levels are CHANNEL_MULT's for this size or the next larger, stopping before one is fractional or under 4 pixels.
+        Levels are those of CHANNEL_MULT for this size or the next larger. They stop before a side would be fractional
+        or under 4 pixels.
         """
         known_size = min((size for size in CHANNEL_MULT if size >= image_size), default=256)
         mult = CHANNEL_MULT[known_size]
@@ -62,17 +63,17 @@ class UNetConfig(Conditioned):
 
     @property
     def num_tokens(self) -> int:
-        """For target_param_data_ratio: 2 x 2 patches, a DiT's measure of an image."""
+        """Number of 2 x 2 patches: for target_param_data_ratio an image counts as it does for a DiT."""
         return (self.image_size // 2) ** 2
 
     @property
     def side_unit(self) -> int:
-        """Image sides must be multiples of it."""
+        """Image sides must be multiples of this."""
         return 2 ** (len(self.channel_mult) - 1)
 
     @property
     def attention_levels(self) -> set[int]:
-        """The nearest by ratio: at 28 pixels, (16, 8) are the levels of 14 and 7 pixels."""
+        """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) are those of 14 and 7 pixels."""
         factors = [self.image_size / res for res in self.attention_resolutions if res > 0]
         return {round(math.log2(factor)) for factor in factors}
 
@@ -82,7 +83,7 @@ def no_autocast(x):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Keeps the dtype of x, where autocast would write fp32."""
+    """Group normalisation that keeps the dtype of x; autocast would write fp32."""
 
     def __init__(self, channels: int):
         super().__init__(NORM_GROUPS, channels)
@@ -104,7 +105,7 @@ class Upsample(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Two convolutions and a skip; the embedding scales and shifts the second norm, or is added before it."""
+    """Two convolutions and a skip. The embedding scales and shifts the second norm, or is added before it."""
 
     def __init__(self, cin: int, cout: int, config: UNetConfig):
         super().__init__()
@@ -129,7 +130,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all positions and a skip; under channels_last reshaping copies nothing."""
+    """Self-attention over all positions and a skip. Under channels_last the reshapes copy nothing."""
 
     def __init__(self, channels: int, num_heads: int):
         super().__init__()
@@ -143,7 +144,7 @@ class AttentionBlock(nn.Module):
         T = H * W
         h = self.norm(x).flatten(2).transpose(1, 2)  # (N, T, C)
         qkv = self.qkv(h).view(N, T, self.num_heads, 3, C // self.num_heads)  # the published order: head, q|k|v
-        if x.device.type == "cpu":  # its half-precision kernels take 1.4 to 10 times as long in backward as fp32's
+        if x.device.type == "cpu":  # half-precision kernels take 1.4 to 10 times as long in backward as fp32 ones
             qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
         with no_autocast(x):
             q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
@@ -205,7 +206,7 @@ class UNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Uniform within 1/sqrt(fan_in), labels N(0, 1), last layers 0; drawn on the CPU, the same for every device."""
+        """Uniform within 1/sqrt(fan_in), labels N(0, 1), last layers 0. Drawn on the CPU: equal on every device."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
@@ -224,7 +225,7 @@ class UNet(nn.Module):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D), images as with_images takes them
         -> (N, out_channels, H, W).
 
-        The null class, if any, is label num_classes. Under autocast, too, the output is fp32.
+        The null class, if any, is label num_classes. The output is fp32 under autocast, too.
         """
         c = self.config
         x_t = with_images(x_t, **images)
@@ -254,7 +255,7 @@ class UNet(nn.Module):
         return [*blocks, self.out]
 
     def estimate_flops(self) -> int:
-        """FLOPs per image (2 per multiply-add), matrix products and attention; with backward, 3x forward."""
+        """FLOPs per image, 2 per multiply-add, of matrix products and attention. Forward + backward = 3 x forward."""
         flops = 0
         size = self.config.image_size
         for name, m in self.named_modules():  # in the order of forward
