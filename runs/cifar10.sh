@@ -6,5 +6,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ -f "${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data/cifar10/meta.json" ] ||
     python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 python3 -m scripts.base_train runs/cifar10.py "$@"
-python3 -m scripts.base_eval --run=cifar10 --metric=fd_classifier --num_images=10000
-python3 -m scripts.sample --run=cifar10 --num_images=100
+find_trained cifar10 "$@"
+python3 -m scripts.base_eval --run="$run" --metric=fd_classifier --num_images=10000
+python3 -m scripts.sample --run="$run" --num_images=100

@@ -4,17 +4,17 @@
 #   bash runs/few_steps.sh                        further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-runs="${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs"
 python3 -m scripts.base_train runs/shapes_cpu.py --model_tag=shapes_long --num_iterations=1400
 python3 -m scripts.base_train runs/few_steps_cpu.py "$@"
+find_trained few_steps_cpu "$@"
 
 for steps in 1 2 4; do
-    python3 -m scripts.base_eval --run=few_steps_cpu --metric=well_formed --steps=$steps
+    python3 -m scripts.base_eval --run="$run" --metric=well_formed --steps=$steps
 done
 python3 -m scripts.base_eval --run=shapes_long --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
 
 # A picture: a row of 1, 2 and 4 evaluations from the same noise, and one of the flow model's 21
-python3 - "$runs/few_steps_cpu/few_steps.png" <<'PYTHON'
+python3 - "$run" "$folder/few_steps.png" <<'PYTHON'
 import sys
 
 import numpy as np
@@ -22,12 +22,12 @@ import numpy as np
 import nanodiff
 from nanodiff.png import encode_png, make_grid
 
-tuned = nanodiff.load("few_steps_cpu")
+tuned = nanodiff.load(sys.argv[1])
 rows = [tuned.sample(num_images=16, steps=steps, cfg_scale=1) for steps in (1, 2, 4)]
 flow = nanodiff.load("shapes_long")
 rows.append(flow.sample(num_images=16, steps=7, cfg_interval="0.3,0.85"))
 images = np.concatenate(rows).transpose(0, 3, 1, 2)
-with open(sys.argv[1], "wb") as file:
+with open(sys.argv[2], "wb") as file:
     file.write(encode_png(make_grid(images, columns=16)))
-print(f"rows of 1, 2, 4 and 21 evaluations: {sys.argv[1]}")
+print(f"rows of 1, 2, 4 and 21 evaluations: {sys.argv[2]}")
 PYTHON

@@ -22,6 +22,7 @@ EOF
 python3 -m scripts.lora_train --base=without_cross --data=shapes_half_cross --model_tag=with_cross \
     --rank=4 --lr=5e-3 --num_iterations=400 --cfg_scale=3 "$@"
 
-for run in without_cross with_cross; do
-    python3 -m scripts.base_eval --run=$run --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
+find_trained with_cross "$@"
+for model in without_cross "$run"; do
+    python3 -m scripts.base_eval --run="$model" --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
 done

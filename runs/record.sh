@@ -19,7 +19,6 @@ case $track in
         ;;
 esac
 tag=record_${track}_$seed
-folder=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/$tag
 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # compiling counts
 export TORCHINDUCTOR_CACHE_DIR
 trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
@@ -28,10 +27,12 @@ start=$SECONDS
 python3 -m scripts.base_train --data=cifar10 --flip --model_tag="$tag" --seed="$seed" "${settings[@]}" \
     --resume=never --eval_every=-1 --sample_every=-1 --save_every=0 "${@:3}"
 seconds=$((SECONDS - start))
+find_trained "$tag" "${@:3}"
+rm -f "$samples"  # of an earlier attempt
 
-python3 -m scripts.sample --run="$tag" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
-    --npz --out="$folder/measured.npz"
-python3 -m scripts.base_eval --metric=fd_classifier --samples="$folder/measured.npz" --data=cifar10 \
+python3 -m scripts.sample --run="$run" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
+    --npz --out="$samples"
+python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
     --judge=runs/records/judge_cifar10.safetensors
-echo "$tag: $seconds s of at most $limit, process start and compilation included"
+echo "$run: $seconds s of at most $limit, process start and compilation included"
 [ "$seconds" -le $limit ]

@@ -5,6 +5,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# find_trained TAG "$@": set `run`, what the arguments of base_train call the run, by default TAG; its `folder`; and
+# `samples`, a name for samples of its newest checkpoint
+find_trained() {
+    local argument step
+    run=$1
+    for argument in "${@:2}"; do
+        case $argument in --model_tag=*) run=${argument#*=} ;; esac
+    done
+    folder=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/runs/$run
+    step=$(ls "$folder/checkpoints" 2> /dev/null | sort -V | tail -n 1) || true
+    samples=$folder/measured_$step.npz
+}
+
 present="
 import sys, numpy, torch${needs:+, $needs}
 enough = sys.version_info >= (3, 11) and tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 10)

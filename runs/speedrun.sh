@@ -10,12 +10,13 @@ shift 2
 # also kills those that wait for a dead rank: in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
-run=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8}" -m)
+ranks=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8}" -m)
 
 [ -f "$data/imagenet256/meta.json" ] ||
     python3 -m scripts.prepare_data --path="$images" --resolution=256 --name=imagenet256 --val_fraction=0.01
 [ -f "$data/imagenet256_latents/meta.json" ] ||
-    "${run[@]}" scripts.cache_latents -- --data=imagenet256 --autoencoder="$autoencoder" --name=imagenet256_latents --flip
-"${run[@]}" scripts.base_train -- runs/imagenet256.py "$@"
-"${run[@]}" scripts.sample -- --run=imagenet256 --num_images=50000 --npz --sampler=heun --steps=50 --cfg_scale=1.5 --out=imagenet256
-"${run[@]}" scripts.base_eval -- --run=imagenet256 --metric=fid --samples=imagenet256.npz
+    "${ranks[@]}" scripts.cache_latents -- --data=imagenet256 --autoencoder="$autoencoder" --name=imagenet256_latents --flip
+"${ranks[@]}" scripts.base_train -- runs/imagenet256.py "$@"
+find_trained imagenet256 "$@"
+"${ranks[@]}" scripts.sample -- --run="$run" --num_images=50000 --npz --sampler=heun --steps=50 --cfg_scale=1.5 --out="$samples"
+"${ranks[@]}" scripts.base_eval -- --run="$run" --metric=fid --samples="$samples"

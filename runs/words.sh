@@ -11,8 +11,10 @@ mkdir -p "$work"
 python3 -m runs.words.captions make "$work"
 python3 -m scripts.prepare_data --path="$work/images.npz" --vectors="$work/captions.npy" --name=words --overwrite
 python3 -m scripts.base_train runs/words_cpu.py "$@"
+find_trained words_cpu "$@"
+rm -f "$work"/drawn_*.npz  # of an earlier model
 for pairs in seen unseen; do
-    python3 -m scripts.sample --run=words_cpu --vectors="$work/$pairs.npy" --num_images=400 --steps=10 --cfg_scale=2 \
+    python3 -m scripts.sample --run="$run" --vectors="$work/$pairs.npy" --num_images=400 --steps=10 --cfg_scale=2 \
         --cfg_interval=0.3,0.85 --npz --out="$work/drawn_$pairs"
 done
 python3 -m runs.words.captions judge "$work"
