@@ -65,8 +65,8 @@ def write_atomic(path: Path, data) -> None:
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` plus the changed settings, except those in `apart`. Paths are cut to their last part, then a hash of the
-    full name is added."""
+    """`stem` plus the changed settings, except those in `apart`. Paths are cut to their last part; a name that lost
+    anything gets a hash of the whole."""
     name = stem
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:

@@ -57,7 +57,7 @@ class Inception(nn.Module):
         x = self.Mixed_7a(self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))))  # (N, 1280, 8, 8)
         x = self.Mixed_7c(self.Mixed_7b(x))  # (N, 2048, 8, 8)
         pool3 = x.mean((2, 3))
-        return pool3, pool3 @ self.fc.weight.T  # without bias: so the Inception score is defined
+        return pool3, pool3 @ self.fc.weight.T  # the Inception score is defined without the bias
 
     @torch.no_grad()
     def features(self, images, batch_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
