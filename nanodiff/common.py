@@ -1,6 +1,7 @@
 """The ground floor: user errors, ranks and signals, seeds, progress."""
 
 import contextlib
+import difflib
 import errno
 import functools
 import os
@@ -8,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -222,6 +224,11 @@ class StackedGenerator:
 def base_dir() -> Path:
     """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
     return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The five names that are most like `name`, for messages; "none" if nothing is known."""
+    return ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0)) or "none"
 
 
 def brief(value, most: int = 50):

@@ -193,6 +193,9 @@ for key, value in result.items():
         raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
 for key, value in result.items():
     print0(f"{key:>30}  {brief(value)}")
+if num_images < config["num_images"]:
+    print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
+    config["num_images"] = num_images  # for the file's name
 folder, stem = None, ""
 if samples:
     folder, stem = measured.path.parent, measured.path.stem

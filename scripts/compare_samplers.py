@@ -33,7 +33,7 @@ samplers = "auto"  # {SAMPLERS}, comma-separated; auto = all of the run's proces
 steps = "5,10,20,50,250"  # numbers of steps, comma-separated
 reference_steps = 1000  # >= 1: steps of the second-order reference for the error
 error_images = 32  # >= 1: images for the error
-num_images = 400  # >= 0: samples for the distance, on labelled sets; 0 = the error alone
+num_images = 400  # 0 or >= 10: samples for the distance, on labelled sets; 0 = the error alone
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 seed = 0  # >= 0: of the samples

@@ -31,6 +31,7 @@ lora = ""  # adapters of lora_train to merge into the weights: a .safetensors fi
 lora_scale = 1.0  # their strength
 form = "safetensors"  # safetensors|meta: what to write
 out = ""  # path of the file; "" = exports/ in the run's folder
+overwrite = False  # replace a file of that name
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,6 +66,8 @@ if loaded.run_dir:
     default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
 ending = "" if form == "safetensors" else f"_{form}"
 path = Path(out or f"{default}{ending}{suffix}")
+if path.exists() and not overwrite:
+    raise UserError(f"out={out!r}: {path} is there already; accepted: another path, or --overwrite")
 try:
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "safetensors":

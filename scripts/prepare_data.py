@@ -23,12 +23,12 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
 from nanodiff.data.archives import Options
-from nanodiff.data.sources import open_source
+from nanodiff.data.sources import SOURCES, open_source  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
-source = "auto"  # auto|shapes|cifar10|mnist|idx|npz|npy|folder|tar|zip: auto looks at the path
+source = "auto"  # auto|{SOURCES}: auto looks at the path
 path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size

@@ -59,6 +59,8 @@ def test_validation_loss_does_not_depend_on_the_batch_size(run_dir, run_script):
     assert one["num_images"] == 24 and one["data"] == "tiny" and one["step"] == 1 and one["weights"] == "0.999"
     other = evaluate(run_script, run_dir, "loss", "--batch_size=7")
     assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == other
+    assert evaluate(run_script, run_dir, "loss", "--num_images=99") == one  # and the name says what there was
+    assert newest(run_dir, "eval_loss_*.json").name == "eval_loss_000001_num_images=24_dtype=float32.json"
     assert evaluate(run_script, run_dir, "loss", "--ema=raw")["loss"] != one["loss"]
     assert evaluate(run_script, run_dir, "loss", "--seed=1")["loss"] != one["loss"]
 

@@ -171,7 +171,10 @@ def test_verify_finds_one_flipped_bit_in_any_file():
 
 def test_unknown_name_and_split_tell_what_there_is(base):
     write("birds")
-    with pytest.raises(UserError, match=r"no data set 'bird'.*birds.*shapes.*prepare_data"):
+    for i in range(9):
+        (base / "data" / f"other{i}").mkdir()
+        (base / "data" / f"other{i}" / "meta.json").touch()
+    with pytest.raises(UserError, match=r"no data set 'bird'; nearest in [^:]*: birds(, \w+){4}; .*prepare_data"):
         open_dataset("bird")
     with pytest.raises(UserError, match=r"no split 'test', only train, val"):
         open_dataset("birds", "test")

@@ -44,6 +44,9 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     checkpoint = write_run(base, "a", model_config)
     meta = json.loads((checkpoint / "meta.json").read_text())
     path = export("a")
+    with pytest.raises(UserError, match="is there already"):
+        export("a")
+    export("a", "--overwrite")
     assert_equal(safetensors.load_file(path), torch.load(checkpoint / "ema_0.99.pt"))
     with safetensors.safe_open(path, framework="pt") as file:
         told = {key: json.loads(value) for key, value in file.metadata().items()}

@@ -194,7 +194,7 @@ def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script):
     make_data("large", resolution=32)
     faults = {
         "--data=": "give --base=..., a run or a published file, and --data=..., a data set",
-        "--base=none": "run='none' is no folder, file or tag; known tags: old",
+        "--base=none": "run='none' is no folder, file or tag; nearest tags: old",
         "--data=large": "has resolution 32, the model wants 16",
         "--t_min=0.8": "t_min=0.8 and t_max=0.5; accepted: t_min < t_max",
         "--model_tag=old": "old is a run of base_train; use another model_tag",

@@ -253,7 +253,7 @@ def test_mistakes_are_one_line(base, run_script):
     fake_run(base)
     (base / "empty").mkdir()
     out = f"--out={base / 'no' / 'page.html'}"
-    for arg, told in (("b", "known tags: a"), (base / "empty", "no config.json"), (out, "folder that exists")):
+    for arg, told in (("b", "nearest tags: a"), (base / "empty", "no config.json"), (out, "folder that exists")):
         with pytest.raises(UserError, match=told):
             run_script("report", arg)
 

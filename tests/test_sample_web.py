@@ -163,7 +163,7 @@ def test_mistakes_get_one_line(flow, run_script):
     ):
         with pytest.raises(UserError, match=told):
             drawn(flow, **{name: value})
-    with pytest.raises(UserError, match="known tags: flow"):
+    with pytest.raises(UserError, match="nearest tags: flow"):
         run_script("sample_web", "--run=no")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, get_dist, in_batches
+from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
@@ -237,9 +237,9 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
     if name in SHAPES and not is_set(path):
         make_shapes(name)
     if not is_set(path):
-        known = ", ".join(sorted(file.parent.name for file in data_dir().glob("[!.]*/meta.json")))
+        known = nearest(name, [file.parent.name for file in data_dir().glob("[!.]*/meta.json")])
         raise UserError(
-            f"no data set {name!r}; prepared in {data_dir()}: {known or 'none yet'}; "
+            f"no data set {name!r}; nearest in {data_dir()}: {known}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, base_dir, in_batches, print0
+from nanodiff.common import UserError, base_dir, in_batches, nearest, print0
 from nanodiff.conditions import FIELDS, droppable
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
@@ -158,8 +158,8 @@ def find_run(run: str) -> Path:
     for path in (os.path.expanduser(run), runs / run) if run else ():
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
-    tags = ", ".join(p.name for p in known) or "none; train one: python -m scripts.base_train"
-    raise UserError(f"run={run!r} is no folder, file or tag; known tags: {tags}")
+    tags = nearest(run, [p.name for p in known])
+    raise UserError(f"run={run!r} is no folder, file or tag; nearest tags: {tags}; scripts.base_train trains one")
 
 
 def split_options(run: str) -> tuple[str, dict]:
