@@ -95,7 +95,7 @@ def test_the_page_starts_from_the_settings_of_the_runs_grids(base, run_script):
     assert np.abs(picture(last) - grid).max() <= 1
     for name, value in {"cfg_scale": 1, "cfg_interval": "0,1", "steps": 4, "seed": 1, "sampler": "heun"}.items():
         *_, other = drawn(run_dir, classes=by_row, num_images=64, **{name: value})
-        assert np.abs(picture(other) - grid).max() > 5, name
+        assert np.abs(picture(other) - grid).max() > 2, name
 
 
 @pytest.mark.parametrize("steps", [1, 7, 3 * MOST_FRAMES])
