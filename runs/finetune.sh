@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fine-tuning on a laptop: a model that never saw a cross learns it from 117 KB of adapters, which include one new row
-# of its class table. Further arguments go to lora_train: --rank=8 --targets=qkv,proj
+# of its class table. Further arguments go to the second base_train: --lora_rank=8 --lora_targets=qkv,proj
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 known=circle,ring,target,triangle,bar,stripes,dots
@@ -19,8 +19,8 @@ with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:
         classes = np.where(i % 2, CLASS_NAMES.index("cross"), i // 2 % len(CLASS_NAMES))
         writer.append(split, *draw_shapes(n, seed=(1, n), classes=classes))
 EOF
-python3 -m scripts.lora_train --base=without_cross --data=shapes_half_cross --model_tag=with_cross \
-    --rank=4 --lr=5e-3 --num_iterations=400 --cfg_scale=3 "$@"
+python3 -m scripts.base_train --init_from=without_cross --data=shapes_half_cross --model_tag=with_cross \
+    --lora_rank=4 --num_iterations=400 --total_batch_size=64 --cfg_scale=3 "$@"
 
 find_trained with_cross "$@"
 for model in without_cross "$run"; do

@@ -4,6 +4,7 @@ Train an image diffusion model: settings, setup, loop, end. Read it top to botto
     python -m scripts.base_train runs/shapes_cpu.py             # a first model, in minutes on a laptop's CPU
     python -m scripts.base_train --data=cifar10 --depth=8       # a data set made by scripts.prepare_data
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train --data=cifar10 --depth=12
+    python -m scripts.base_train --init_from=DiT-XL-2-256x256.pt --data=mine_latents --lora_rank=8  # fine-tune
 
 Rerunning the same command resumes where the run stopped. What it does, for the default, flow matching:
 
@@ -35,12 +36,13 @@ from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import Verifier, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
-from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance, why_unguided
+from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
+from nanodiff.formats.adapters import save_adapters
 from nanodiff.formats.load import load_weights
-from nanodiff.formats.start import inherited, open_source, start_from, train_only
+from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
 from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
@@ -95,15 +97,21 @@ arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
 class_cond = True  # condition on labels, if the data set has them
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
-init_from = ""  # run, exported or published file to start from: its weights and, unless others are given, its settings
-#                 of the model and of what is learned; "" = weights drawn from the seed
-trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
+# Fine-tuning
+init_from = ""  # run, exported or published file to start from: its weights and, unless others are given, its settings
+#                 of the model and of what is learned; "" = weights drawn from the seed; a file of adapters is continued
+trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
+lora_rank = 0  # >= 0: train and save only adapters of this rank (LoRA), and classes that init_from lacks; 0 = off
+# Only lora_rank > 0
+lora_alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
+lora_targets = "all"  # linear layers to adapt, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
 #                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from the flow run init_from
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
+t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Optimisation
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices except adaLN's, AdamW for the rest; or AdamW for all
@@ -122,6 +130,7 @@ sample_steps = 25  # >= 1: steps of the sampler
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 save_every = 0.04  # >= -1: steps between checkpoints
+save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay, besides the best; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
@@ -175,14 +184,15 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
-checkpoint, meta = resume_point(run_dir, resume, "base_train")
+checkpoint, meta = resume_point(run_dir, resume)
 # What init_from names, if it is needed; and `like`, how its model sees data: which classes, on which scale
 source, like = open_source(config, meta, device)
 
 train_set = open_dataset(data, "train", like)
 val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, latent_norm, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
-num_classes = codec.description["num_classes"] if class_cond else 0  # the null class is num_classes
+class_names = codec.description["class_names"] if class_cond else []
+num_classes = len(class_names)  # and the number of the null class
 shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
 if codec.undecodable:
@@ -191,9 +201,10 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
 raw_model = build_model(model_config, device, seed)
-if source and not checkpoint:
-    start_from(raw_model, source, config, codec.description["class_names"] if num_classes else [])
+if source:
+    start_from(raw_model, source, config, class_names)
 num_params = sum(p.numel() for p in raw_model.parameters())
+lora = with_adapters(raw_model, source, config, class_names) if lora_rank else None
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
@@ -281,7 +292,7 @@ if checkpoint:
     check_settings(checkpoint, meta, config)
 num_iterations = last_step(checkpoint, step, num_iterations)
 
-timestep_sampler = make_timesteps(timesteps, process)
+timestep_sampler = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
@@ -342,6 +353,11 @@ def due(every):
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
 
 
+def ends_epoch():
+    """With save_epochs: did the last step take the last image of a pass over the data?"""
+    return save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
+
+
 def lr_multiplier(s):
     """Linear warmup, constant, linear warmdown to 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
@@ -376,7 +392,7 @@ NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers be
 while True:
     verifier.check()  # a damaged file of the set ends the run before it is saved
     # Save before the slow evaluations, so that a crash there loses nothing
-    if (due(save_every) or (stopping and save_every >= 0)) and step != saved_step:
+    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saved_step:
         optim_state, averages = optim.state_dict(), ema.state_dict()  # gathered over ranks: all take part
         if ddp_rank == 0:
             tensors = dict(model=host_copy(raw_model.state_dict()), optim=optim_state)
@@ -385,6 +401,9 @@ while True:
                 tensors[f"ema_{rate}"] = average
             meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
             meta |= dict(ema_rates=list(ema.rates), loop=progress | {"step": step})
+            if lora:
+                meta["lora"] = lora
+                save_adapters(run_dir, meta, tensors)
             saver.start(run_dir, step, tensors, meta, checkpoints_kept)  # in a thread: training goes on
         saved_step = step
 

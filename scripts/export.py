@@ -18,8 +18,7 @@ import torch
 from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import writing
-from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import apply_adapters, load_run
 from nanodiff.formats.published import MISSING, from_meta, to_meta
 from nanodiff.models.build import model_settings
 from nanodiff.safetensors import save_safetensors
@@ -27,7 +26,7 @@ from nanodiff.safetensors import save_safetensors
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
-lora = ""  # adapters of lora_train to merge into the weights: a .safetensors file
+lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # their strength
 form = "safetensors"  # safetensors|meta: what to write
 out = ""  # path of the file; "" = exports/ in the run's folder

@@ -35,8 +35,7 @@ from nanodiff.common import (
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.adapters import apply_adapters
-from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.load import apply_adapters, check_guide, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import parse_size
 from nanodiff.sampling.given import GivenImages
@@ -46,7 +45,7 @@ from nanodiff.sampling.store import SampleStore
 run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
-lora = ""  # adapters of scripts/lora_train.py to merge into the weights: a .safetensors file
+lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images

@@ -29,7 +29,7 @@ from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data.decode import open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
-from nanodiff.diffusion.process import SAMPLERS, make_process
+from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
@@ -86,8 +86,7 @@ def describe_run(path: Path) -> dict:
         num_classes = meta["model_config"]["num_classes"]
         has_condition = num_classes > 0 or meta["model_config"].get("vector_dim", 0) > 0
         is_guided = not why_unguided(config, has_condition)
-        # An adapter has its base's process, known once that is loaded
-        samplers = SAMPLERS if "lora" in meta else make_process(config, meta["data"]).samplers
+        samplers = make_process(config, meta["data"]).samplers
         emas = [*map(str, meta["ema_rates"]), "raw"]
         return {
             "weights": [(step, ema) for step, _ in reversed(checkpoints) for ema in emas],

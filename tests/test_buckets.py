@@ -221,7 +221,8 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     run_script("export", "--run=run", f"--out={folder / 'model.safetensors'}")
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
     assert loaded.data["sizes"] == describe_data(photos)["sizes"]
-    run_script("lora_train", "--base=run", *RUN[-3:], "--data=photos", "--num_iterations=2", "--total_batch_size=4")
+    tune = ("--init_from=run", "--lora_rank=2", "--data=photos", "--num_iterations=2", "--total_batch_size=4")
+    run_script("base_train", *RUN[-3:], *tune, "--eval_every=-1", "--sample_every=-1")
 
 
 def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tmp_path):

@@ -1,5 +1,7 @@
 """Adapters change nothing until they have learned, have the rank they say, add up, and merge into the weights."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,10 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import autocast_to
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.formats.adapters import apply_adapters, fingerprint, identity, match_classes, save_adapters
-from nanodiff.formats.load import Loaded
+from nanodiff.formats.adapters import fingerprint, identity, save_adapters
+from nanodiff.formats.load import Loaded, apply_adapters
 from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.lora import add_lora, find_layers, trained
+from nanodiff.models.lora import add_classes, add_lora, class_rows, find_layers, trained
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
@@ -52,15 +54,22 @@ def inputs(n=6, num_classes=3):
 
 def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
     """Give the adapters random values instead of learned ones, and write them; the model with its adapters."""
-    origin = identity(loaded)
+    lora = identity(loaded) | dict(rank=rank, alpha=alpha, classes=[loaded.data["class_names"][i] for i in rows])
     add_lora(loaded.model, rank, alpha, targets, list(rows), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in trained(loaded.model).values():
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
-    names = [*loaded.data["class_names"], None]
-    save_adapters(path, loaded.model, rank, alpha, targets, [names[i] for i in rows], origin)
+    write(path, lora, loaded)
     return loaded.model
+
+
+def write(path, lora, loaded):
+    """The adapters in a model, as a run saves them."""
+    meta = dict(step=0, arch="dit", config=loaded.config, model_config=asdict(loaded.model.config), data=loaded.data)
+    tensors = {"model": loaded.model.state_dict()}  # of what learns
+    save_adapters(path.parent, meta | {"lora": lora, "ema_rates": []}, tensors)
+    (path.parent / "adapters" / "step_000000.safetensors").rename(path)
 
 
 def weights(model):
@@ -136,7 +145,7 @@ def test_the_file_has_the_names_of_peft(tmp_path):
         "base_model.model.blocks.1.qkv.lora_B.weight": (192, 2),
         "base_model.model.y_embed.token_adapter.trainable_tokens_delta": (1, 64),
     }
-    assert info["base_sha256"] == fingerprint(make_loaded().model.state_dict())
+    assert json.loads(info["lora"])["sha256"] == fingerprint(make_loaded().model.state_dict())
 
 
 def make_set(name, classes):
@@ -148,76 +157,60 @@ def make_set(name, classes):
     return open_dataset(name, "train")
 
 
-def test_classes_are_matched_by_name_and_new_ones_start_as_no_class(base):
-    """The set's dots and bar are the model's 3 (new) and 2; others stay. Without a null class the mean is the start."""
-    loaded, (x, t, y) = make_loaded(), inputs()
-    before = loaded.model(x, t, y)
-    dataset, names, rows = match_classes(loaded, make_set("new", ["dots", "bar"]), "new")
-    assert names == [*NAMES, "dots"] and rows == [3] and loaded.model.config.num_classes == 4
-    assert dataset.labels([0, 1, 2, 3]).tolist() == [3, 2, 3, 2] and len(dataset) == 4 and dataset.name == "new"
-    assert torch.equal(loaded.model(x, t, torch.where(y == 3, 4, y)), before)
-    null = torch.full_like(y, 4)
-    assert torch.equal(loaded.model(x, t, torch.full_like(y, 3)), loaded.model(x, t, null))
-    without_null = make_loaded("published unet")
-    table = without_null.model.label_emb.weight
-    match_classes(without_null, make_set("some", ["dots", "cross"]), "new")
-    mean = table.mean(0).expand(2, -1)
-    torch.testing.assert_close(without_null.model.label_emb.weight, torch.cat([table, mean]))
+def test_a_set_is_seen_with_the_classes_of_a_model(base):
+    """By name, or in order if they are numbers there; new ones follow, and no label is the null class."""
+    for known, classes, names, labels in (
+        (NAMES, ["dots", "bar"], [*NAMES, "dots"], [3, 2]),
+        (["0", "1", "2"], ["cross", "dots", "bar"], ["0", "1", "2"], [0, 1, 2]),
+        (NAMES, [], NAMES, [3]),
+        ([], ["bar", "dots"], ["bar", "dots"], [0, 1]),
+    ):
+        stored = make_set(f"set{len(classes)}{labels[0]}", classes)
+        seen = stored.seen_by({"class_names": known})
+        assert seen.class_names == seen.meta["class_names"] == names and seen.num_classes == len(names)
+        assert seen.labels(range(2 * len(labels))).tolist() == labels * 2 and len(seen) == len(stored)
 
 
-def test_numbered_classes_of_a_published_model_are_taken_in_order(base):
-    loaded = make_loaded()
-    loaded.data = loaded.data | {"class_names": ["0", "1", "2"]}
-    stored = make_set("photos", ["cross", "dots", "bar"])
-    dataset, names, rows = match_classes(loaded, stored, "all")
-    assert names == ["0", "1", "2"] and rows == [0, 1, 2, 3] and loaded.model.config.num_classes == 3
-    assert dataset.labels(range(6)).tolist() == stored.labels(range(6)).tolist()
-
-
-def test_which_rows_learn(base):
-    some = make_set("some", ["bar", "dots"])
-    for train_classes, rows in (("new", [3]), ("all", [2, 3, 4]), ("circle,dots", [0, 3])):
-        assert match_classes(make_loaded(), some, train_classes)[2] == rows
-    unlabelled = make_set("unlabelled", [])
-    dataset, _, rows = match_classes(make_loaded(), unlabelled, "all")
-    assert rows == [3] and dataset.labels([0, 1]).tolist() == [3, 3]
-    with pytest.raises(UserError, match="no class 'star'; accepted: new, all, none, circle, ring, bar, dots"):
-        match_classes(make_loaded(), some, "star")
-    with pytest.raises(UserError, match="train_classes=none, but base.pt lacks class 'dots'"):
-        match_classes(make_loaded(), some, "none")
-    with pytest.raises(UserError, match="'unlabelled' has no labels, and base.pt has no null class"):
-        match_classes(make_loaded("published unet"), unlabelled, "new")
+def test_a_new_class_starts_as_no_class_or_as_the_mean():
+    table = torch.randn(4, 8)  # with the null class
+    rows = class_rows(table, NAMES, ["bar", "dots"], 3)
+    assert torch.equal(rows, table[[2, 3, 3]])
+    rows = class_rows(table[:3], NAMES, ["bar", "dots"], 2)
+    assert torch.equal(rows, torch.stack([table[2], table[:3].mean(0)]))
 
 
 def test_adapters_bring_their_classes_along(base, tmp_path):
     """A class that the base lacks is inserted before the null class."""
-    loaded, origin = make_loaded(), identity(make_loaded())
-    _, names, rows = match_classes(loaded, make_set("b", ["cross", "bar"]), "all")
-    add_lora(loaded.model, 2, 2.0, "qkv", rows)
-    torch.nn.init.constant_(loaded.model.y_embed.delta, 0.25)
-    save_adapters(tmp_path / "b", loaded.model, 2, 2.0, "qkv", [[*names, None][i] for i in rows], origin)
+    loaded = make_loaded()
+    lora = identity(loaded) | dict(rank=2, alpha=2.0, classes=["bar", "cross"])
+    add_classes(loaded.model, NAMES, ["cross"])
+    add_lora(loaded.model, 2, 2.0, "qkv", [2, 3])
+    with torch.no_grad():
+        trained(loaded.model)["y_embed.token_adapter.trainable_tokens_delta"].add_(0.25)
+    write(tmp_path / "b", lora, loaded)
     loaded, original = make_loaded(), make_loaded().model.y_embed.weight
-    apply_adapters(loaded, str(tmp_path / "b"), 2.0)
+    (tmp_path / "b").rename(tmp_path / "b.safetensors")
+    apply_adapters(loaded, str(tmp_path / "b.safetensors"), 2.0)
     assert loaded.class_names == [*NAMES, "cross"] and loaded.num_classes == 4
     change = loaded.model.y_embed.weight - original[[0, 1, 2, 3, 3]]
-    expected = torch.tensor([0, 0, 0.5, 0.5, 0.5])[:, None].expand_as(change)
+    expected = torch.tensor([0, 0, 0.5, 0.5, 0])[:, None].expand_as(change)
     torch.testing.assert_close(change, expected, rtol=0, atol=1e-6)
 
 
 def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path):
-    train(make_loaded(), good := tmp_path / "good", rank=2, targets="qkv", rows=[1])
-    train(make_loaded(seed=5), tmp_path / "other")
+    train(make_loaded(), good := tmp_path / "good.safetensors", rank=2, targets="qkv", rows=[1])
+    train(make_loaded(seed=5), tmp_path / "other.safetensors")
     data = good.read_bytes()
-    (tmp_path / "flipped").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    save_safetensors(load_safetensors(good)[0], tmp_path / "plain")
+    (tmp_path / "flipped.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    save_safetensors(load_safetensors(good)[0], tmp_path / "plain.safetensors")
     faults = {
         "absent": "no such file: .*absent",
-        "flipped": "flipped is corrupt: its tensors do not match the SHA-256 in its metadata",
-        "plain": "plain holds no adapters of lora_train: .*classes",
-        "other": r"other holds adapters for other weights: base.pt \(.*\), not base.pt \(",
+        "flipped": "flipped.safetensors is corrupt: its tensors do not match the SHA-256 in its metadata",
+        "plain": "plain.safetensors holds no published model",
+        "other": r"other.safetensors holds adapters for other weights: base.pt \(.*\), not base.pt \(",
     }
     loaded = make_loaded()
     for name, fault in faults.items():
         with pytest.raises(UserError, match=fault):
-            apply_adapters(loaded, str(tmp_path / name))
+            apply_adapters(loaded, str(tmp_path / f"{name}.safetensors"))
     assert fingerprint(loaded.model.state_dict()) == fingerprint(make_loaded().model.state_dict())

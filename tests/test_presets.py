@@ -73,6 +73,6 @@ def test_the_readme_prepares_a_set_before_it_trains_on_it():
         values = dict(arg[2:].split("=", 1) for arg in args if "=" in arg)
         if script in ("prepare_data", "cache_latents"):
             made.add(values["name"])
-        elif script in ("base_train", "cache_latents", "lora_train"):
+        elif script in ("base_train", "cache_latents"):
             data = values.get("data") or script_settings(script, *args)["data"]
             assert data in made, f"{script} {args}: {data} is made later, or never"

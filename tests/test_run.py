@@ -217,12 +217,10 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
 
 def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
     """Settings are fixed unless a table says otherwise, so a new one is fixed too. Refusals: test_base_train."""
-    assert resume_point(tmp_path, "auto", "base_train") == resume_point(tmp_path, "never", "base_train") == (None, {})
+    assert resume_point(tmp_path, "auto") == resume_point(tmp_path, "never") == (None, {})
     meta = dict(step=1, config={"depth": 4, "gone": 1}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
     path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
-    assert resume_point(tmp_path, "auto", "base_train") == (path, meta)
-    with pytest.raises(UserError, match="a run of base_train"):
-        resume_point(tmp_path, "auto", "lora_train")
+    assert resume_point(tmp_path, "auto") == (path, meta)
 
     def check(resume="auto", **changed):
         defaults = {"lr": 1, "depth": 4, "new": 7, "num_iterations": -1, "log_every": 10, "resume": "auto"}
@@ -239,5 +237,4 @@ def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
 
 def test_the_tables_of_a_resume_name_settings():
     assert not FREE & RATES
-    names = {name for script in ("base_train", "lora_train") for name in script_settings(script)}
-    assert names >= FREE | RATES
+    assert script_settings("base_train").keys() >= FREE | RATES

@@ -218,14 +218,15 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
     os.chdir(tmp_path)
     lora = (
-        "--base=a",
+        "--init_from=a",
+        "--lora_rank=2",
         "--data=tiny",
         "--num_iterations=2",
         "--sample_every=-1",
         "--compile=False",
         "--device_type=cpu",
     )
-    done = run_script("lora_train", *lora, "--total_batch_size=8", "--model_tag=lora", "--dtype=float32")
+    done = run_script("base_train", *lora, "--total_batch_size=8", "--model_tag=lora", "--dtype=float32")
     assert done["step"] == 2
     run_script("export", "--run=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
     again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")

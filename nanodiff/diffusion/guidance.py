@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from nanodiff.common import UserError, print0
 
 
-def parse_interval(cfg_interval: str) -> tuple[float, float]:
-    """(0.3, 0.8) from "0.3,0.8": where t, from 0 (image) to 1 (noise), guidance applies."""
+def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]:
+    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
     try:
-        low, high = (float(x) for x in cfg_interval.split(","))
+        low, high = (float(x) for x in text.split(","))
     except ValueError:
         low = high = -1.0
     if not 0 <= low < high <= 1:
-        raise UserError(f"cfg_interval={cfg_interval!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
+        raise UserError(f"{name}={text!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
     return low, high
 
 

@@ -43,14 +43,19 @@ def logit_normal(u, process):
 
 
 class Timesteps(torch.nn.Module):
-    """A distribution, restricted to [low, high] of its u. A module for its state_dict: state lies in buffers."""
+    """A distribution, restricted to t / T in [low, high]. A module for its state_dict: state lies in buffers."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
         super().__init__()
         self.draw = draw
         self.process = process
-        self.low = low
-        self.high = high
+        # The range of u in which draw, which grows with it, gives such t
+        t, _ = draw((torch.arange(100_000) + 0.5) / 100_000, process)
+        t = t / (process.num_timesteps or 1)
+        self.low = (t < low).float().mean().item()
+        self.high = (t <= high).float().mean().item()
+        if self.low >= self.high:
+            raise UserError(f"t_range={low:g},{high:g} holds no t; accepted: a wider one")
 
     def sample(self, u):
         return self.draw(self.low + (self.high - self.low) * u, self.process)
@@ -71,7 +76,8 @@ class LossSecondMoment(Timesteps):
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
-        super().__init__(self.from_history, process)
+        super().__init__(uniform, process)
+        self.draw = self.from_history
         self.uniform_prob = uniform_prob
         T = process.num_timesteps
         self.register_buffer("history", torch.zeros(T, history, dtype=torch.float64))  # on the CPU; rows are rings
@@ -136,6 +142,8 @@ def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> T
         raise UserError(f"timesteps={name} is not for {kind}; accepted: auto, {', '.join(table)}")
     draw = table[name]
     if draw is LossSecondMoment:
+        if (low, high) != (0, 1):
+            raise UserError(f"t_range={low:g},{high:g} with timesteps={name}; accepted: 0,1")
         return LossSecondMoment(process)
     return Timesteps(draw, process, low, high)
 

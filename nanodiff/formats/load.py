@@ -1,7 +1,7 @@
 """From a file to a model: find it, read it, build the model, load the weights.
 
-Each reader returns (meta, tensors): meta has step, ema, arch, config (the settings), model_config and data (a codec's
-description); tensors bear our parameter names.
+find_model, then read_model (or read_meta), then build. A reader returns (meta, tensors): meta has step, ema, arch,
+config (the settings), model_config and data (a codec's description); tensors bear our parameter names.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance, why_unguided
 from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
-from nanodiff.formats.adapters import apply_adapters
+from nanodiff.formats.adapters import PREFIX, check_base, fingerprint, identity, merge
 from nanodiff.formats.published import MISSING, read_published
 from nanodiff.models.build import empty_model
 from nanodiff.models.dit import DiTConfig
@@ -54,6 +54,7 @@ class Loaded:
     weights: str  # a rate, "raw" or "as published"
     weights_path: Path
     run_dir: Path | None = None
+    adapters: tuple[dict, dict] | None = None  # (meta["lora"], tensors) that a run with lora_rank continues, not merged
 
     @property
     def num_classes(self) -> int:
@@ -210,86 +211,85 @@ def newest_meta(run_dir: Path) -> dict:
 def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loaded:
     """Load a model to sample from or to evaluate.
 
-    `run`: a run's folder or tag, a .safetensors of scripts/export.py, a published file, diffusers' folder or that of
+    `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, diffusers' folder or that of
     its pipeline; options may follow, see OPTIONS. Of a run, `step` chooses the checkpoint: "newest", "best" or a
     number; `ema` chooses the weights: a rate, "raw", or "" for the first rate.
     """
+    return build(*read_model(run, step, ema), device)
+
+
+def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dict, dict, dict]:
+    """(meta, tensors, where they come from: fields of Loaded); see load_run."""
     path, options = find_model(run)
     step, ema = options.get("step", step), options.get("ema", ema)
     if path.is_file():
         meta, tensors = read_file(path, options)
         source = ",".join([str(path), *(f"{name}={value}" for name, value in options.items())])
-        origin = {"source": source, "weights": meta["ema"], "weights_path": path}
-    else:
-        checkpoint = find_checkpoint(path, step)
-        if checkpoint is None:
-            raise UserError(f"{path} holds no checkpoint")
-        meta = load_meta(checkpoint)
-        best = read_best(path)
-        is_kept = best.get("step") in dict(list_checkpoints(path))  # not if the run was killed while saving it
-        note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if is_kept else ""
-        print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
-        rates = [str(rate) for rate in meta["ema_rates"]]
-        ema = ema or (rates[0] if rates else "raw")
-        if ema not in ("raw", *rates):
-            raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-        if "lora" in meta:
-            return load_tuned(meta, checkpoint, path, device)
-        weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
-        tensors = load_tensors(weights_path)
-        origin = {"source": str(checkpoint), "weights": ema, "weights_path": weights_path, "run_dir": path}
-    model, process = build(meta, tensors, device, origin["source"])
-    return Loaded(model, process, meta["config"], meta["data"], meta["step"], **origin)
-
-
-def load_tuned(meta: dict, checkpoint: Path, run_dir: Path, device) -> Loaded:
-    """A run of lora_train: its base with the adapters merged."""
-    base = meta["lora"]["base"]
-    loaded = load_run(base["run"], device, base.get("step", "newest"), base.get("ema", ""))
-    adapters = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
-    apply_adapters(loaded, str(adapters))
-    timestep_shift = meta["config"].get("timestep_shift")
-    if timestep_shift:
-        shift_timesteps(loaded, timestep_shift)
-    loaded.data, loaded.step, loaded.source = meta["data"], meta["step"], str(checkpoint)
-    loaded.weights, loaded.weights_path, loaded.run_dir = "raw", adapters, run_dir
-    return loaded
-
-
-def shift_timesteps(loaded: Loaded, timestep_shift: float) -> None:
-    """Give a flow model another timestep_shift than it was trained with."""
-    if loaded.process.num_timesteps:
-        raise UserError(f"timestep_shift={timestep_shift}: {loaded.source} is no flow model; accepted: 0")
-    loaded.config = loaded.config | {"timestep_shift": timestep_shift}
-    loaded.process = make_process(loaded.config, loaded.data)
+        return meta, tensors, {"source": source, "weights": meta["ema"], "weights_path": path}
+    checkpoint = find_checkpoint(path, step)
+    if checkpoint is None:
+        raise UserError(f"{path} holds no checkpoint")
+    meta = load_meta(checkpoint)
+    best = read_best(path)
+    is_kept = best.get("step") in dict(list_checkpoints(path))  # not if the run was killed while saving it
+    note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if is_kept else ""
+    print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
+    rates = [str(rate) for rate in meta["ema_rates"]]
+    ema = ema or (rates[0] if rates else "raw")
+    if ema not in ("raw", *rates):
+        raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
+    weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
+    origin = {"source": str(checkpoint), "weights": ema, "weights_path": weights_path, "run_dir": path}
+    return meta, load_tensors(weights_path), origin
 
 
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of a .safetensors of scripts/export.py, or of a published file."""
+    """(meta, tensors) of a .safetensors of scripts/export.py, of adapters, or of a published file."""
     metadata = {}
     if path.suffix == ".safetensors":
         tensors, metadata = load_safetensors(path)
     else:
         tensors = load_tensors(path)
-    if "model_config" in metadata:  # an exported file: its metadata are meta's fields in JSON
-        if told:
-            raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
-        with reading(path):
-            return {key: json.loads(value) for key, value in metadata.items()}, tensors
-    with reading(path, "holds no published model"):
-        return read_published(path, tensors, told)
+    if "model_config" not in metadata:
+        with reading(path, "holds no published model"):
+            return read_published(path, tensors, told)
+    if told:
+        raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
+    with reading(path):  # our own file: its metadata are meta's fields in JSON
+        meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
+    if "lora" in meta:
+        if meta["sha256"] != fingerprint(tensors):
+            raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
+        tensors = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
+    return meta, tensors
 
 
-def build(meta: dict, tensors: dict, device, source: str):
-    """(model, process) that `meta` describes, with these tensors."""
-    objective = meta["config"].get("objective")
+def build(meta: dict, tensors: dict, origin: dict, device) -> Loaded:
+    """The model that `meta` describes, with these tensors; adapters are merged into their base."""
+    config, source = meta["config"], origin["source"]
+    objective = config.get("objective")
     if objective not in OBJECTIVES:
         raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
     with reading(source, "describes no model of this version"):
         model = empty_model(make_config(meta))
-        process = make_process(meta["config"], meta["data"])
-    load_weights(model, tensors, source, assign=True)
-    return model.to(device).eval(), process
+        process = make_process(config, meta["data"])
+    if "lora" in meta:
+        base = load_run(meta["lora"]["base"], device)
+        check_base(meta["lora"], identity(base), source)
+        merge(base, meta["lora"], tensors)
+        model = base.model
+    else:
+        load_weights(model, tensors, source, assign=True)
+    return Loaded(model.to(device).eval(), process, config, meta["data"], meta["step"], **origin)
+
+
+def apply_adapters(loaded: Loaded, path: str, scale: float = 1.0) -> None:
+    """Merge a file's adapters into a model from load_run, and add its new classes."""
+    meta, tensors = read_file(Path(path), {})
+    if "lora" not in meta:
+        raise UserError(f"{path} holds no adapters of base_train")
+    check_base(meta["lora"], identity(loaded), path)
+    merge(loaded, meta["lora"], tensors, scale)
 
 
 def make_config(meta: dict) -> DiTConfig | UNetConfig:

@@ -1,4 +1,4 @@
-"""Start a run from another model: base_train's init_from and trainable."""
+"""Start a run from another model: base_train's init_from, trainable and lora_rank."""
 
 import re
 from pathlib import Path
@@ -7,9 +7,20 @@ import torch
 
 from nanodiff.common import UserError, print0
 from nanodiff.data.dataset import same_order
-from nanodiff.formats.load import Loaded, load_run, load_weights, make_config, newest_meta, read_meta, split_options
+from nanodiff.formats.adapters import ROWS, B, check_base, identity
+from nanodiff.formats.load import (
+    Loaded,
+    build,
+    load_run,
+    load_weights,
+    make_config,
+    newest_meta,
+    read_meta,
+    read_model,
+    split_options,
+)
 from nanodiff.models.build import model_settings
-from nanodiff.models.lora import class_rows, class_table
+from nanodiff.models.lora import add_lora, class_rows, class_table, trained
 from nanodiff.training.resume import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
@@ -17,6 +28,8 @@ PROCESS = (
     "objective", "timesteps", "timestep_shift", "timestep_std", "label_drop", "loss", "noise_schedule", "num_timesteps",
     "variance", "rescale_timesteps",
 )  # fmt: skip
+
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def inherited(config) -> dict:
@@ -26,10 +39,12 @@ def inherited(config) -> dict:
     source with another kind of process than the objective that is given, only the shape is taken.
     """
     if not config["init_from"]:
+        if config["lora_rank"]:
+            raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
         return {}
     source, _ = split_options(config["init_from"])
     names = re.sub(r"\.\w+$", "", Path(source).absolute().name), Path(config["data"]).absolute().name
-    model_tag = config["model_tag"] or "_".join(names)
+    model_tag = config["model_tag"] or "_".join(names) + ("_lora" if config["lora_rank"] else "")
     own = newest_meta(run_folder(model_tag))
     meta = own or read_meta(config["init_from"])
     model_config = make_config(meta)
@@ -44,23 +59,44 @@ def inherited(config) -> dict:
     if theirs.get("guided_from", 1.0) < 1:
         theirs = theirs | ({} if own else {"guided_from": 0.0})
         names += ["guided_from", "cfg_scale", "cfg_interval"]
+    if own or is_adapter_file(meta):
+        names += LORA
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
+
+
+def is_adapter_file(meta: dict) -> bool:
+    """Adapters in a file are continued; a run of adapters is a model like any other."""
+    return "lora" in meta and "loop" not in meta
 
 
 def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
     """What init_from names, and the description by which the run is to see its data (see Dataset.seen_by).
 
-    A resumed run, of this `meta`, needs its source no more, unless it learns from it (flow maps). Only a teacher is
-    put on `device`.
+    A resumed run, of this `meta`, needs its source no more, unless it learns from it (flow maps) or its checkpoints
+    lack the base (adapters). Only a teacher is put on `device`.
     """
     if not config["init_from"]:
         return None, None
     is_map = config["objective"].startswith("flow_map")
-    source = None
-    if is_map or not meta:
-        source = load_run(config["init_from"], device if is_map else "cpu")
+    source, adapters = None, {}
+    if "lora" in meta:
+        adapters = meta
+    elif is_map or not meta:
+        found, tensors, origin = read_model(config["init_from"])
+        if config["lora_rank"] and is_adapter_file(found):
+            adapters = found
+        else:
+            source = build(found, tensors, origin, device if is_map else "cpu")
+    if adapters:
+        source = load_run(adapters["lora"]["base"], "cpu")
+        check_base(adapters["lora"], identity(source), config["init_from"])
+        source.data = adapters["data"]
+        if not meta:
+            source.adapters = adapters["lora"], tensors
     data = meta["data"] if meta else source.data
-    return source, data | {"class_names": []}  # its own classes may go
+    if not config["lora_rank"]:
+        data = data | {"class_names": []}  # of a whole model the old classes may go
+    return source, data
 
 
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
@@ -87,6 +123,48 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             note = f"; of its classes: {len({*known} & {*class_names})} of {len(class_names)}"
     load_weights(model, weights, loaded.source)
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
+
+
+def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -> dict:
+    """Freeze `model`, filled by start_from, but for adapters and the rows of the classes that `loaded` lacks.
+
+    Returns a checkpoint's meta["lora"]: on what base, and how the adapters were made.
+    """
+    known = loaded.class_names
+    same = {"objective": loaded.config["objective"], "trainable": "", "class_cond": bool(known)}
+    if known and len(class_table(loaded.model)[1].weight) == len(known):  # without a null class
+        same["label_drop"] = 0
+    for name, value in same.items():
+        if config[name] != value:
+            raise UserError(f"{name}={config[name]!r} with lora_rank, on {loaded.source}; accepted: {value!r}")
+    size, theirs = model.config.image_size, loaded.model.config.image_size
+    if size != theirs:
+        raise UserError(f"lora_rank: the data have resolution {size}, the model wants {theirs}")
+    rank, targets = config["lora_rank"], config["lora_targets"]
+    alpha = config["lora_alpha"] or float(rank)
+    new = class_names[len(known) :]
+    add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
+    if loaded.adapters:
+        continue_from(model, loaded, alpha / rank, new)
+    num_trained = sum(p.numel() for p in trained(model).values())
+    print0(f"adapters: rank {rank}: {num_trained:,} parameters; new classes: {', '.join(new) or 'none'}")
+    return identity(loaded) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
+
+
+@torch.no_grad()
+def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
+    """Copy the adapters that `loaded` was given into those of add_lora with alpha / rank = `scale`."""
+    lora, tensors = loaded.adapters
+    own = trained(model)
+    for name in sorted(name for name in own.keys() ^ tensors.keys() if not name.endswith(ROWS)):
+        raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
+    for name, x in tensors.items():
+        if name.endswith(ROWS):
+            own[name][[new.index(class_name) for class_name in lora["classes"]]] = x
+            continue
+        if x.shape != own[name].shape:
+            raise UserError(f"init_from has adapters of rank {lora['rank']}; accepted: --lora_rank={lora['rank']}")
+        own[name].copy_(x * (lora["alpha"] / lora["rank"] / scale) if name.endswith(B) else x)
 
 
 def check_shape(model, loaded: Loaded) -> None:

@@ -37,17 +37,17 @@ class LoRALinear(nn.Linear):
 
 
 class ClassTable(nn.Embedding):
-    """A class table (N, C) with trainable rows: `delta` (K, C) is added to `rows` (K,)."""
+    """A class table (N, C) of which the rows `rows` (K,) learn. Its parameter (K, C) has peft's name."""
 
     def __init__(self, table: nn.Embedding, rows: list[int]):
         super().__init__(*table.weight.shape, device="meta")
         self.weight = table.weight
-        device = table.weight.device
-        self.register_buffer("rows", torch.tensor(rows, device=device), persistent=False)
-        self.delta = nn.Parameter(torch.zeros(len(rows), table.embedding_dim, device=device))
+        self.register_buffer("rows", torch.tensor(rows, device=table.weight.device), persistent=False)
+        learned = table.weight.detach()[self.rows]
+        self.token_adapter = nn.ParameterDict({"trainable_tokens_delta": learned})
 
     def forward(self, y):  # (N,) -> (N, C)
-        table = self.weight.index_add(0, self.rows, self.delta)
+        table = self.weight.index_copy(0, self.rows, self.token_adapter["trainable_tokens_delta"])
         return F.embedding(y, table)
 
 
@@ -77,19 +77,27 @@ def add_lora(
 ) -> None:
     """Freeze all but new adapters on the layers of `targets` (see find_layers) and `rows` of the class table.
 
-    The model predicts the same as before, bit for bit; dropout is turned off.
+    The model predicts the same as before, bit for bit. Its state_dict holds what learns, and nothing else.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     for name in find_layers(model, targets):
         layer = LoRALinear(model.get_submodule(name), rank, alpha, generator)
         model.set_submodule(name, layer)
     if rows:
         name, table = class_table(model)
         model.set_submodule(name, ClassTable(table, list(rows)))
+    model.register_state_dict_post_hook(drop_frozen)
+    model.register_load_state_dict_pre_hook(fill_frozen)
+
+
+def drop_frozen(model, state_dict, prefix, local_metadata) -> None:
+    for name in state_dict.keys() - trained(model).keys():
+        del state_dict[name]
+
+
+def fill_frozen(model, state_dict, *others) -> None:
+    state_dict |= {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

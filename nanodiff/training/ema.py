@@ -40,7 +40,8 @@ class EMA:
         self.ramp = ramp
         self.rank = optim.rank
         self.buckets = optim.buckets
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        kept = model.state_dict()  # of a model with adapters, they alone
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name in kept}
         self.weights = [bucket.own for bucket in self.buckets]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 

@@ -15,7 +15,7 @@ from nanodiff.training.checkpoint import find_checkpoint, load_meta
 # Settings that a resumed run may change freely, since they do not shape the weights
 FREE = {
     "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
-    "autoencoder", "base_step", "base_ema", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
+    "autoencoder", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
     "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
     "save_epochs", "checkpoints_kept", "log_every",
 }  # fmt: skip
@@ -34,8 +34,8 @@ def run_folder(model_tag: str) -> Path:
     return base_dir() / "runs" / model_tag
 
 
-def resume_point(run_dir: Path, resume: str, script: str) -> tuple[Path | None, dict]:
-    """The checkpoint that a run of `script` resumes from and its meta.json, or (None, {}) to start.
+def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
+    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start.
 
     `resume`: auto, never, changed, or a step.
     """
@@ -44,11 +44,7 @@ def resume_point(run_dir: Path, resume: str, script: str) -> tuple[Path | None, 
         return None, {}
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    meta = load_meta(checkpoint)
-    trained_by = "lora_train" if "lora" in meta else "base_train"
-    if trained_by != script:
-        raise UserError(f"{run_dir.name} is a run of {trained_by}; use another model_tag")
-    return checkpoint, meta
+    return checkpoint, load_meta(checkpoint)
 
 
 def check_settings(checkpoint: Path, meta: dict, config) -> None:
