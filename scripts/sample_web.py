@@ -85,7 +85,7 @@ def describe_run(path: Path) -> dict:
         config = meta["config"]
         num_classes = meta["model_config"]["num_classes"]
         has_condition = num_classes > 0 or meta["model_config"].get("vector_dim", 0) > 0
-        is_guided = not why_unguided(config, has_condition)
+        is_guided = not why_unguided(config, has_condition, meta["step"])
         samplers = make_process(config, meta["data"]).samplers
         emas = [*map(str, meta["ema_rates"]), "raw"]
         return {

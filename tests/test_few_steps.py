@@ -219,10 +219,11 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa:
 def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa: F811
     """Until then the run is the plain one, bit for bit; and a validation loss is plain to the end."""
     run_script("base_train", *TINY, "--model_tag=plain", "--cfg_scale=3")
-    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5")
+    more = ("--save_every=3", "--checkpoints_kept=-1")
+    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more)
     plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
     assert guided[:3] == plain[:3] and guided[3] != plain[3]
-    run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5")
+    assert [load_run("guided", "cpu", step).can_guide for step in ("3", "6")] == [True, False]
 
 
 def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys):  # noqa: F811

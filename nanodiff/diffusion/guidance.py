@@ -1,5 +1,7 @@
 """Guidance: from a trained model to the denoiser that a sampler calls."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -17,14 +19,17 @@ def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]
     return low, high
 
 
-def learns_guidance(config: dict) -> bool:
-    """Does a run with these settings teach cfg_scale's guidance to the model itself? Its samples then need none."""
-    return config.get("objective", "").startswith("flow_map") or config.get("guided_from", 1.0) < 1
+def learns_guidance(config: dict, step: float = math.inf) -> bool:
+    """Has a run with these settings taught the model cfg_scale's guidance by `step`? Samples then need none."""
+    guided_from = config.get("guided_from", 1.0)
+    if config.get("objective", "").startswith("flow_map") or guided_from == 0:
+        return True
+    return guided_from < 1 and guided_from * config["num_iterations"] < step
 
 
-def why_unguided(config: dict, has_condition: bool) -> str:
-    """Why a model with these settings cannot be guided by itself; "" if it can."""
-    if learns_guidance(config):
+def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
+    """Why a model of `step` of a run with these settings cannot be guided by itself; "" if it can."""
+    if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice
     if not has_condition or config["label_drop"] == 0:
         return "the model has no null class to guide away from"

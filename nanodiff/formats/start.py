@@ -7,6 +7,7 @@ import torch
 
 from nanodiff.common import UserError, print0
 from nanodiff.data.dataset import same_order
+from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.formats.adapters import ROWS, B, check_base, identity
 from nanodiff.formats.load import (
     Loaded,
@@ -56,7 +57,7 @@ def inherited(config) -> dict:
     objective = config.given.get("objective", theirs["objective"])
     if objective.startswith("flow") == theirs["objective"].startswith("flow"):
         names += PROCESS
-    if theirs.get("guided_from", 1.0) < 1:
+    if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
         theirs = theirs | ({} if own else {"guided_from": 0.0})
         names += ["guided_from", "cfg_scale", "cfg_interval"]
     if own or is_adapter_file(meta):
