@@ -1,47 +1,41 @@
-"""The bench measures what it says: arms in turn beside the published recipe."""
+"""The bench measures what it says: runs of base_train in turn, beside the published recipe."""
 
 import json
-import os
 import sys
-import threading
 
 import pytest
+from tiny_runs import make_data
 
 from nanodiff.common import UserError
+from nanodiff.training.log import Meter
 from scripts import bench
 
 SMALL = (
-    "--patch_size=8 --image_size=16 --batch_sizes=2 --rounds=2 --steps=1 --depths=1 "
-    "--compiles=False --dtypes=float32 --device_type=cpu --json"
+    "--data=tiny --patch_size=8 --batch_sizes=2 --rounds=2 --steps=1 --depths=1 --compiles=False --dtypes=float32 "
+    "--device_type=cpu --json"
 ).split()  # fmt: skip
 
 
-class Threads:
-    """In place of a multiprocessing context: threads start faster."""
-
-    Pipe = staticmethod(bench.multiprocessing.Pipe)
-
-    @staticmethod
-    def Process(target, args):
-        def run():  # its end of the pipe stays open, where a process has its own copy
-            target(*args[:1], os_pipe, *args[2:])
-
-        os_pipe = bench.multiprocessing.connection.Connection(os.dup(args[1].fileno()))
-        thread = threading.Thread(target=run, daemon=True)
-        thread.terminate = lambda: None
-        return thread
+def fake_turn(arm):
+    """In place of a run: each step takes a millisecond more than the last."""
+    fake_turn.arms.append(arm)
+    lines = [{"train/dt_ms": float(len(fake_turn.arms) + i), "train/mfu": 1.0} for i in range(bench.WARM_UP + 1)]
+    return {"lines": lines, "num_params": 5, "memory_gb": 1.0}
 
 
 @pytest.fixture
 def run_bench(base, monkeypatch, capsys):
     """run_bench("--archs=dit") -> its JSON, parsed, or what else it prints."""
+    make_data()
     before = dict(vars(bench))  # main overrides the settings
+    fake_turn.arms = []
 
-    def run(*args):
+    def run(*args, real=False):
         for name, value in before.items():
             monkeypatch.setattr(bench, name, value)
+        if not real:
+            monkeypatch.setattr(bench, "take_turn", fake_turn)
         monkeypatch.setattr(sys, "argv", ["bench", *SMALL, *args])
-        monkeypatch.setattr(bench.multiprocessing, "get_context", lambda kind: Threads)
         bench.main()
         told = capsys.readouterr()
         return json.loads(told.out)["rows"] if told.out.startswith("{") else told.err + told.out
@@ -49,11 +43,12 @@ def run_bench(base, monkeypatch, capsys):
     return run
 
 
-def test_every_combination_beside_its_reference(run_bench):
+def test_every_combination_beside_its_reference_in_turns(run_bench):
     rows = run_bench("--archs=dit", "--depths=1,2", "--batch_sizes=1,2", "--optimizers=adamw,muon")
     ours = [row for row in rows if not row["reference"]]
     assert len({row["what"] for row in ours}) == len(ours) == 2 * 2 * 2
     assert len(rows) - len(ours) == 2 * 2  # a reference per depth and batch size
+    assert fake_turn.arms == 2 * [{name: row[name] for name in fake_turn.arms[0]} for row in rows]
     for row in rows:
         if row["reference"]:
             reference = row
@@ -61,7 +56,7 @@ def test_every_combination_beside_its_reference(run_bench):
         assert (row["depth"], row["batch_size"]) == (reference["depth"], reference["batch_size"])
         assert row["ratio"] == pytest.approx(row["images_per_sec"] / reference["images_per_sec"])
         assert row["images_per_sec"] == pytest.approx(1000 * row["batch_size"] / row["step_ms"])
-        assert row["min_ms"] <= row["step_ms"] <= row["max_ms"] and row["memory_gb"] > 0.05
+        assert row["max_ms"] - row["min_ms"] == len(rows) and row["step_ms"] == (row["min_ms"] + row["max_ms"]) / 2
 
 
 def test_a_backbone_has_its_own_reference_or_the_first_arm_is_the_measure(run_bench):
@@ -73,9 +68,10 @@ def test_a_backbone_has_its_own_reference_or_the_first_arm_is_the_measure(run_be
     assert [row["ratio"] for row in rows] == [row["images_per_sec"] / rows[0]["images_per_sec"] for row in rows]
 
 
-def test_the_table_and_the_profile(run_bench, tmp_path):
+def test_runs_of_base_train_the_table_and_the_profile(run_bench, tmp_path, monkeypatch, run_script):
     trace = tmp_path / "trace.json"
-    text = run_bench("--archs=dit", "--json=False", f"--profile={trace}")
+    monkeypatch.setattr(Meter, "end_step", Meter.end_step)  # comes back afterwards
+    text = run_bench("--archs=dit", "--json=False", "--rounds=1", f"--profile={trace}", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb", "mfu"} <= {*heads}
     assert text.count(", reference") == 1 and text.count("profile of a step") == 1
@@ -97,9 +93,6 @@ def test_mistakes(run_bench, arg, fault):
         run_bench("--archs=dit", arg)
 
 
-def test_an_arm_that_dies_ends_the_bench(monkeypatch):
-    fork = bench.multiprocessing.get_context("fork")
-    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda kind: fork)
-    monkeypatch.setattr(bench, "make_step", lambda arm, device: os._exit(7))
-    with pytest.raises(UserError, match="process died"):
-        bench.measure([{"device_type": "cpu"}])
+def test_a_run_that_fails_ends_the_bench(run_bench):
+    with pytest.raises(UserError, match="patch_size=3; accepted"):
+        run_bench("--archs=dit", "--patch_size=3", real=True)
