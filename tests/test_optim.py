@@ -52,7 +52,7 @@ class Toy(nn.Module):
         for p in self.parameters():
             nn.init.normal_(p, std=0.3, generator=generator)
 
-    def loss(self, x, y):
+    def forward(self, x, y):
         h = self.patch_embed(x) + self.y_embed(y)
         for block in self.blocks:
             h = block(h)
@@ -70,12 +70,13 @@ def train(model, optimizer, steps, rows=slice(None), clip=0.0, ema=None):
     norms = []
     for step in steps:
         x, y = batch(step)
-        model.loss(x[rows], y[rows]).backward()
+        model(x[rows], y[rows]).backward()
         norms.append(optimizer.sync_grads()[0])
         optimizer.step(min(clip / norms[-1], 1.0) if clip else 1.0)
         if ema:
             ema.update(step + 1)
         optimizer.zero_grad()
+    optimizer.wait_weights()
     return torch.tensor(norms)
 
 
@@ -389,6 +390,7 @@ def two_ranks(folder):
         found[kind], found[f"stop, {kind}"] = opt.sync_grads(stop)
         if kind == "none":
             opt.step()
+            opt.wait_weights()
             found["after none"] = params(model)
 
     for name, overlap, grad_dtype in EXCHANGES:
@@ -397,11 +399,14 @@ def two_ranks(folder):
         x, y = batch(0)
         for micro_step in range(2):
             opt.last_micro_step = overlap and micro_step == 1
-            model.loss(x[rows], y[rows]).backward()
+            model(x[rows], y[rows]).backward()
         sent = len(opt.buckets) - len(opt.unsent)
         norm, _ = opt.sync_grads()
         opt.step()
         found[name] = {"sent": sent, "buckets": len(opt.buckets), "norm": norm}
+        found[name]["gathering"] = [sum(bucket.work is not None for bucket in opt.buckets)]
+        model(x, y)
+        found[name]["gathering"].append(sum(bucket.work is not None for bucket in opt.buckets))
         found[name]["params"] = params(model)
     torch.save(found, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
@@ -447,6 +452,7 @@ def test_the_exchange_during_backward_changes_no_bit(ranks):
         after, during = found["after"], found["during"]
         assert after["sent"] == 0 and during["sent"] == during["buckets"] > 3  # 3 groups: Muon's is cut
         assert after["norm"] == during["norm"]
+        assert during["gathering"] == [during["buckets"], 0]  # the weights, until the model reads them
         assert largest_difference(after["params"], during["params"]) == 0
 
 

@@ -39,6 +39,7 @@ class EMA:
         self.rates = parse_rates(rates)
         self.ramp = ramp
         self.rank = optim.rank
+        self.optim = optim
         self.buckets = optim.buckets
         kept = model.state_dict()  # of a model with adapters, they alone
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name in kept}
@@ -68,6 +69,7 @@ class EMA:
         update inside.
         """
         training = model.training
+        self.optim.wait_weights()
         saved = [bucket.flat.clone() for bucket in self.buckets]
         if self.rates:
             self.load_average()

@@ -2,7 +2,7 @@
 
 The parameters lie in a few flat fp32 buffers, each cut into one equal share per rank. Each step, for each buffer:
 reduce-scatter the gradients, while backward still computes those of earlier layers; update this rank's share;
-all-gather the weights, while the next buffer is updated. This is ZeRO stage 1 (Rajbhandari et al. 2020,
+all-gather the weights, until the model next reads them. This is ZeRO stage 1 (Rajbhandari et al. 2020,
 arXiv:1910.02054). A single rank runs the same code and sends nothing.
 """
 
@@ -152,7 +152,7 @@ class Bucket:
         self.params = [group["params"][i] for i in part]
         self.place = min(group["places"][i] for i in part)  # the earliest parameter: its gradient comes last
         self.missing = len(part)  # gradients that backward has still to compute
-        self.work = None  # handle of the running reduce-scatter
+        self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
         self.batches = batches[rank]
         self.mine = slice(rank * share, (rank + 1) * share)
@@ -171,6 +171,7 @@ class Bucket:
     @torch.no_grad()
     def reduce_grads(self) -> None:
         """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
+        self.wait()
         start = self.flat.data_ptr()
         for name, p, offset in zip(self.names, self.params, self.offsets):
             if p.data_ptr() != start + 4 * offset:
@@ -187,10 +188,13 @@ class Bucket:
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
         self.work = reduce_scatter(self.grad, full, async_op=True)
 
-    def wait_grads(self) -> None:
+    def wait(self) -> None:
         if self.work:
             self.work.wait()
         self.work = None
+
+    def wait_grads(self) -> None:
+        self.wait()
         self.grad = self.grad.float()
         self.missing = len(self.params)
 
@@ -293,20 +297,24 @@ class Optimizer:
     @collective("the all-gather of the weights")
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> None:
-        """One update by the gradients of sync_grads times `grad_scale`; a collective."""
+        """One update by the gradients of sync_grads times `grad_scale`; a collective.
+
+        The all-gathers still run at its end: before reading weights other than by the model, call wait_weights.
+        """
         self.steps += 1
         scale = grad_scale / self.world
-        works = []
         for bucket in self.buckets:
             if bucket.group["kind"] == "muon":
                 self.update_muon(bucket, scale)
             else:
                 self.update_adamw(bucket, scale)
             bucket.grad = None
-            works.append(bucket.all_gather(bucket.flat, bucket.own))  # while the next bucket computes
-        for work in works:
-            if work:
-                work.wait()
+            bucket.work = bucket.all_gather(bucket.flat, bucket.own)  # while the next bucket computes, and the averages
+
+    @collective("the all-gather of the weights")
+    def wait_weights(self, *_) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
 
     def update_muon(self, bucket: Bucket, scale: float) -> None:
         """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
@@ -377,6 +385,7 @@ class Optimizer:
 
         Loads on any number of ranks; empty except on rank 0.
         """
+        self.wait_weights()  # a checkpoint has them too
         state = {"step": self.steps}
         for bucket in self.buckets:
             for key, share in bucket.state.items():
@@ -445,7 +454,10 @@ def make_optimizer(
     compiled = compile and device.type == "cuda" and not why_not_compiled(device)
     native = choose_dtype("auto", device) == torch.bfloat16
     muon_dtype = torch.bfloat16 if native else torch.float32
-    return Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
+    optim = Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
+    if optim.world > 1:  # models are then compiled by blocks, which leaves this hook out
+        model.register_forward_pre_hook(optim.wait_weights)
+    return optim
 
 
 class LossScaler:
