@@ -160,7 +160,7 @@ def test_improved_diffusions_file_is_its_model(tmp_path, capsys, settings):
     model = unet_file(tmp_path / "ema.pt", channel_mult=(1, 2), attention_resolutions=(16,), **settings)
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "does not hold heads=4" in capsys.readouterr().out
-    assert loaded.model.config == model.config and not loaded.can_guide
+    assert loaded.model.config == model.config and "no null class" in loaded.why_unguided
     assert_equal(loaded.model.state_dict(), model.state_dict())
 
 

@@ -223,7 +223,7 @@ def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa:
     run_script("base_train", *TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more)
     plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
     assert guided[:3] == plain[:3] and guided[3] != plain[3]
-    assert [load_run("guided", "cpu", step).can_guide for step in ("3", "6")] == [True, False]
+    assert [load_run("guided", "cpu", step).why_unguided == "" for step in ("3", "6")] == [True, False]
 
 
 def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys):  # noqa: F811

@@ -38,8 +38,8 @@ class FlowMap(FlowMatching):
         """`teacher`: a trained flow model (formats.load.Loaded)."""
         if teacher is None or teacher.process.num_timesteps:
             raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
-        if self.cfg_scale != 1 and not teacher.can_guide:
-            print0(f"cfg_scale={self.cfg_scale} is ignored: {teacher.source} cannot be guided, or has learned guidance")
+        if self.cfg_scale != 1 and teacher.why_unguided:
+            print0(f"cfg_scale={self.cfg_scale} is ignored for the teacher {teacher.source}: {teacher.why_unguided}")
             self.cfg_scale = 1.0
         self.teacher = teacher
 

@@ -71,9 +71,9 @@ class Loaded:
         return bool(droppable(self.model.config))
 
     @property
-    def can_guide(self) -> bool:
-        """Can it predict without its condition, as classifier-free guidance needs, and has not learned it already?"""
-        return not why_unguided(self.config, self.has_condition, self.step)
+    def why_unguided(self) -> str:
+        """Why it cannot guide itself away from its null condition; "" if it can."""
+        return why_unguided(self.config, self.has_condition, self.step)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +99,7 @@ class Loaded:
             raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
         steps = steps or self.process.default_steps
         sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
-        fault = why_unguided(self.config, self.has_condition, self.step)
+        fault = self.why_unguided
         if others.get("weak_model") is not None:
             fault = ""
         guidance = choose_guidance(cfg_scale, cfg_interval, fault)
