@@ -4,13 +4,18 @@
     vectors  (N, D), or sequences (N, L, D), zeros behind their end
     low_res  (N, C, h, w): super-resolution's small image, made of x0
 
-A model's config is a Conditioned, whose fields say which of these it takes.
+A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
+chooses those that this model takes and drops some. A new condition is a field of Conditioned and its rows here, a
+reader (data/sources.py, sampling/), and its use in a backbone.
 """
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from nanodiff.common import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model takes
@@ -28,6 +33,7 @@ class Conditioned:
 
 FIELDS = tuple(field.name for field in fields(Conditioned))
 FACTS = ("num_classes", "vector_dim", "vector_len")  # the fields that the data decide; a description has them
+IMAGES = ("low_res",)  # what is shown beside samples
 
 
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
@@ -47,6 +53,39 @@ def droppable(config: Conditioned) -> list[str]:
     return [name for name in row_shapes(config) if name != "low_res"]
 
 
+def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torch.Tensor]:
+    """Zeros (n, ...) of all that a model takes, to try it out."""
+    dtypes = {"y": torch.int64}
+    shapes = row_shapes(config).items()
+    return {name: torch.zeros(n, *shape, dtype=dtypes.get(name), device=device) for name, shape in shapes}
+
+
+def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
+    """The model's inputs beside x_t and t: those of the `given` that it takes, null where `dropped` (N,), and those
+    that are made of x0."""
+    cond = {name: given[name] for name in droppable(config)}
+    if dropped is not None:
+        for name, null in null_condition(config, cond).items():
+            rows = dropped.view(-1, *[1] * (null.ndim - 1))
+            cond[name] = torch.where(rows, null, cond[name])
+    return cond | made_from(x0, config)
+
+
+def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
+    """The conditions that are made of x0 (N, C, H, W), and never dropped."""
+    if not config.low_res:
+        return {}
+    if x0.device.type == "mps" and x0.shape[-1] % config.low_res:
+        raise UserError(f"low_res_size={config.low_res}; accepted on MPS: divisors of {x0.shape[-1]}")
+    return {"low_res": F.interpolate(x0, size=config.low_res, mode="area")}
+
+
+def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
+    """What stands for no condition: the null class for labels, zeros for vectors."""
+    null = {"y": config.num_classes, "vectors": 0}
+    return {name: torch.full_like(cond[name], null[name]) for name in null if name in cond}
+
+
 def input_channels(config: Conditioned) -> int:
     """Of x_t with_images."""
     return config.in_channels * (2 if config.low_res else 1)
@@ -62,9 +101,11 @@ def with_images(x_t, low_res=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a set keeps
 
+FILES = {"y": "labels", "vectors": "vectors"}  # name -> file of rows, and its key in meta.json
+
 
 def describe_conditions(meta: dict) -> dict:
-    """A codec's description of the conditions, from a set's meta.json: FACTS, class names, statistics."""
+    """A codec's description of the conditions, from a set's meta.json: FACTS, class names, what from_stored needs."""
     described = {"num_classes": len(meta["class_names"]), "class_names": list(meta["class_names"])}
     vectors = meta.get("vectors", {"dim": 0, "len": 0})
     described |= {"vector_dim": vectors["dim"], "vector_len": vectors["len"]}
@@ -76,3 +117,66 @@ def describe_conditions(meta: dict) -> dict:
 def facts_to_match(description: dict) -> dict[str, int]:
     """What the data for a model of this description must share; classes are matched by name."""
     return {name: description[name] for name in ("vector_dim", "vector_len") if description.get("vector_dim")}
+
+
+def to_stored(name: str, rows, meta: dict) -> np.ndarray:
+    """Rows (n, ...) of a condition as a set of this `meta` keeps them; their shape is noted there."""
+    if name == "y":
+        rows = np.array(rows, np.int64)
+        assert rows.ndim == 1 and 0 <= rows.min() <= rows.max() < len(meta["class_names"])
+        return rows
+    with np.errstate(over="ignore"):
+        stored = np.asarray(rows).astype(np.float16)
+    if not np.isfinite(stored).all():
+        raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
+    meta["vectors"] = {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0}
+    return stored
+
+
+def note_statistics(rows: dict[str, list], meta: dict) -> None:
+    """Add to a set's `meta` what from_stored needs of its training rows, {name: arrays}: of vectors, mean and
+    deviation (D,) without the zeros behind a sequence's end; the deviation of what is constant is 1."""
+    if "vectors" not in rows:
+        return
+    count, total, squares = 0, 0.0, 0.0
+    for part in rows["vectors"]:
+        tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
+        if part.ndim == 3:
+            tokens = tokens[tokens.any(1)]
+        count += len(tokens)
+        total += tokens.sum(0)
+        squares += (tokens**2).sum(0)
+    mean = total / count
+    square = squares / count
+    variance = square - mean**2
+    is_constant = variance <= 1e-14 * square  # by float64's rounding
+    std = np.sqrt(np.where(is_constant, 1.0, variance))
+    meta["vectors"] |= {"mean": mean.tolist(), "std": std.tolist()}
+
+
+def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
+    """(N, C, H, W), mirrored left-right where `flip` (N,) is True."""
+    if flip is None:
+        return x
+    flip = flip.to(x.device).view(-1, 1, 1, 1)
+    return torch.where(flip, x.flip(3), x)
+
+
+def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
+    """Stored rows, arrays or tensors -> what models take.
+
+    Vectors: fp32, of mean 0 and deviation 1 in each of D by the description of the model's data; zeros behind a
+    sequence's end stay zeros. Images (N, C, H, W) are mirrored where `flip` (N,), as those that they go with.
+    """
+    cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
+    for name, x in cond.items():
+        if x.ndim == 4:
+            cond[name] = mirror(x, flip)
+    if "vectors" in cond and "vectors" in description:
+        stored = cond["vectors"]
+        mean, std = (torch.tensor(description["vectors"][key], device=stored.device) for key in ("mean", "std"))
+        normal = (stored.float() - mean) / std
+        if stored.ndim == 3:
+            normal[~stored.any(2)] = 0
+        cond["vectors"] = normal
+    return cond

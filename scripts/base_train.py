@@ -31,12 +31,12 @@ import torch
 
 from configurator import configure
 from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
-from nanodiff.conditions import droppable
+from nanodiff.conditions import conditioning, droppable, from_stored
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import Verifier, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
-from nanodiff.diffusion.guidance import choose_guidance, conditioning, learns_guidance, parse_interval, why_unguided
+from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.files import load_tensors
@@ -312,7 +312,7 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
-fault = why_unguided(config, num_classes > 0 or model_config.vector_dim > 0)
+fault = why_unguided(config, bool(droppable(model_config)))
 guidance = choose_guidance(config.given.get("cfg_scale"), cfg_interval, fault)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not learns_guidance(config):
@@ -376,7 +376,7 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, labels, vectors = next(loader)  # (B, C, H, W) as stored, (B,) int64, (B, D) or (B, L, D) or None
+images, cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stored
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 meter = Meter(process, device, progress)
@@ -479,7 +479,8 @@ while True:
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop some labels (and vectors), so that the model also learns to denoise without: guidance needs both
-        cond = conditioning(model_config, x0, labels, vectors, dropped=u_drop[rows] < label_drop)
+        cond = from_stored(cond, codec.description, flips)
+        cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
         # The default loss, flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
@@ -490,13 +491,13 @@ while True:
         # Flow maps alone draw more numbers: how far each image jumps (flow_map.py)
         draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, draw, **cond)
+            terms = process.losses(model, x0, t[rows], noise, cond, draw)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
-        images, labels, vectors = next(loader)
+        images, cond = next(loader)
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     # loss-second-moment learns here at which t the losses are large; other distributions ignore it
     timestep_sampler.update(*meter.losses())

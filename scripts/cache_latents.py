@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, collective, get_dist, in_batches, leave_together, print0
+from nanodiff.conditions import FILES
 from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
 from nanodiff.device import init_device
@@ -140,11 +141,10 @@ if rank == 0:
         "class_names": source.class_names,
         "splits": {},
     }
-    if source.vector_dim:
-        meta["vectors"] = source.meta["vectors"]
+    meta |= {name: source.meta[name] for name in FILES if name in source.meta}
     for split, dataset in splits.items():
         part = meta["splits"][split] = {"num_images": len(dataset), "labels": None, "shards": []}
-        for key in ("labels", "vectors"):  # in the same order, also in buckets
+        for key in FILES.values():  # in the same order, also in buckets
             entry = source.meta["splits"][split].get(key)
             if entry:
                 write_atomic(parts_dir / entry["file"], (source.path / entry["file"]).read_bytes())

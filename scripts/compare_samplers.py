@@ -60,7 +60,7 @@ counts = sorted({min(int(text), most_steps) for text in steps.split(",")})
 guided = loaded.settings(counts[0], "auto", config.given.get("cfg_scale"), cfg_interval)
 samples = loaded.samples(guided, seed, autoencoder=autoencoder)
 codec = samples.codec
-if samples.small or codec.undecodable:
+if loaded.model.config.low_res or codec.undecodable:
     raise UserError(codec.undecodable or f"{loaded.source} is a super-resolution model")
 plan = []
 for name in names:

@@ -86,15 +86,12 @@ def main():
         per_class = np.zeros(len(images_in.class_names), np.int64)
         largest_value = 255 if images_in.dtype != "uint8" else 0
         with Progress(images_in.num_images, "images", "preparing") as bar:
-            for images, ids, is_val, rows in images_in.blocks:
+            for images, is_val, cond in images_in.blocks:
                 if images_in.class_names:
-                    per_class += np.bincount(ids, minlength=len(per_class))
+                    per_class += np.bincount(cond["y"], minlength=len(per_class))
                 largest_value = max(largest_value, images.max())
                 for split, chosen in (("train", ~is_val), ("val", is_val)):
-                    conditions = None
-                    if images_in.vectors is not None:
-                        conditions = images_in.vectors[rows[chosen]]
-                    writer.append(split, images[chosen], ids[chosen], conditions)
+                    writer.append(split, images[chosen], **{name: rows[chosen] for name, rows in cond.items()})
                 bar.update(len(images))
         print_findings(images_in, per_class)
         if largest_value < 64:
@@ -109,8 +106,9 @@ def main():
     made = dataset.open_dataset(writer.path)
     sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
     labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
-    if made.vector_dim:
-        labelled += f", vectors of {made.vector_len or 1}x{made.vector_dim}"
+    for condition, row in made.cond(0).items():
+        if condition != "y":
+            labelled += f", {condition} of {'x'.join(map(str, row.shape))}"
     print0(
         f"made {writer.path} in {dt:.1f} s: {counts} images, {sizes}, {labelled}; "
         f"train on it: python -m scripts.base_train --data={writer.path.name}"

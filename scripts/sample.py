@@ -39,6 +39,7 @@ from nanodiff.formats.load import apply_adapters, check_guide, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import parse_size
 from nanodiff.sampling.given import GivenImages
+from nanodiff.sampling.inputs import READERS
 from nanodiff.sampling.store import SampleStore
 
 # Model
@@ -99,8 +100,8 @@ if guide_run or guide_step != "newest" or guide_ema:
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
 settings = loaded.settings(respacing or steps, sampler, config.given.get("cfg_scale"), cfg_interval, **others)
 config |= settings.guidance  # the name and the protocol say what was done
-samples = loaded.samples(settings, seed, classes, low_res, vectors, autoencoder)
-codec, small = samples.codec, samples.small
+samples = loaded.samples(settings, seed, classes, autoencoder, **{name: config[name] for name in READERS})
+codec = samples.codec
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
 shape = parse_size(size, loaded.model.config, codec)
@@ -193,12 +194,13 @@ elif rank == 0:
     images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
     num_shown = len(images)
     columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
-    if small:  # pairs: small, sample
-        images = [image for pair in zip(small.pixels(range(num_shown)).numpy(), images) for image in pair]
+    shown = samples.shown(range(num_shown))
+    if shown:  # the images that it was given, then the sample
+        images = [image for row in zip(*(x.numpy() for x in shown), images) for image in row]
         columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
-    print0(f"{num_shown} images{' (small, sample, small, ...)' if small else ''}: {png}")
+    print0(f"{num_shown} images{' (given, sample, given, ...)' if shown else ''}: {png}")
     if npz:
         store.write_npz(samples.labels(range(num_images)).numpy())
         print0(f"{num_images:,} images: {output}")

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import nanodiff
 from configurator import configure
 from nanodiff.common import UserError, base_dir, print0
+from nanodiff.conditions import FACTS
 from nanodiff.data.decode import open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
@@ -35,7 +36,7 @@ from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.low_res import with_hash
+from nanodiff.sampling.inputs import with_hash
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -84,7 +85,7 @@ def describe_run(path: Path) -> dict:
     with reading(path, "was trained by another version"):
         config = meta["config"]
         num_classes = meta["model_config"]["num_classes"]
-        has_condition = num_classes > 0 or meta["model_config"].get("vector_dim", 0) > 0
+        has_condition = any(meta["model_config"].get(name) for name in FACTS)
         is_guided = not why_unguided(config, has_condition, meta["step"])
         samplers = make_process(config, meta["data"]).samplers
         emas = [*map(str, meta["ema_rates"]), "raw"]
@@ -160,7 +161,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     settings = loaded.settings(asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
     classes = parse_classes(asked["classes"], loaded.class_names)
     samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
-    codec, small = samples.codec, samples.small
+    codec = samples.codec
     if asked["from_image"]:
         samples.given = open_given(asked["from_image"], asked["strength"], codec, device)
         asked["from_image"] = with_hash("a picture", samples.given.images)
@@ -182,8 +183,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
             x0 = F.avg_pool2d(x0, -(-x0.shape[-1] // FRAME_SIZE))
             send_picture(codec.preview(x0), step=i, steps=steps)
 
-    if small:
-        send_picture(small.pixels(range(n)), step=0, steps=asked["steps"])
+    for given in samples.shown(range(n)):
+        send_picture(given, step=0, steps=asked["steps"])
     images = [None] * n
     for ids in samples.batches(range(n), MOST_IMAGES):
         with autocast_to(device, compute_dtype):

@@ -233,7 +233,7 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tm
     seen = []
     for told in (open_dataset("told"), open_dataset("told", "val")):
         for (height, width), bucket in told.buckets.items():
-            numbers = told.vectors(bucket).argmax(1)
+            numbers = told.cond(bucket)["vectors"].argmax(1)
             assert (told.labels(bucket) == numbers % 2).all()
             assert all(height > width if i < 9 else height < width if i < 17 or i > 23 else True for i in numbers)
             seen += numbers.tolist()

@@ -10,7 +10,15 @@ from image_helpers import prepare
 from tiny_runs import TINY, decode_png, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
-from nanodiff.data.codec import check_same_data, describe_data, load_codec, make_codec, to_model_range, to_uint8
+from nanodiff.data.codec import (
+    check_same_data,
+    describe_data,
+    load_codec,
+    make_codec,
+    stored_images,
+    to_model_range,
+    to_uint8,
+)
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.models.autoencoder import open_autoencoder
 
@@ -48,19 +56,20 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     source = open_dataset("tiny")
     with DatasetWriter("told", source.class_names) as writer:
         labels = source.labels(range(24))
-        writer.append("train", source.images(range(24)), labels, np.stack([labels, 3 - labels], 1))
+        writer.append("train", source.images(range(24)), labels, vectors=np.stack([labels, 3 - labels], 1))
     run_script("cache_latents", "--data=told", f"--autoencoder={vae}", "--name=told_latents")
     told, latents = open_dataset("told"), open_dataset("told_latents")
-    assert verify(latents) and (latents.vector_dim, latents.vector_len) == (2, 0)
-    np.testing.assert_array_equal(latents.vectors(range(24)), told.vectors(range(24)))
+    assert verify(latents)
+    np.testing.assert_array_equal(latents.cond(range(24))["vectors"], told.cond(range(24))["vectors"])
     description = make_codec(latents, CPU).description
     assert (description["vector_dim"], description["vector_len"]) == (2, 0)
     with DatasetWriter("other", source.class_names) as writer:
-        writer.append("train", source.images([0, 1]), labels[:2], np.array([[0, 0], [9, 9]]))
+        writer.append("train", source.images([0, 1]), labels[:2], vectors=np.array([[0, 0], [9, 9]]))
     other = open_dataset("other")
-    load_codec(make_codec(told, CPU).description, CPU, dataset=other)
+    codec = load_codec(make_codec(told, CPU).description, CPU, dataset=other)
+    _, given = stored_images(other, [1], codec, CPU)
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
-    np.testing.assert_allclose(other.vectors([1]), [(9 - mean) / std], rtol=1e-5)
+    np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
     with pytest.raises(UserError, match="has vector_dim 0, the model wants 2"):
         load_codec(make_codec(told, CPU).description, CPU, dataset=source)
 

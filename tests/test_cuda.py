@@ -53,7 +53,7 @@ def loss_and_gradient(raw_model, model, device, dtype):
     x0, noise = draw_rows((0, 1), 0, "cpu", torch.empty(16, 2, 3, 16, 16, device=device)).unbind(1)
     t, y = torch.linspace(0.02, 0.98, 16, device=device), torch.arange(16, device=device) % 9
     with autocast_to(device, dtype):
-        loss = FlowMatching().losses(model, x0, t, noise, y=y)["loss"].mean()
+        loss = FlowMatching().losses(model, x0, t, noise, {"y": y})["loss"].mean()
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.flatten().float().cpu() for p in raw_model.parameters()])
 
@@ -104,7 +104,7 @@ def test_a_step_waits_for_the_gpu_once():
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             for step in range(1, 4):
-                FlowMatching().losses(model, x0, t, x0, y=y)["loss"].mean().backward()
+                FlowMatching().losses(model, x0, t, x0, {"y": y})["loss"].mean().backward()
                 optim.sync_grads(stop=step == 3)
                 optim.step(0.5)
                 ema.update(step)

@@ -26,11 +26,9 @@ class Memory:
         (size,) = {size for size, bucket in self.buckets.items() if any(i in bucket for i in indices)}  # only one
         return np.broadcast_to(np.asarray(indices, np.int64)[:, None, None, None], (len(indices), 1, *size)).copy()
 
-    def vectors(self, indices):
-        return np.stack([indices, -indices], 1).astype(np.float32)
-
-    def labels(self, indices):
-        return np.asarray(indices)
+    def rows(self, indices):
+        vectors = np.stack([indices, -indices], 1).astype(np.float16)
+        return self.images(indices), {"y": np.asarray(indices), "vectors": vectors}
 
 
 def take(counts, steps, batch, total, world=1, seed=0, start_step=0):
@@ -41,9 +39,10 @@ def take(counts, steps, batch, total, world=1, seed=0, start_step=0):
         taken.append([])
         for _ in range(total // (batch * world)):
             for loader in loaders:
-                images, labels, vectors = next(loader)
+                images, cond = next(loader)
+                labels = cond["y"]
                 assert labels.dtype == torch.int64 and (images.flatten(1) == labels[:, None]).all()
-                assert vectors.tolist() == [[i, -i] for i in labels.tolist()]
+                assert cond["vectors"].tolist() == [[i, -i] for i in labels.tolist()]
                 taken[-1] += labels.tolist()
     for loader in loaders:
         loader.close()

@@ -11,6 +11,7 @@ from test_base_train import TINY, losses, metrics, tiny, weights  # noqa: F401 (
 from tiny_runs import assert_identical, make_run, run_script  # noqa: F401 (run_script is a fixture)
 
 from nanodiff.common import UserError, make_generator
+from nanodiff.conditions import Conditioned
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.formats.load import check_guide, load_run
@@ -35,7 +36,7 @@ def expected_x0(x_t, t, y):
 class Perfect:
     """The velocity of that set; that of a class guided by `scale`."""
 
-    config = SimpleNamespace(num_classes=NULL)
+    config = Conditioned(num_classes=NULL)
 
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -59,8 +60,8 @@ def test_the_loss_is_least_where_the_model_is_guided():
     process = FlowMatching(cfg_scale=3.0, cfg_interval=(0.3, 0.7), guided_from=0.0)
     x0, t, noise, y = rows()
     inside = (t > 0.3) & (t < 0.7)
-    guided = process.losses(Perfect(3.0), x0, t, noise, torch.rand_like, y=y)["loss"]
-    plain = process.losses(Perfect(), x0, t, noise, torch.rand_like, y=y)["loss"]
+    guided = process.losses(Perfect(3.0), x0, t, noise, {"y": y}, torch.rand_like)["loss"]
+    plain = process.losses(Perfect(), x0, t, noise, {"y": y}, torch.rand_like)["loss"]
     assert guided[inside].max() < 1e-8 < 1e-3 < plain[inside].max()
     assert plain[~inside].max() < 1e-8 < 1e-3 < guided[~inside].max()
 
@@ -74,7 +75,7 @@ def test_the_loss_is_least_where_the_model_is_guided():
     descent = torch.optim.SGD([learned], lr=1.0)
     for _ in range(100):
         descent.zero_grad()
-        process.losses(model, x0, t, noise, torch.rand_like, y=y)["loss"].sum().backward()
+        process.losses(model, x0, t, noise, {"y": y}, torch.rand_like)["loss"].sum().backward()
         descent.step()
     x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * noise
     added = Perfect(3.0)(x_t, 1000 * t, y) - perfect(x_t, 1000 * t, y)
@@ -84,12 +85,12 @@ def test_the_loss_is_least_where_the_model_is_guided():
 def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
     x0, t, noise, y = rows()
     guided = FlowMatching(guided_from=0.0)
-    plain = FlowMatching().losses(Perfect(2.0), x0, t, noise, y=y)["loss"]
-    assert torch.equal(guided.losses(Perfect(2.0), x0, t, noise, torch.rand_like, y=y)["loss"], plain)
+    plain = FlowMatching().losses(Perfect(2.0), x0, t, noise, {"y": y})["loss"]
+    assert torch.equal(guided.losses(Perfect(2.0), x0, t, noise, {"y": y}, torch.rand_like)["loss"], plain)
     y[:] = NULL
     losses = []
     for guided.cfg_scale in (1.0, 5.0):
-        losses.append(guided.losses(Perfect(), x0, t, noise, torch.rand_like, y=y)["loss"])
+        losses.append(guided.losses(Perfect(), x0, t, noise, {"y": y}, torch.rand_like)["loss"])
     assert torch.equal(*losses)
 
 
@@ -115,11 +116,13 @@ def test_an_untrained_map_is_its_flow_model():
     def in_place(like):
         return 0.8 + 0.2 * torch.rand_like(like)  # rows of r = t
 
-    assert (process.losses(student, x0, t, noise, in_place)["loss"] == 0).all()
-    assert (process.losses(student, x0, t, noise)["loss"] > 0).all()  # that of validation is the data's
+    assert (process.losses(student, x0, t, noise, {}, in_place)["loss"] == 0).all()
+    assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
-    reported = process.losses(student, x0, t, noise, torch.rand_like)["t"]  # so that means by quarter of t are right
+    reported = process.losses(student, x0, t, noise, {}, torch.rand_like)[
+        "t"
+    ]  # so that means by quarter of t are right
     assert torch.equal(1000 * reported, used[-1]) and (reported != t).any()
 
 
@@ -164,7 +167,9 @@ def test_the_map_of_gaussian_data():
         x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
         noise = torch.randn(512, 1, 1, 1, generator=g)
         t = torch.rand(512, generator=g)
-        loss = process.losses(student, x0, t, noise, lambda like: torch.rand(like.shape, generator=g))["loss"].mean()
+        loss = process.losses(student, x0, t, noise, {}, lambda like: torch.rand(like.shape, generator=g))[
+            "loss"
+        ].mean()
         adam.zero_grad()
         loss.backward()
         adam.step()

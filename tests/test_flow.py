@@ -119,7 +119,7 @@ def test_loss_of_the_perfect_model_is_the_conditional_variance(prediction, t):
     g, n = make_generator(2), 100_000
     x0 = MU + torch.randn(n, 2, generator=g) @ root(S)
     noise = torch.randn(n, 2, generator=g)
-    losses = FlowMatching(prediction).losses(PerfectModel(prediction), image(x0), torch.full((n,), t), image(noise))
+    losses = FlowMatching(prediction).losses(PerfectModel(prediction), image(x0), torch.full((n,), t), image(noise), {})
     _, cov = marginal(t)
     b = t * EYE - (1 - t) * S
     variance = (EYE + S - b @ torch.linalg.inv(cov) @ b).trace() / 2  # mean over the two channels
@@ -135,7 +135,7 @@ def test_loss_by_hand_and_what_the_model_is_given():
         seen.update(x_t=x_t, t=model_t, y=y)
         return torch.ones_like(x_t, dtype=torch.bfloat16)
 
-    losses = FlowMatching().losses(model, x0, t, noise, y=torch.arange(3))
+    losses = FlowMatching().losses(model, x0, t, noise, {"y": torch.arange(3)})
     assert torch.equal(seen["x_t"][0], x0[0]) and torch.equal(seen["x_t"][2], noise[2])
     torch.testing.assert_close(seen["x_t"][1], 0.75 * x0[1] + 0.25 * noise[1])
     assert seen["t"].tolist() == [0, 250, 1000] and seen["y"].tolist() == [0, 1, 2]
@@ -147,8 +147,8 @@ def test_loss_by_hand_and_what_the_model_is_given():
 def test_x0_prediction_is_weighted_by_one_over_t_squared(t, weight):
     """||v_pred - v||^2 = ||x0_pred - x0||^2 / t^2 down to t = 0.05."""
     x0, noise, out = torch.randn(3, 8, 3, 4, 4)
-    losses = FlowMatching("x0").losses(lambda x, t: out, x0, torch.full((8,), t), noise)
+    losses = FlowMatching("x0").losses(lambda x, t: out, x0, torch.full((8,), t), noise, {})
     torch.testing.assert_close(losses["loss"], weight * (out - x0).square().mean(dim=(1, 2, 3)))
     zeros = torch.zeros(2, 3, 4, 4)  # at t = 0 an error of 1 in x0 is one of 20 in v, not infinite
-    losses = FlowMatching("x0").losses(lambda x, t: x + 1, zeros, torch.zeros(2), zeros)
+    losses = FlowMatching("x0").losses(lambda x, t: x + 1, zeros, torch.zeros(2), zeros, {})
     torch.testing.assert_close(losses["loss"], torch.full((2,), 400.0))

@@ -54,7 +54,7 @@ def test_respacing_keeps_marginals_and_timesteps(spec):
     np.testing.assert_allclose(respaced.alpha_bar, process.alpha_bar[kept], rtol=1e-10)
     seen = []
     x = torch.zeros(len(kept), 1, 2, 2)
-    respaced.losses(lambda x_t, t: seen.append(t) or x_t, x, torch.arange(len(kept)), x)
+    respaced.losses(lambda x_t, t: seen.append(t) or x_t, x, torch.arange(len(kept)), x, {})
     assert seen[0].dtype == torch.float32 and seen[0].tolist() == pytest.approx([10 * t for t in kept])
     assert process.num_timesteps == 100 and len(process.betas) == 100  # the original is untouched
 
@@ -76,8 +76,8 @@ def test_predictions_are_reparametrisations(prediction):
     torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
     p = process.p_mean_variance(out, x_t, t)
     torch.testing.assert_close(p["mean"], process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)
-    assert process.losses(lambda *_: out, x0, t, noise)["loss"].max() < 1e-10
-    loss = kl.losses(lambda *_: out, x0, t, noise)["loss"]
+    assert process.losses(lambda *_: out, x0, t, noise, {})["loss"].max() < 1e-10
+    loss = kl.losses(lambda *_: out, x0, t, noise, {})["loss"]
     assert loss[1:].abs().max() < 1e-5 and loss[0] > 0.1
 
 
@@ -98,14 +98,16 @@ def test_gradients_of_the_hybrid(loss):
     out = torch.zeros(4, 6, 2, 2, requires_grad=True)
     x0, noise = torch.full((4, 3, 2, 2), 0.5), torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     t = torch.tensor([0, 1, 50, 99])
-    losses = process.losses(lambda *_: out, x0, t, noise)
+    losses = process.losses(lambda *_: out, x0, t, noise, {})
     if "vb" in losses:
         (grad,) = torch.autograd.grad(losses["vb"].sum(), out, retain_graph=True)
         assert (grad[:, :3] == 0).all() and (grad[:, 3:] != 0).any()
         (grad,) = torch.autograd.grad(losses["mse"].sum(), out, retain_graph=True)
         assert (grad[:, :3] != 0).any() and (grad[:, 3:] == 0).all()
         scale = 0.1 if loss == "rescaled_mse" else 1.0
-        kl = GaussianDiffusion("cosine", 100, variance="learned_range", loss="kl").losses(lambda *_: out, x0, t, noise)
+        kl = GaussianDiffusion("cosine", 100, variance="learned_range", loss="kl").losses(
+            lambda *_: out, x0, t, noise, {}
+        )
         torch.testing.assert_close(losses["vb"], scale * kl["loss"])
     (grad,) = torch.autograd.grad(losses["loss"].sum(), out)
     assert grad.isfinite().all() and (grad[:, :3] != 0).any() and (grad[:, 3:] != 0).any()
@@ -117,7 +119,7 @@ def test_bits_per_dim_of_the_exact_model_is_the_entropy():
     g = torch.Generator().manual_seed(0)
     x0 = 0.2 * torch.randn(500, 24, 1, 1, generator=g)
     std = 0.2
-    bpd = process.bits_per_dim(exact_reverse(process, std**2), x0, StackedGenerator(range(500)))
+    bpd = process.bits_per_dim(exact_reverse(process, std**2), x0, {}, StackedGenerator(range(500)))
     entropy = 0.5 * math.log2(2 * math.pi * math.e * std**2) + math.log2(255 / 2)
     assert bpd["total_bpd"].mean().item() == pytest.approx(entropy, abs=0.03)
     last = process.alpha_bar[-1]
@@ -141,9 +143,9 @@ def test_losses_are_fp32_and_no_float64_reaches_the_device():
     model = lambda x, t: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
     x = torch.randn(4, 3, 2, 2)
     with NoFloat64():
-        losses = process.losses(model, x, torch.arange(4), x)
+        losses = process.losses(model, x, torch.arange(4), x, {})
         assert all(value.dtype == torch.float32 and value.shape == (4,) for value in losses.values())
-        process.bits_per_dim(model, x)
+        process.bits_per_dim(model, x, {})
         for sampler in SAMPLERS:
             process.sample(model, x, 3, sampler, eta=0.5 if sampler == "ddim" else 0.0)
 

@@ -69,7 +69,7 @@ def test_published_losses(row):
         row["schedule"], row["T"], prediction, row["var"].lower(), row["loss"].lower(), row["rescale_timesteps"]
     ).respaced(row["respacing"])
     model = toy_model(process.learned_variance)
-    losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0))
+    losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0), {})
     assert losses.keys() == row["losses"].keys()
     for name, values in row["losses"].items():
         np.testing.assert_allclose(losses[name], values, rtol=1e-5, atol=1e-7, err_msg=name)
@@ -116,7 +116,7 @@ def test_published_loops(published):
 
 def test_published_bits_per_dim(published):
     process, model = published
-    bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), WaveNoise()), golden["steps"]["bits_per_dim"]
+    bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), {}, WaveNoise()), golden["steps"]["bits_per_dim"]
     np.testing.assert_allclose(bpd["total_bpd"], want["total_bpd"], rtol=1e-5)
     # The published prior is a difference of numbers near 1 in fp32, good to about 1e-7.
     np.testing.assert_allclose(bpd["prior_bpd"], want["prior_bpd"], atol=3e-7)

@@ -15,6 +15,7 @@ from processes import run_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
+from nanodiff import conditions
 from nanodiff.common import StackedGenerator
 from nanodiff.data import codec
 from nanodiff.diffusion import guidance
@@ -78,8 +79,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
     x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
-    cond = guidance.conditioning(model_config, x0, y)
-    terms = process.losses(model, x0, t, noise, **cond)
+    cond = conditions.conditioning(model_config, {"y": y}, x0)
+    terms = process.losses(model, x0, t, noise, cond)
     (terms["loss"] * weight).mean().backward()
     quartile_sums(t, terms["loss"], weight, process)
     for bucket in optimizer.buckets:  # sync_grads compares addresses, which fake tensors lack

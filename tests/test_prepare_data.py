@@ -180,7 +180,9 @@ def test_some_classes_alone(tmp_path):
 def test_real_cifar10_from_a_tar():
     source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), Options(workers=2))
     assert source.num_images == 60_000 and source.class_names == CIFAR10_CLASSES
-    images, labels, is_val, _ = (np.concatenate(parts) for parts in zip(*itertools.islice(source.blocks, 15)))
+    blocks = list(itertools.islice(source.blocks, 15))
+    images, is_val = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
+    labels = np.concatenate([cond["y"] for *_, cond in blocks])
     source.blocks.close()
     assert len(images) > 2000 and images.shape[1:] == (3, 32, 32)
     assert not labels.any() and not is_val.any()  # the archive begins with train/airplane

@@ -37,7 +37,7 @@ def test_every_gaussian_objective_and_variance_trains_and_samples(objective, var
     process = process_of(objective, variance=variance)
     model = Model(process)
     x0, noise = torch.randn(2, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    process.losses(model, x0.clamp(-1, 1), torch.tensor([0, 1, 10, 19]), noise)["loss"].mean().backward()
+    process.losses(model, x0.clamp(-1, 1), torch.tensor([0, 1, 10, 19]), noise, {})["loss"].mean().backward()
     assert model.scale.grad.isfinite()
     for sampler in process.samplers:
         settings = SampleSettings(20, choose_sampler(process, sampler, 20))

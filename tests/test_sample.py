@@ -152,7 +152,7 @@ def test_mistakes(run_script):
         ("--classes=ring,rig", "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
         ("--run=plain --classes=1", "classes: '1' is unknown; this model has no classes"),
         ("--out=.", "is a folder; accepted: the path of a file in it, without suffix"),
-        ("--low_res=val", "low_res='val' would do nothing: .*flow.* is no super-resolution model"),
+        ("--low_res=val", "low_res='val' would do nothing: .*flow.* was trained without low_res"),
         ("--guide_run=plain", "plain.* cannot guide .*flow.*: they differ in num_classes$"),
         ("--guide_run=x0", "they differ in objective$"),
         ("--guide_run=large", "they differ in image_size$"),

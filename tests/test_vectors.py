@@ -9,9 +9,10 @@ from processes import run_process
 from tiny_runs import assert_identical, losses, make_run, metrics, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
+from nanodiff.conditions import conditioning
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
-from nanodiff.diffusion.guidance import conditioning, make_denoiser
+from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
@@ -30,7 +31,7 @@ def make_set(vectors_of, labelled=True):
     with DatasetWriter("tiny", CLASS_NAMES if labelled else ()) as writer:
         for split, n in (("train", 72), ("val", 24)):
             images, labels = draw_shapes(n, seed=n)
-            writer.append(split, images, labels if labelled else None, vectors_of(labels))
+            writer.append(split, images, labels if labelled else None, vectors=vectors_of(labels))
 
 
 def one_hot(labels):
@@ -124,7 +125,7 @@ def test_the_dropped_get_zeros_and_the_null_class():
     config = DiTConfig(**SHAPE, num_classes=8, vector_dim=5, vector_len=2)
     vectors = torch.randn(3, 2, 5)
     dropped = torch.tensor([False, True, False])
-    cond = conditioning(config, None, torch.tensor([1, 2, 3]), vectors, dropped)
+    cond = conditioning(config, {"y": torch.tensor([1, 2, 3]), "vectors": vectors}, dropped=dropped)
     assert cond["y"].tolist() == [1, 8, 3]
     assert torch.equal(cond["vectors"], vectors * ~dropped.view(3, 1, 1))
 

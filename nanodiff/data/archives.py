@@ -52,7 +52,7 @@ class Source:
     skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
     num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets
-    vectors: np.ndarray | None = None  # (rows, D) or (rows, L, D)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
     range: tuple[float, float] = (0, 255)
     num_clipped: int = 0  # values beyond the range; grows with the blocks

@@ -10,21 +10,13 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.conditions import FACTS, describe_conditions, facts_to_match
+from nanodiff.conditions import FACTS, describe_conditions, facts_to_match, from_stored, mirror
 from nanodiff.models.autoencoder import open_autoencoder
 
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 (N, C, H, W) -> float32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
     return mirror(images.float() / 127.5 - 1, flip)
-
-
-def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
-    """(N, C, H, W), mirrored left-right where `flip` (N,) is True."""
-    if flip is None:
-        return x
-    flip = flip.to(x.device).view(-1, 1, 1, 1)
-    return torch.where(flip, x.flip(3), x)
 
 
 def to_uint8(x: torch.Tensor) -> torch.Tensor:
@@ -341,8 +333,6 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
         for key, value in wanted.items():
             if found.get(key) != value:
                 raise UserError(f"data={dataset.name!r} has {key} {found.get(key)}, the model wants {value}")
-        if dataset.vector_dim and "vectors" in description:
-            dataset.normalise_vectors_by(description["vectors"])
     return codec
 
 
@@ -374,11 +364,8 @@ def check_sides(dataset, autoencoder) -> None:
 
 
 def stored_images(dataset, ids, codec, device, randn_like=None):
-    """x0 (N, C, H, W), labels (N,) and vectors or None; latents are samples if `randn_like` is given, else means."""
-    stored = torch.from_numpy(dataset.images(ids)).to(device)
-    x0 = codec.to_x0(stored, None, randn_like)
-    labels = torch.from_numpy(dataset.labels(ids)).to(device)
-    vectors = dataset.vectors(ids)
-    if vectors is not None:
-        vectors = torch.from_numpy(vectors).to(device)
-    return x0, labels, vectors
+    """x0 (N, C, H, W) and the conditions as models take them; latents are samples if `randn_like` is given, else
+    means."""
+    images, rows = dataset.rows(ids)
+    x0 = codec.to_x0(torch.from_numpy(images).to(device), None, randn_like)
+    return x0, from_stored(rows, codec.description, device=device)

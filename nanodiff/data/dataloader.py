@@ -38,8 +38,7 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
 
 
 class DataLoader:
-    """`images, labels, vectors = next(loader)`: (B, C, H, W) as stored, (B,) int64, and (B, D) or (B, L, D) fp32 or
-    None; on `device`, B = device_batch_size.
+    """`images, cond = next(loader)`: (B, C, H, W) and {name: (B, ...)}, as stored, on `device`; B = device_batch_size.
 
     Position p of the stream is image p % n of epoch p // n, shuffled by (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
@@ -66,7 +65,7 @@ class DataLoader:
         self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
         self._thread.start()
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def __next__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert not self._stop.is_set(), "the loader is closed"
         start = time.perf_counter()
         item = self._queue.get()
@@ -76,7 +75,9 @@ class DataLoader:
             raise item
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
         is_cuda = self.device.type == "cuda"
-        return tuple(x if x is None else x.to(self.device, non_blocking=is_cuda) for x in item)
+        images, cond = item
+        cond = {name: x.to(self.device, non_blocking=is_cuda) for name, x in cond.items()}
+        return images.to(self.device, non_blocking=is_cuda), cond
 
     def close(self) -> None:
         self._stop.set()
@@ -127,17 +128,14 @@ class DataLoader:
         """Sets the order of a bucket's images or, past the last bucket, of an epoch's batches."""
         return self.seed % 2**64, int(epoch), bucket
 
-    def _read(self, indices: np.ndarray) -> list[torch.Tensor | None]:
-        """Images, labels and vectors on the CPU."""
-        data = self.dataset
-        tensors = []
-        for x in (data.images(indices), data.labels(indices), data.vectors(indices)):
-            if x is not None:
-                x = torch.from_numpy(x)
-                if self.device.type == "cuda":
-                    x = x.pin_memory()
-            tensors.append(x)
-        return tensors
+    def _read(self, indices: np.ndarray) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Images and conditions on the CPU."""
+
+        def tensor(x):
+            return torch.from_numpy(x).pin_memory() if self.device.type == "cuda" else torch.from_numpy(x)
+
+        images, cond = self.dataset.rows(indices)
+        return tensor(images), {name: tensor(x) for name, x in cond.items()}
 
     def _work(self, step: int) -> None:
         """The thread: fill the queue until close() or an error."""

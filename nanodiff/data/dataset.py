@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest
+from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
@@ -115,19 +116,15 @@ class Dataset:
             return shard
 
         self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(open_shard)
-        self._labels = None
         self._numbers = np.arange(max(1, self.num_classes))  # label k of the set is _numbers[k] here
-        if self.num_classes:
+        self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # of an unlabelled set
+        for name, key in FILES.items():
+            if name in self.meta or (name == "y" and self.num_classes):
+                self._rows[name] = open_npy(path / part[key]["file"], len(self))
+        labels = self._rows["y"]
+        if not 0 <= labels.min() <= labels.max() < len(self._numbers):
             file = path / part["labels"]["file"]
-            self._labels = open_npy(file, len(self))
-            if not 0 <= self._labels.min() <= self._labels.max() < self.num_classes:
-                raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
-        self.vector_dim = self.vector_len = 0
-        if "vectors" in self.meta:
-            self.vector_dim = self.meta["vectors"]["dim"]
-            self.vector_len = self.meta["vectors"]["len"]  # 0 = one vector per image
-            self.normalise_vectors_by(self.meta["vectors"])
-            self._vectors = open_npy(path / part["vectors"]["file"], len(self))
+            raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
 
     def __len__(self) -> int:
         return self.num_images
@@ -159,22 +156,17 @@ class Dataset:
             out[rows] = shard[indices[rows] - start]
         return out
 
+    def cond(self, indices) -> dict[str, np.ndarray]:
+        """Rows (n, ...) of all conditions, as stored (see conditions.py): "y" (n,) int64, zeros if unlabelled, ..."""
+        return {name: rows[indices] for name, rows in self._rows.items()} | {"y": self.labels(indices)}
+
+    def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Images and conditions; see the two above."""
+        return self.images(indices), self.cond(indices)
+
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
-        if self._labels is None:
-            return np.full(len(indices), self._numbers[0])
-        return self._numbers[self._labels[indices]]
-
-    def normalise_vectors_by(self, stats: dict) -> None:
-        """`stats`: "mean" and "std" (D), of this set or of the set that a model was trained on."""
-        self._vector_mean = np.array(stats["mean"], np.float32)
-        self._vector_std = np.array(stats["std"], np.float32)
-
-    def vectors(self, indices) -> np.ndarray | None:
-        """(n,) integers -> (n, D) or (n, L, D) float32 of mean 0 and deviation 1; None if the set has none."""
-        if not self.vector_dim:
-            return None
-        return normal_vectors(self._vectors[indices], self._vector_mean, self._vector_std)
+        return self._numbers[self._rows["y"][indices]]
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
@@ -183,26 +175,15 @@ class Dataset:
         return other
 
     def seen_by(self, model: dict) -> "Dataset":
-        """The same images as a model of this description sees them: its vectors' mean and deviation, and its classes,
-        matched by name, or by order (see same_order). Classes that it lacks follow; no label is its null class."""
+        """The same images with the classes of a model of this description, matched by name, or by order (see
+        same_order). Classes that it lacks follow; no label is its null class."""
         known = model["class_names"]
         own_names = known if same_order(self.class_names, known) else self.class_names
         names = [*known, *(name for name in own_names if name not in known)]
         other = self.relabelled([names.index(name) for name in own_names] or [len(known)])
         other.class_names, other.num_classes = names, len(names)
         other.meta = self.meta | {"class_names": names}
-        if self.vector_dim and "vectors" in model:
-            other.normalise_vectors_by(model["vectors"])
         return other
-
-
-def normal_vectors(vectors: np.ndarray, mean, std) -> np.ndarray:
-    """float32 (n, D) or (n, L, D), of mean 0 and deviation 1 in each of D; zeros behind a sequence's end stay zeros."""
-    centred = vectors.astype(np.float32) - np.float32(mean)
-    normal = centred / np.float32(std)
-    if vectors.ndim == 3:
-        normal[~vectors.any(2)] = 0
-    return normal
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
@@ -259,7 +240,7 @@ def make_shapes(name: str) -> None:
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
-    return part["shards"] + [part[key] for key in ("labels", "vectors") if part.get(key)]
+    return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
 def verify(dataset: Dataset, rank: int = 0, world: int = 1, pause: bool = False) -> tuple[int, int]:
@@ -373,27 +354,7 @@ class Bucket:
 
     images: list = field(default_factory=list)  # (1, C, H, W) arrays that are in no shard yet
     shards: list = field(default_factory=list)  # entries of meta.json
-    labels: list = field(default_factory=list)  # (n,) arrays
-    vectors: list = field(default_factory=list)  # (n, D) or (n, L, D) fp16 arrays
-
-
-def vector_stats(vectors: list[np.ndarray]) -> dict:
-    """Mean and deviation (D,) of fp16 arrays (n, D), or (n, L, D) without the zeros behind a sequence's end; the
-    deviation of what is constant is 1."""
-    count, total, squares = 0, 0.0, 0.0
-    for part in vectors:
-        tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
-        if part.ndim == 3:
-            tokens = tokens[tokens.any(1)]
-        count += len(tokens)
-        total += tokens.sum(0)
-        squares += (tokens**2).sum(0)
-    mean = total / count
-    square = squares / count
-    variance = square - mean**2
-    is_constant = variance <= 1e-14 * square  # by float64's rounding
-    std = np.sqrt(np.where(is_constant, 1.0, variance))
-    return {"mean": mean.tolist(), "std": std.tolist()}
+    rows: dict = field(default_factory=dict)  # name of a condition -> (n, ...) arrays, as stored
 
 
 class DatasetWriter:
@@ -433,17 +394,9 @@ class DatasetWriter:
         self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         return self
 
-    def append(
-        self,
-        split: str,
-        images: np.ndarray,
-        labels: np.ndarray | None = None,
-        vectors=None,
-    ) -> None:
-        """Add (n, C, H, W) images of one of the buckets, and (n,) labels below len(class_names).
-
-        `vectors`: (n, D) or (n, L, D), kept in fp16; either for all images or for none.
-        """
+    def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
+        """Add (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
+        len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
         if len(images) == 0:
             return
         _, channels, height, width = images.shape
@@ -454,18 +407,10 @@ class DatasetWriter:
         buckets = self._buckets[split]
         bucket = buckets.setdefault((height, width), Bucket())
         if self.meta["class_names"]:
-            labels = np.array(labels, np.int64)
-            assert labels.shape == (len(images),)
-            assert 0 <= labels.min() <= labels.max() < len(self.meta["class_names"])
-            bucket.labels.append(labels)
-        if vectors is not None:
-            with np.errstate(over="ignore"):
-                stored = np.asarray(vectors).astype(np.float16)
-            if not np.isfinite(stored).all():
-                raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-            length = stored.shape[1] if stored.ndim == 3 else 0
-            self.meta["vectors"] = {"dim": stored.shape[-1], "len": length}
-            bucket.vectors.append(stored)
+            cond["y"] = y
+        for name, rows in cond.items():
+            assert len(rows) == len(images)
+            bucket.rows.setdefault(name, []).append(to_stored(name, rows, self.meta))
         self.num_images[split] += len(images)
         bucket.images.extend(images.copy()[:, None])
         shard_bytes = MAX_SHARD_BYTES // len(buckets) - 128  # without the header
@@ -485,20 +430,18 @@ class DatasetWriter:
             if not buckets:
                 continue
             part = {"num_images": self.num_images[split], "labels": None, "shards": []}
-            labels, vectors = [], []
+            rows = {}
             for size in sorted(buckets, key=lambda size: size[1] / size[0]):  # tall ones first
                 bucket = buckets[size]
                 if bucket.images:
                     self._write_shard(split, bucket, len(bucket.images))
                 part["shards"] += bucket.shards
-                labels += bucket.labels
-                vectors += bucket.vectors
-            if labels:
-                part["labels"] = write_npy(self.folder / f"{split}_labels.npy", labels)
-            if vectors:
-                part["vectors"] = write_npy(self.folder / f"{split}_vectors.npy", vectors)
-                if split == "train":
-                    self.meta["vectors"] |= vector_stats(vectors)
+                for name, arrays in bucket.rows.items():
+                    rows[name] = rows.get(name, []) + arrays
+            for name, arrays in rows.items():
+                part[FILES[name]] = write_npy(self.folder / f"{split}_{FILES[name]}.npy", arrays)
+            if split == "train":
+                note_statistics(rows, self.meta)
             self.meta["splits"][split] = part
         publish_set(self.folder, self.path, self.meta)
 

@@ -31,7 +31,7 @@ class Item(NamedTuple):
     payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
     label: int
     is_val: bool
-    row: int = 0  # of the array of vectors
+    row: int = 0  # of the source's `arrays`
 
 
 def import_pillow():
@@ -153,8 +153,8 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
 def decode_all(source, resolution: int, workers: int) -> Iterator:
     """The images of a Source, in blocks of one shape.
 
-    -> images (n, C, H, W), labels (n,) int64, is_val (n,) bool, rows (n,) int64 of the array of vectors. Adds to the
-    source's `skipped` and `num_enlarged`.
+    -> images (n, C, H, W), is_val (n,) bool, {"y": labels (n,), ...} of all conditions. Adds to the source's `skipped`
+    and `num_enlarged`.
     """
     sizes = source.sizes
     if resolution and not sizes:
@@ -176,10 +176,10 @@ def decode_all(source, resolution: int, workers: int) -> Iterator:
             by_shape.setdefault(image.shape, []).append(item)
         for items in by_shape.values():
             images = np.stack([item.payload for item in items])
-            labels = np.array([item.label for item in items], np.int64)
-            rows = np.array([item.row for item in items], np.int64)
             is_val = np.array([item.is_val for item in items], bool)
-            yield images, labels, is_val, rows
+            rows = [item.row for item in items]
+            cond = {name: array[rows] for name, array in source.arrays.items()}
+            yield images, is_val, cond | {"y": np.array([item.label for item in items], np.int64)}
 
 
 def make_tasks(items: Iterable[Item], image_bytes: int) -> Iterator[list[Item]]:

@@ -222,8 +222,9 @@ def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
 
 def add_vectors(source: Source, path: Path) -> None:
     """Give each item its row of the vectors in a file: by its name or, for arrays, in order."""
-    names, source.vectors = read_vectors(path)
-    num_vectors = len(source.vectors)
+    names, vectors = read_vectors(path)
+    source.arrays["vectors"] = vectors
+    num_vectors = len(vectors)
     items = source.items
     if not source.names:
         if num_vectors != source.num_images:

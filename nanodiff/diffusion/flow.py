@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from nanodiff.diffusion.guidance import null_condition
+from nanodiff.conditions import null_condition
 
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
@@ -108,7 +108,7 @@ class FlowMatching:
         inside = (low <= t) & (t <= high)
         return inside.view(-1, 1, 1, 1)
 
-    def losses(self, model, x0, t, noise, draw=None, **cond) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
         `draw`, given in training alone: draw(like) are random numbers, a row for each image; this process needs none.

@@ -5,9 +5,10 @@ import functools
 import torch
 
 from nanodiff.common import UserError, print0
+from nanodiff.conditions import null_condition
 from nanodiff.diffusion import flow
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.guidance import null_condition, with_and_without
+from nanodiff.diffusion.guidance import with_and_without
 
 
 def jump(velocity, x, t, t_next, generator=torch):
@@ -59,12 +60,12 @@ class FlowMap(FlowMatching):
         guided = v_null + self.cfg_scale * (v - v_null)
         return torch.where(self.is_guided(t), guided, v)
 
-    def losses(self, model, x0, t, noise, draw=None, **cond) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss", "t": (N,)}: of u from the t that was used; without `draw`, the plain loss of v, for validation.
 
         draw(like) are numbers uniform in [0, 1), a row for each image."""
         if draw is None:
-            return super().losses(model, x0, t, noise, **cond)
+            return super().losses(model, x0, t, noise, cond)
         u_r, u_m, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
         # Sampling jumps from t = 1 and to r = 0, which random numbers never hit: 25% of rows start at t = 1, 10% end at
         # r = 0, 20% do both. 25% jump from a random t to a random r, and in 20% r = t.

@@ -305,7 +305,7 @@ class GaussianDiffusion:
         nll = -discretized_gaussian_log_likelihood(x0, p["mean"], p["log_variance"])
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
-    def losses(self, model, x0, t, noise, draw=None, **cond) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
         kl: term t of the bound; rescaled_kl: T times it, averaging over t to the whole bound. mse: of the prediction,
@@ -330,7 +330,7 @@ class GaussianDiffusion:
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
-    def bits_per_dim(self, model, x0, generator=torch, **cond) -> dict[str, torch.Tensor]:
+    def bits_per_dim(self, model, x0, cond, generator=torch) -> dict[str, torch.Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
         total_bpd, prior_bpd (N,); vb, xstart_mse and mse (of eps) (N, T), t = T-1 first.

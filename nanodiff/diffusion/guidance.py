@@ -3,9 +3,9 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
 from nanodiff.common import UserError, print0
+from nanodiff.conditions import null_condition
 
 
 def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]:
@@ -92,35 +92,3 @@ def with_and_without(predict, x_t, t, cond: dict, null: dict):
     without = cond | null
     both = {name: torch.cat([value, without[name]]) for name, value in cond.items()}
     return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)
-
-
-def conditioning(model_config, x0, labels, vectors=None, dropped=None) -> dict[str, torch.Tensor]:
-    """The model's inputs besides x_t and t: labels (N,), vectors (N, D) or (N, L, D) and, for super-resolution,
-    x0 (N, C, H, W) made smaller. Where `dropped` (N,), labels and vectors are those of no condition."""
-    cond = {}
-    if model_config.num_classes:
-        cond["y"] = labels
-    if model_config.vector_dim:
-        cond["vectors"] = vectors
-    if dropped is not None:
-        for name, null in null_condition(model_config, cond).items():
-            rows = dropped.view(-1, *[1] * (null.ndim - 1))
-            cond[name] = torch.where(rows, null, cond[name])
-    if model_config.low_res:
-        if x0.device.type == "mps" and x0.shape[-1] % model_config.low_res:
-            raise UserError(f"low_res_size={model_config.low_res}; accepted on MPS: divisors of {x0.shape[-1]}")
-        cond["low_res"] = F.interpolate(x0, size=model_config.low_res, mode="area")
-    return cond
-
-
-def null_condition(model_config, cond: dict) -> dict[str, torch.Tensor]:
-    """What stands for no condition in `cond`: the null class for labels, zeros for vectors."""
-    null = {"y": model_config.num_classes, "vectors": 0}
-    return {name: torch.full_like(cond[name], null[name]) for name in null if name in cond}
-
-
-def some_inputs(model_config, n: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels (n,) and vectors of the shapes that a model takes, to try it out."""
-    length, dim = model_config.vector_len, model_config.vector_dim
-    shape = (n, length, dim) if length else (n, dim)
-    return torch.zeros(n, dtype=torch.int64, device=device), torch.zeros(shape, device=device)

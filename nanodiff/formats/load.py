@@ -31,8 +31,7 @@ from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.low_res import open_low_res
-from nanodiff.sampling.vectors import open_vectors
+from nanodiff.sampling.inputs import READERS, open_inputs
 from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
@@ -95,7 +94,7 @@ class Loaded:
         """From the settings of scripts/sample.py, resolved for this model; `others` are fields of SampleSettings."""
         fields = [field.name for field in dataclasses.fields(SampleSettings)]
         if unknown := others.keys() - fields:
-            accepted = fields + list(inspect.signature(self.sample).parameters)[:-1]
+            accepted = fields + [*inspect.signature(self.sample).parameters][:-1] + [*READERS]
             raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
         steps = steps or self.process.default_steps
         sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
@@ -106,9 +105,9 @@ class Loaded:
         return SampleSettings(steps, sampler, *guidance, **others)
 
     def samples(
-        self, settings: SampleSettings, seed: int = 0, classes=(), low_res="", vectors="", autoencoder=""
+        self, settings: SampleSettings, seed: int = 0, classes=(), autoencoder="", **inputs: str
     ) -> ModelSamples:
-        """Samples of this model; `classes` to `autoencoder`: as in scripts/sample.py."""
+        """Samples of this model; `classes`, `autoencoder`, `inputs` (READERS): as in scripts/sample.py."""
         return ModelSamples(
             self.model,
             self.process,
@@ -116,8 +115,7 @@ class Loaded:
             settings,
             seed,
             parse_classes(classes, self.class_names),
-            open_low_res(low_res, self, autoencoder),
-            open_vectors(vectors, self),
+            open_inputs(self, inputs, autoencoder),
         )
 
     def sample(
@@ -128,16 +126,16 @@ class Loaded:
         from_images: str = "",
         strength: float = 0.6,
         mask: str = "",
-        vectors: str = "",
         autoencoder: str = "",
         batch_size: int = 64,
         **settings,
     ) -> np.ndarray:
         """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
-        `settings`: those of the method `settings`.
+        `settings`: those of the method `settings`, and inputs (low_res, vectors).
         """
-        samples = self.samples(self.settings(**settings), seed, classes, "", vectors, autoencoder)
+        inputs = {name: settings.pop(name) for name in READERS if name in settings}
+        samples = self.samples(self.settings(**settings), seed, classes, autoencoder, **inputs)
         codec = samples.codec
         if from_images:
             samples.given = GivenImages(from_images, strength, mask, codec, self.device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, gather_batches, get_dist, make_generator, print0
+from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
@@ -23,7 +24,7 @@ from nanodiff.metrics.distances import (
 )
 from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.vectors import Vectors
+from nanodiff.sampling.inputs import rows_of
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
@@ -142,15 +143,15 @@ class SampleQuality:
             raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
         self.metric = metric
         self.num_images = num_images
-        self.vectors = None
-        if model_config.vector_dim:
-            self.vectors = Vectors.of_dataset(open_dataset(data, "train"), codec.description)
+        train_set = open_dataset(data, "train")
+        taken = [name for name in row_shapes(model_config) if name != "y"]
+        self.inputs = {name: rows_of(train_set, name, codec, model_config, device) for name in taken}
         self.network = load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """`compare` of samples drawn with seed 0, on the first rank; {} on the others."""
-        samples = ModelSamples(model, process, codec, settings, vectors=self.vectors)
+        samples = ModelSamples(model, process, codec, settings, inputs=self.inputs)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
         if found is None:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator, rank_batches, sum_over_ranks
+from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
-from nanodiff.diffusion.guidance import conditioning
 from nanodiff.diffusion.timesteps import quartile_sums
 
 
@@ -43,11 +43,11 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in batches_of_rank(val_set, chosen, batch_size):
         generator = StackedGenerator(ids)
-        x0, labels, vectors = stored_images(val_set, ids, codec, device, generator.randn_like)
+        x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
         noise = generator.randn(x0.shape, device)
         t = t_of[np.searchsorted(chosen, ids)].to(device)
-        cond = conditioning(model.config, x0, labels, vectors)
-        loss = process.losses(model, x0, t, noise, **cond)["loss"]  # (n,)
+        cond = conditioning(model.config, given, x0)
+        loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
     total, counts = sum_over_ranks(sums, device)
     return float(total.sum() / n), (total / counts).tolist()
@@ -67,9 +67,9 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
         for ids in batches_of_rank(val_set, val_set.first(n), batch_size):
-            x0, labels, vectors = stored_images(val_set, ids, codec, device)
-            cond = conditioning(model.config, x0, labels, vectors)
-            terms = process.bits_per_dim(model, x0, StackedGenerator(ids), **cond)  # (n,) or (n, T) each
+            x0, given = stored_images(val_set, ids, codec, device)
+            cond = conditioning(model.config, given, x0)
+            terms = process.bits_per_dim(model, x0, cond, StackedGenerator(ids))  # (n,) or (n, T) each
             for name, value in terms.items():
                 sums[name] += value.cpu().double().sum(0)
             bar.update(len(ids))

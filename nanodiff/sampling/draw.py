@@ -1,14 +1,15 @@
 """Model -> images: settings of the samples, a batch of them, a grid. The caller enters autocast."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nanodiff.common import StackedGenerator, UserError, gather_batches, get_dist, in_batches
+from nanodiff.conditions import IMAGES, conditioning, from_stored, row_shapes, some_conditions
 from nanodiff.data.codec import stored_images
-from nanodiff.diffusion.guidance import conditioning, make_denoiser, some_inputs
+from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.png import make_grid
 from nanodiff.sampling.given import Known
 
@@ -94,7 +95,7 @@ def network_evaluations(model, process, settings: SampleSettings, strength: floa
 
     stand_in.config = model.config
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
-    cond = conditioning(model.config, noise, *some_inputs(model.config, 1))
+    cond = some_conditions(model.config, 1)
     settings = replace(settings, weak_model=settings.weak_model and stand_in)
     denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
     known = Known(noise, strength, torch.zeros(1, dtype=torch.bool))
@@ -113,8 +114,7 @@ class ModelSamples:
     settings: SampleSettings
     seed: int = 0
     classes: list[int] | None = None  # taken in turn; None = those of the inputs below, or all
-    small: object = None  # a LowRes: the input of a super-resolution model
-    vectors: object = None  # the Vectors of a model that takes them
+    inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
     given: object = None  # GivenImages to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
@@ -136,9 +136,9 @@ class ModelSamples:
         """The classes that samples take in turn: int64."""
         if self.classes:
             return torch.tensor(self.classes)
-        for inputs in (self.small, self.vectors):
-            if self.num_classes and inputs and inputs.labels is not None:
-                return inputs.labels
+        for inputs in self.inputs.values():
+            if self.num_classes and inputs.labels is not None:
+                return torch.from_numpy(inputs.labels)
         return torch.arange(max(self.num_classes, 1))
 
     @property
@@ -153,11 +153,10 @@ class ModelSamples:
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
         }
-        if self.small:
-            protocol["low_res"] = self.small.described
-            protocol["classes"] = "of the small images"
-        if self.vectors:
-            protocol["vectors"] = self.vectors.described
+        for name, inputs in self.inputs.items():
+            protocol[name] = inputs.described
+            if inputs.labels is not None:
+                protocol["classes"] = f"of the rows of {name}"
         return protocol
 
     def labels(self, ids) -> torch.Tensor:
@@ -177,10 +176,7 @@ class ModelSamples:
     def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
         """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
         cond = {"y": self.labels(ids)} if self.num_classes else {}
-        if self.small:
-            cond["low_res"] = self.small.images(ids)
-        if self.vectors:
-            cond["vectors"] = self.vectors(ids)
+        cond |= {name: inputs(ids) for name, inputs in self.inputs.items()}
         seeds = [(self.seed << 32) + int(i) for i in ids]
         shape = shape or self.codec.sample_shape(ids[0])
         batch_size = batch_size or len(ids)
@@ -196,48 +192,57 @@ class ModelSamples:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         return self.codec.to_pixels(self.draw(ids))
 
+    def shown(self, ids) -> list[torch.Tensor]:
+        """For each condition that is an image, those of samples `ids`, enlarged: (n, C, H, W) uint8 on the CPU."""
+        images = [inputs(ids) for name, inputs in self.inputs.items() if name in IMAGES]
+        return [self.codec.to_pixels(enlarged(x, self.codec)) for x in images]
+
+
+def enlarged(image, codec):
+    """(N, C, h, w) -> (N, C, H, W) of x0."""
+    return F.interpolate(image, size=codec.shape[1:], mode="nearest")
+
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
-    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten. Vectors, and the
-    labels beside them, are those of `val_set`.
+    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten. Other conditions,
+    and the labels beside them, are those of `val_set`.
 
-    Super-resolution shows triplets of `val_set`: low resolution, sample, truth. With bucketed data each row has one
+    Images among them, as super-resolution's, are shown: image, sample, truth. With bucketed data each row has one
     shape. All ranks draw; None except on the first.
     """
-    num_classes = model.config.num_classes
-    low_res = model.config.low_res
+    config = model.config
     rank, _, world = get_dist()
     columns = 8 if codec.image_size <= 128 else 4
-    cond = {}
-    if low_res:
+    taken = row_shapes(config)
+    shown = [name for name in IMAGES if name in taken]
+    n, cond = columns * columns, {}
+    if shown:
         n = 24
-        device = next(model.parameters()).device
-        truth, labels, vectors = stored_images(val_set, np.arange(n) % len(val_set), codec, device)
-        cond = conditioning(model.config, truth, labels, vectors)
-    elif model.config.vector_dim:
-        n = columns * columns
-        numbers = np.arange(n) % len(val_set)
-        labels, vectors = torch.from_numpy(val_set.labels(numbers)), torch.from_numpy(val_set.vectors(numbers))
-        cond = conditioning(model.config, None, labels, vectors)
-    else:
-        rows = num_classes if 0 < num_classes <= 10 else columns
-        n = columns * rows
-        if num_classes:
-            cond["y"] = torch.arange(n) * num_classes // n
+        truth, given = stored_images(val_set, np.arange(n) % len(val_set), codec, next(model.parameters()).device)
+        cond = conditioning(config, given, truth)
+    elif taken.keys() - {"y"}:
+        rows = val_set.cond(np.arange(n) % len(val_set))
+        cond = conditioning(config, from_stored(rows, codec.description))
+    elif taken:
+        num_classes = config.num_classes
+        if num_classes <= 10:
+            n = columns * num_classes
+        cond["y"] = torch.arange(n) * num_classes // n
     per_batch = min(batch_size, -(-n // world))  # every rank draws something
     batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
 
-    def draw(ids):  # (k,) -> pictures (k or 3k, C, H, W) uint8
+    def draw(ids):  # (k,) -> pictures (k, or with images (2 + their number) k, C, H, W) uint8
         inputs = {name: value[ids] for name, value in cond.items()}
         shape = codec.sample_shape(ids[0])
         images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
-        if low_res:
-            small = F.interpolate(inputs["low_res"], size=codec.shape[-1], mode="nearest")
-            images = torch.stack([small, images, truth[ids]], dim=1).flatten(0, 1)
+        if shown:
+            beside = [enlarged(inputs[name], codec) for name in shown]
+            images = torch.stack([*beside, images, truth[ids]], dim=1).flatten(0, 1)
         return codec.to_pixels(images).numpy()
 
     parts = gather_batches(draw, batches, "grid")
     if rank > 0:
         return None
     pictures = [picture for part in parts for picture in part]
-    return make_grid(pictures, 9 if low_res else columns)
+    per_image = len(shown) + 2
+    return make_grid(pictures, max(1, 9 // per_image) * per_image if shown else columns)

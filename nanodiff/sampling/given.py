@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from nanodiff.common import UserError
 from nanodiff.data.decode import center_crop, open_image, to_rgb
 from nanodiff.files import reading
-from nanodiff.sampling.low_res import read_images, with_hash
+from nanodiff.sampling.inputs import read_images, with_hash
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, base_dir, collective, is_out_of_memory, print0
+from nanodiff.conditions import some_conditions
 from nanodiff.device import reset_peak_memory
-from nanodiff.diffusion.guidance import conditioning, learns_guidance, some_inputs
+from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
@@ -122,10 +123,10 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
 
     def try_batch(n):
         x0 = torch.randn(n, *shape, device=device)
-        cond = conditioning(model.config, x0, *some_inputs(model.config, n, device))
+        cond = some_conditions(model.config, n, device)
         t, _ = timesteps.sample(torch.rand(n, device=device))
         with autocast:
-            loss = process.losses(model, x0, t, x0, **cond)["loss"]
+            loss = process.losses(model, x0, t, x0, cond)["loss"]
         loss.mean().backward()
 
     if device.type == "cuda":  # a margin for what is not tried here: gradients in exchange, the optimizer's temporaries

@@ -1,0 +1,156 @@
+"""What samples are conditioned on besides classes: rows of a file, a folder, or the model's data set."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.conditions import IMAGES, from_stored, made_from, row_shapes
+from nanodiff.data.archives import Options
+from nanodiff.data.codec import load_codec, stored_images
+from nanodiff.data.dataset import match_labels, open_dataset
+from nanodiff.data.sources import open_source, read_vectors
+
+
+@dataclass
+class Inputs:
+    """Rows of one condition: sample i takes row i, modulo `count`, and its label, if rows have labels (count,) int64.
+
+    `read`: numbers (n,) of rows -> (n, ...) as models take them. `described`: for protocols.
+    """
+
+    read: Callable
+    count: int
+    labels: np.ndarray | None
+    described: str
+
+    def __call__(self, ids) -> torch.Tensor:
+        return self.read(np.asarray(ids) % self.count)
+
+
+def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[str, Inputs]:
+    """All that a Loaded model takes besides classes. `where`: {name: file, folder or val}; "" is val, or train if there
+    is none."""
+    taken = [name for name in row_shapes(loaded.model.config) if name != "y"]
+    for name, place in where.items():
+        if place and name not in taken:
+            raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
+    inputs = {}
+    for name in taken:
+        place = where.get(name, "")
+        if place in ("", "val"):
+            dataset = own_set(loaded, name, place)
+            codec = load_codec(loaded.data, loaded.device, autoencoder, dataset if name in IMAGES else None)
+            inputs[name] = rows_of(dataset, name, codec, loaded.model.config, loaded.device)
+        else:
+            codec = load_codec(loaded.data, loaded.device, autoencoder)
+            inputs[name] = READERS[name](place, loaded, codec)
+    return inputs
+
+
+def rows_of(dataset, name: str, codec, config, device) -> Inputs:
+    """A condition's rows in a set, with the labels beside them. A set's images are read only for what is an image."""
+
+    def read(numbers):
+        if name not in IMAGES:
+            return from_stored(dataset.cond(numbers), codec.description)[name]
+        x0, given = stored_images(dataset, numbers, codec, device)
+        return (given | made_from(x0, config))[name]
+
+    return Inputs(read, len(dataset), dataset.labels(np.arange(len(dataset))), dataset.described)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From files: (place, loaded, codec) -> Inputs
+
+
+def read_low_res(where: str, loaded, codec) -> Inputs:
+    """Small images of an .npz (arr_0 and, in labels or arr_1, classes) or a folder (sub-folders are classes). Images of
+    the model's size are downsampled as in training."""
+    config = loaded.model.config
+    images, labels = labelled_images(where, loaded.class_names)
+    shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
+    if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
+        accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
+        raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
+
+    def read(numbers):
+        stored = torch.from_numpy(images[numbers]).to(loaded.device)
+        return made_from(codec.to_x0(stored), config)["low_res"]
+
+    return Inputs(read, len(images), labels, with_hash(where, images, labels))
+
+
+def read_vector_file(where: str, loaded, codec) -> Inputs:
+    """A file of vectors as it was given to prepare_data, .npy or .npz; the names in it do not matter."""
+    _, array = read_vectors(Path(where).expanduser())
+    shape = row_shapes(loaded.model.config)["vectors"]
+    if array.shape[1:] != shape or not len(array):
+        raise UserError(f"vectors={where!r} holds vectors of {array.shape}; accepted: {('n', *shape)}")
+    if not np.isfinite(array).all():
+        raise UserError(f"vectors={where!r} holds NaN or infinity")
+    rows = from_stored({"vectors": np.array(array)}, codec.description)["vectors"]
+    return Inputs(rows.__getitem__, len(rows), None, with_hash(where, array))
+
+
+READERS = {"low_res": read_low_res, "vectors": read_vector_file}  # a condition that comes from a file has one
+
+
+def own_set(loaded, name: str, where: str):
+    """The validation split of the set that the model was trained on; for "", its training split if it has none."""
+    own = loaded.data["name"]
+    if not own:
+        raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
+    train_set = open_dataset(own, "train")
+    if where == "" and "val" not in train_set.meta["splits"]:
+        return train_set
+    return open_dataset(own, "val")
+
+
+def labelled_images(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Images (n, C, H, W) uint8 and labels (n,) of an .npz or a folder, numbered as the model's classes."""
+    images, labels, given_names = read_images("low_res", where)
+    given, known = len(given_names), len(class_names)
+    if known and not 1 <= given <= known:
+        raise UserError(f"low_res={where!r} has {given} classes, the model {known}; see arr_1, or sub-folders")
+    if known and Path(where).expanduser().is_dir():  # classes go by name
+        labels = np.array(match_labels(given_names, class_names, f"low_res={where!r}"))[labels]
+    return images, labels
+
+
+def read_images(
+    setting: str,
+    where: str,
+    resolution=0,
+    value_range=None,
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Images (n, C, H, W), labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`.
+
+    uint8, or fp16 for arrays of which value_range becomes [-1, 1].
+    """
+    path = Path(where).expanduser()
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
+        fault = "is neither" if path.exists() else "is not there"
+        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images")
+    kind, options = "npz", Options(val_fraction=0, range=value_range)
+    if path.is_dir():
+        kind, options = "folder", Options(val_fraction=0, resolution=resolution)
+    source = open_source(kind, str(path), options)
+    blocks = list(source.blocks)  # (images, is_val, conditions) each
+    if source.skipped:  # once the blocks are read
+        raise UserError(f"{setting}={where!r}: {source.skipped[0]}")
+    images = np.concatenate([block[0] for block in blocks])
+    labels = np.concatenate([block[2]["y"] for block in blocks])
+    return images, labels, source.class_names
+
+
+def with_hash(where: str, *arrays: np.ndarray) -> str:
+    """For protocols: a file's path may stay while its content changes."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return f"{where}, SHA-256 {digest.hexdigest()}"
