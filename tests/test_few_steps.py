@@ -105,8 +105,8 @@ def test_an_untrained_map_is_its_flow_model():
     student.init_weights(make_generator(0))
     torch.nn.init.normal_(student.final.linear.weight, generator=make_generator(1))  # zero would hide all
     flow.load_state_dict({k: v for k, v in student.state_dict().items() if not k.startswith("h_embed")})
-    x0, noise = torch.randn(2, 6, 3, 8, 8)
-    t = torch.rand(6)
+    x0, noise = torch.randn(2, 64, 3, 8, 8)
+    t = torch.rand(64)
     process = FlowMap("x0")
     process.learn_from(SimpleNamespace(process=FlowMatching("x0"), model=flow))
     v = FlowMatching("x0").velocity(flow, x0, t)

@@ -52,6 +52,12 @@ def dit(seed=0, **more):
     return model
 
 
+def unet():
+    model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
+    model.init_weights(make_generator(0))
+    return model
+
+
 def random(model):
     model.load_state_dict(randomise(model.state_dict()))
     return model
@@ -64,17 +70,15 @@ def inputs(n=4):
 
 @torch.no_grad()
 def test_one_hot_vectors_are_labels():
-    """A linear map of a one-hot vector is a row of a table; the zero vector is a null class of zeros."""
+    """A linear map of a one-hot vector is a row of a table; NaN, the null vector, is the null class."""
     labelled = random(dit(num_classes=5))
     state = labelled.state_dict()
-    state["y_embed.weight"][5] = 0
-    labelled.load_state_dict(state)
     table = state.pop("y_embed.weight")
     model = dit(vector_dim=5)
-    model.load_state_dict(state | {"vector_embed.weight": table[:5].T.contiguous()})
+    model.load_state_dict(state | {"vector_embed.weight": table[:5].T.contiguous(), "vector_null": table[5]})
     x_t, t = inputs(6)
     y = torch.tensor([0, 1, 2, 3, 4, 5])
-    vectors = torch.cat([torch.eye(5), torch.zeros(1, 5)])
+    vectors = torch.cat([torch.eye(5), torch.full((1, 5), torch.nan)])
     torch.testing.assert_close(model(x_t, t, vectors=vectors), labelled(x_t, t, y))
     # and so they are guided alike
     settings = SampleSettings(cfg_scale=3.0, cfg_interval=(0.0, 1.0))
@@ -90,8 +94,7 @@ def test_before_training_vectors_change_nothing_and_then_they_do(arch, vector_le
     if arch == "dit":
         model = dit(vector_dim=5, vector_len=vector_len)
     else:
-        model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
-        model.init_weights(make_generator(0))
+        model = unet()
     x_t, t = inputs()
     a, b = torch.randn(shape), torch.zeros(shape)
     assert torch.equal(model(x_t, t, vectors=a), model(x_t, t, vectors=b))
@@ -121,13 +124,26 @@ def test_a_unet_takes_no_sequence(base, run_script):
         run_script("base_train", *tiny, "--arch=unet")
 
 
-def test_the_dropped_get_zeros_and_the_null_class():
+def test_null_differs_from_every_given_value():
+    """A dropped row is NaN and the null class; neither can be given, and the mean, all zeros, is no null."""
     config = DiTConfig(**SHAPE, num_classes=8, vector_dim=5, vector_len=2)
     vectors = torch.randn(3, 2, 5)
     dropped = torch.tensor([False, True, False])
     cond = conditioning(config, {"y": torch.tensor([1, 2, 3]), "vectors": vectors}, dropped=dropped)
     assert cond["y"].tolist() == [1, 8, 3]
-    assert torch.equal(cond["vectors"], vectors * ~dropped.view(3, 1, 1))
+    assert cond["vectors"][1].isnan().all() and torch.equal(cond["vectors"][[0, 2]], vectors[[0, 2]])
+    for model in (random(dit(vector_dim=5)), random(dit(vector_dim=5, vector_len=2)), random(unet())):
+        shape = (5,) if not model.config.vector_len else (2, 5)
+        given, null = torch.zeros(4, *shape), torch.full((4, *shape), torch.nan)
+        x_t, t = inputs()
+        with torch.no_grad():
+            assert (model(x_t, t, vectors=given) - model(x_t, t, vectors=null)).abs().max() > 1e-3
+            model.vector_null.zero_()  # as in checkpoints that lack it
+            torch.testing.assert_close(model(x_t, t, vectors=given), model(x_t, t, vectors=null))
+            old = {name: x for name, x in model.state_dict().items() if name != "vector_null"}
+            model.vector_null.fill_(1)
+            model.load_state_dict(old)
+            assert (model.vector_null == 0).all()
 
 
 @pytest.mark.parametrize("vectors_of", [one_hot, words])
