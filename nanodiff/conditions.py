@@ -9,6 +9,7 @@ chooses those that this model takes and drops some. A new condition is a field o
 reader (data/sources.py, sampling/), and its use in a backbone.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -81,9 +82,27 @@ def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
 
 
 def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
-    """What stands for no condition: the null class for labels, zeros for vectors."""
-    null = {"y": config.num_classes, "vectors": 0}
-    return {name: torch.full_like(cond[name], null[name]) for name in null if name in cond}
+    """What stands for no condition, in the place of what can be dropped in `cond`: the null class for labels; NaN for
+    floats, which no row holds, so that null differs from every given value."""
+    null = {}
+    for name in droppable(config):
+        value = math.nan if cond[name].is_floating_point() else config.num_classes
+        null[name] = torch.full_like(cond[name], value)
+    return null
+
+
+def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) of as many dimensions."""
+    is_nan = x.isnan()
+    return x.masked_fill(is_nan, 0), is_nan.flatten(1).any(1).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+
+
+ADDED = ("vector_null",)  # weights that older checkpoints lack; they, their averages and moments were zeros
+
+
+def fill_null(module, tensors: dict, *others) -> None:
+    """A hook of load_state_dict: checkpoints without `vector_null` were trained with a null of zeros."""
+    tensors.setdefault("vector_null", torch.zeros_like(module.vector_null, device="cpu"))
 
 
 def input_channels(config: Conditioned) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
-from nanodiff.conditions import Conditioned, input_channels, with_images
+from nanodiff.conditions import Conditioned, fill_null, input_channels, null_rows, with_images
 
 T_EMBED_DIM = 256  # sinusoids per timestep, cosines first
 
@@ -272,6 +272,9 @@ class DiT(nn.Module):
             self.vector_position = nn.Parameter(torch.empty(config.vector_len, C))
         elif config.vector_dim:
             self.vector_embed = nn.Linear(config.vector_dim, C, bias=False)
+        if config.vector_dim:
+            self.vector_null = nn.Parameter(torch.empty(C))
+            self.register_load_state_dict_pre_hook(fill_null)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final = Final(config)
 
@@ -318,12 +321,15 @@ class DiT(nn.Module):
         if cfg.flow_map:
             h = torch.zeros_like(t) if h is None else h
             c = c + self.h_embed(timestep_embedding(h, T_EMBED_DIM))
+        if cfg.vector_dim:
+            vectors, is_null = null_rows(vectors)
+            vectors = self.vector_embed(vectors) + is_null * self.vector_null  # (N, C) or (N, L, C)
         if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
-            tokens = self.vector_embed(vectors).float() + self.vector_position
+            tokens = vectors.float() + self.vector_position
             x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
             rotation = not_rotated(rotation, cfg.vector_len)
         elif cfg.vector_dim:
-            c = c + self.vector_embed(vectors)
+            c = c + vectors
         c = F.silu(c)  # adaLN's activation, the same in every block
 
         for block in self.blocks:

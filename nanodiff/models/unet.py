@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodiff.common import UserError
-from nanodiff.conditions import Conditioned, input_channels, with_images
+from nanodiff.conditions import Conditioned, fill_null, input_channels, null_rows, with_images
 from nanodiff.models.dit import run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
@@ -176,6 +176,8 @@ class UNet(nn.Module):
             self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
         if c.vector_dim:
             self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
+            self.vector_null = nn.Parameter(torch.empty(emb))
+            self.register_load_state_dict_pre_hook(fill_null)
 
         def blocks(cin, cout, level):
             res = ResBlock(cin, cout, c)
@@ -218,7 +220,7 @@ class UNet(nn.Module):
                     uniform = torch.rand(p.shape, generator=generator, device="cpu")
                     p.copy_((2 * uniform - 1) * bound)
         for name, p in self.named_parameters():
-            if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_emb.")):
+            if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_")):
                 p.zero_()
 
     def forward(self, x_t, t, y=None, vectors=None, **images):
@@ -236,7 +238,8 @@ class UNet(nn.Module):
             if c.num_classes:
                 emb = emb + self.label_emb(y)
             if c.vector_dim:
-                emb = emb + self.vector_emb(vectors)
+                vectors, is_null = null_rows(vectors)
+                emb = emb + self.vector_emb(vectors) + is_null * self.vector_null
             # Unlike published: the last steps' noise is finer than bf16's spacing near +-1 (0.06 bits/dim on MNIST)
             h = self.input_blocks[0](x_t, emb).to(dtype)
         skips = [h]

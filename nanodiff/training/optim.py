@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError, collective
+from nanodiff.conditions import ADDED
 from nanodiff.device import choose_dtype, host_copy, why_not_compiled
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
@@ -223,7 +224,8 @@ class Bucket:
         """The inverse of `named`: this rank's share."""
         full = torch.zeros_like(self.flat)
         for name, view in zip(self.names, self.views(full)):
-            view.copy_(named[name])
+            if name in named or name not in ADDED:
+                view.copy_(named[name])
         return full[self.mine].clone()
 
 
@@ -397,12 +399,14 @@ class Optimizer:
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
         mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
+        mine = {key for key in mine if key in state or key.split("/")[1] not in ADDED}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])
         for bucket in self.buckets:
             for key, share in bucket.state.items():
-                share.copy_(bucket.share_of({name: state[f"{key}/{name}"] for name in bucket.names}))
+                named = {name: state[f"{key}/{name}"] for name in bucket.names if f"{key}/{name}" in state}
+                share.copy_(bucket.share_of(named))
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
