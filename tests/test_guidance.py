@@ -76,7 +76,7 @@ def test_guided_within_the_interval_only_and_never_by_scale_1(rescale, num_times
     for scale, (low, high) in ((2.0, (0.2, 0.6)), (2.0, (0.0, 1.0)), (1.0, (0.2, 0.6))):
         model = Counted()
         settings = SampleSettings(cfg_scale=scale, cfg_interval=(low, high))
-        denoiser = make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings, process.t_end)
+        denoiser = make_denoiser(model, {"y": torch.zeros(len(x), dtype=torch.int64)}, settings)
         process.sample(denoiser, x, 50, "ddpm")
         guided = [n == 2 * len(x) for n in model.batches]
         assert guided == [scale != 1 and low <= part <= high for part in part_of_range]

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from nanodiff.conditions import null_condition
+from nanodiff.diffusion.guidance import told
 
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
@@ -60,7 +61,6 @@ class FlowMatching:
     """
 
     num_timesteps = 0  # t is continuous
-    t_end = 1000.0  # the network sees t in [0, t_end)
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 50
@@ -149,8 +149,8 @@ class FlowMatching:
         """
 
         def velocity(x, *times):
-            times = [torch.full((len(x),), t, device=x.device) for t in times]
-            return self.velocity(denoiser, x, *times)
+            tensors = [torch.full((len(x),), t, device=x.device) for t in times]
+            return self.velocity(told(denoiser, times[0]), x, *tensors)
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
+from nanodiff.diffusion.guidance import told
 
 
 def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
@@ -386,7 +387,7 @@ class GaussianDiffusion:
             T = round(known.strength * T)
             x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
-            x_t, x0 = step(process, denoiser, x_t, i, x0, generator)
+            x_t, x0 = step(process, told(denoiser, process.model_t[i] / process.t_end), x_t, i, x0, generator)
             if known is not None:
                 x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
             if progress is not None:

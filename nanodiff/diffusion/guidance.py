@@ -1,5 +1,6 @@
 """Guidance: from a trained model to the denoiser that a sampler calls."""
 
+import functools
 import math
 
 import torch
@@ -56,12 +57,12 @@ def choose_guidance(cfg_scale: float | None, cfg_interval: str, fault: str) -> t
     return 1.0, (0.0, 1.0)
 
 
-def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
+def make_denoiser(model, cond: dict, settings):
     """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: see conditioning.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
-    (strong - weak). Both apply where t / t_end is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
+    (strong - weak). Both apply where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
     first cfg_channels of the prediction; None: x_t's channels, so that a learned variance is unguided.
     """
     cfg_scale = settings.cfg_scale
@@ -71,9 +72,8 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
     low, high = settings.cfg_interval
     always = low <= 0 and high >= 1
 
-    def denoiser(x_t, t, **jump):
-        # All images have the same t; .item() waits for the device
-        if cfg_scale == 1 or not (always or low <= t[0].item() / t_end <= high):
+    def denoiser(x_t, t, at=None, **jump):
+        if cfg_scale == 1 or not (always or low <= at <= high):
             return model(x_t, t, **cond, **jump)
         if weak_model is not None:
             strong = model(x_t, t, **cond).float()
@@ -84,7 +84,13 @@ def make_denoiser(model, cond: dict, settings, t_end: float = 1000.0):
         guided = weak[:, :c] + cfg_scale * (strong[:, :c] - weak[:, :c])
         return torch.cat([guided, strong[:, c:]], dim=1)
 
+    denoiser.takes_at = True
     return denoiser
+
+
+def told(denoiser, at: float):
+    """The denoiser, told the t of all images, from 0 to 1: to read it from a tensor, the host would wait for a GPU."""
+    return functools.partial(denoiser, at=at) if hasattr(denoiser, "takes_at") else denoiser
 
 
 def with_and_without(predict, x_t, t, cond: dict, null: dict):

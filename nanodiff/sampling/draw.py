@@ -78,7 +78,7 @@ def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_s
         generator = StackedGenerator([seeds[i] for i in part])
         noise = generator.randn((len(part), *shape), device)
         inputs = {name: value[part].to(device) for name, value in cond.items()}
-        denoiser = make_denoiser(model, inputs, settings, process.t_end)
+        denoiser = make_denoiser(model, inputs, settings)
         known = given(part) if given else None
         how = (settings.steps, settings.sampler, generator, on_step, settings.eta, known)
         images.append(process.sample(denoiser, noise, *how))
@@ -97,7 +97,7 @@ def network_evaluations(model, process, settings: SampleSettings, strength: floa
     noise = torch.zeros(1, model.config.in_channels, 1, 1)
     cond = some_conditions(model.config, 1)
     settings = replace(settings, weak_model=settings.weak_model and stand_in)
-    denoiser = make_denoiser(stand_in, cond, settings, process.t_end)
+    denoiser = make_denoiser(stand_in, cond, settings)
     known = Known(noise, strength, torch.zeros(1, dtype=torch.bool))
     process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, known=known)
     return sum(num_images)
