@@ -9,7 +9,6 @@ one to a hidden folder, renamed at the end: after a kill the same command resume
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +20,10 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, collective, get_dist, in_batches, leave_together, print0
 from nanodiff.conditions import FILES
 from nanodiff.data.codec import check_sides, describe_latents, to_model_range
-from nanodiff.data.dataset import MAX_SHARD_BYTES, lock_set, open_dataset, publish_set, set_path, write_npy
+from nanodiff.data.dataset import begin_parts, lock_set, open_dataset, publish_set, set_path, write_npy
+from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.device import init_device
-from nanodiff.files import fsync_dir, sha256_of, write_atomic
+from nanodiff.files import sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
@@ -49,13 +49,11 @@ check_sides(source, encoder)
 path = set_path(name or f"{source.path.name}_{encoder.name}")
 lock = lock_set(path, overwrite) if rank == 0 else None
 
-# A kill loses at most one shard per rank: 1/64 of the set, but 64 to 8,192 images.
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * channels * latent_size**2  # fp16
-per_shard = min(8192, max(64, len(source) // 64))
-per_shard = min(per_shard, max(1, MAX_SHARD_BYTES // latent_bytes))
+per_shard = images_per_part(len(source), latent_bytes)
 parts_dir = path.with_name(f".{path.name}.parts")
 notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 
@@ -79,13 +77,7 @@ if rank == 0:
         "autoencoder": encoder.sha256,
         "flip": flip,
     }
-    plan = json.dumps(plan).encode()
-    plan_file = notes_dir / "plan.json"
-    if parts_dir.exists() and not (plan_file.is_file() and plan_file.read_bytes() == plan):
-        print0(f"{parts_dir} was begun with other images or another autoencoder; starting again")
-        shutil.rmtree(parts_dir)
-    notes_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(plan_file, plan)
+    begin_parts(path, plan)
     todo = [shard for shard in shards if not shard.note.is_file()]
     num_todo = sum(len(shard.rows) for shard in todo)
     num_images = sum(len(dataset) for dataset in splits.values())
@@ -119,9 +111,8 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
         entry = write_npy(shard.file, [latents])
-        fsync_dir(parts_dir)  # shards must precede their notes
         count = latents.size / channels * copies
-        write_atomic(shard.note, json.dumps({"entry": entry, "sums": sums.tolist(), "count": count}).encode())
+        write_note(shard.note, {"entry": entry, "sums": sums.tolist(), "count": count})
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels, vectors, statistics, the name
@@ -130,8 +121,6 @@ if world > 1:
     with collective("the wait for the other ranks' shards"):
         dist.barrier()
 if rank == 0:
-    for leftover in parts_dir.glob(".*"):  # of killed runs
-        leftover.unlink()
     meta = {
         "kind": "latents",
         "channels": channels,
@@ -162,7 +151,6 @@ if rank == 0:
     meta["latents"]["mean"] = mean.tolist()
     meta["latents"]["std"] = std.tolist()
     publish_set(parts_dir, path, meta)
-    shutil.rmtree(path / "notes")  # only now, so that a kill before loses nothing
     shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
     print0(
         f"made {path}: {num_images:,} latents of {shape}; train on it: python -m scripts.base_train --data={path.name}"

@@ -9,6 +9,7 @@ python -m scripts.prepare_data --source=shapes --classes=dots,bar --name=two    
 python -m scripts.prepare_data --verify=photos                                     verifies all files by SHA-256
 
 Transparency becomes white. Folders named train, val or test are splits. Unreadable files are listed in skipped.txt.
+After a kill the same command resumes, with any number of workers.
 """
 
 import math
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import time
+from dataclasses import asdict
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
 from nanodiff.data.archives import Options
+from nanodiff.data.parts import make_parts
 from nanodiff.data.sources import SOURCES, open_source  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
 
@@ -79,23 +82,27 @@ def main():
         if images_in.dtype != "uint8":
             writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
             print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
+        origin = dict(source=source, path=os.path.abspath(path), classes=classes, files=images_in.state)
+        writer.resume(asdict(options) | origin | {"workers": 0})
         need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
         free_mb = shutil.disk_usage(writer.folder).free / 1e6
         if need_mb > free_mb:
             raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
         per_class = np.zeros(len(images_in.class_names), np.int64)
-        largest_value = 255 if images_in.dtype != "uint8" else 0
+        num_dark = 0
         with Progress(images_in.num_images, "images", "preparing") as bar:
-            for images, is_val, cond in images_in.blocks:
-                if images_in.class_names:
-                    per_class += np.bincount(cond["y"], minlength=len(per_class))
-                largest_value = max(largest_value, images.max())
-                for split, chosen in (("train", ~is_val), ("val", is_val)):
-                    writer.append(split, images[chosen], **{name: rows[chosen] for name, rows in cond.items()})
-                bar.update(len(images))
+            for note in make_parts(images_in, resolution, images_in.workers, writer.folder):
+                for group in note["groups"]:
+                    if images_in.class_names:
+                        per_class += np.bincount(group["y"], minlength=len(per_class))
+                    cond = {name: array[group["rows"]] for name, array in images_in.arrays.items()}
+                    shape = (len(group["y"]), *group["shape"])
+                    writer.add_rows(group["split"], shape, np.array(group["y"]), **cond).shards += group["shards"]
+                num_dark += note["num_dark"]
+                bar.update(note["num_items"])
         print_findings(images_in, per_class)
-        if largest_value < 64:
-            print0(f"nearly black: the largest value is {largest_value} of 255 (as of 12 bits in a 16-bit file)")
+        if num_dark:
+            print0(f"nearly black: {num_dark:,} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)")
         if images_in.skipped:
             write_atomic(writer.folder / "skipped.txt", "\n".join([*images_in.skipped, ""]).encode())
         if not writer.num_images["train"]:

@@ -134,7 +134,7 @@ def test_values_that_fill_little_of_their_range_are_named(tmp_path):
     for factor in (1, 16):
         Image.fromarray(factor * deep).save(tmp_path / "in" / "a.png")
         out = report(tmp_path / "in", val_fraction=0)
-        assert ("nearly black: the largest value is 15 of 255" in out) == (factor == 1)
+        assert ("nearly black: 1 images have no value above 63 of 255" in out) == (factor == 1)
 
 
 SPLITS = ["train/a/1.png", "train/b/x/2.png", "Val/a/3.png", "test/a/4.png"]

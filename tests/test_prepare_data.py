@@ -12,14 +12,15 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
-from image_helpers import archive, everything, idx, make_folder, prepare, write_cifar, write_mnist
-from processes import FORK, Started, run_process
+from image_helpers import archive, everything, idx, make_folder, prepare, report, write_cifar, write_mnist
+from processes import FORK, Started
 
 from nanodiff.common import UserError
 from nanodiff.data.archives import Options
-from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
 from nanodiff.models.dit import DiTConfig
+from nanodiff.png import encode_png
 
 REAL = ROOT.parent / "shared" / "data"
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
@@ -136,26 +137,43 @@ def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_preparation_leaves_no_set_and_a_rerun_succeeds(tmp_path, base):
+def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     make_folder(tmp_path / "in", classes=["a"], sizes=[(8, 8), (9, 8)], per_class=3)
-    for i in range(3, 200):  # enough that it is under way when the signal comes
+    for i in range(3, 300):  # five parts, so that it is under way when the signal comes
         os.link(tmp_path / "in" / "a" / f"{i % 3}.png", tmp_path / "in" / "a" / f"{i}.png")
-    args = f"--path={tmp_path / 'in'}", "--name=toy", "--resolution=256", "--workers=2"
+    args = f"--path={tmp_path / 'in'}", "--resolution=128"
     reader, writer = os.pipe()
-    first = Started("prepare_data", *args, context=FORK, before=lambda: os.dup2(writer, 1))
+    first = Started("prepare_data", *args, "--name=toy", "--workers=2", context=FORK, before=lambda: os.dup2(writer, 1))
     os.close(writer)
-    while not list((base / "data").glob(".toy.tmp-*/*.npy")) and not any(first.codes()):
+    while not list((base / "data").glob(".toy.parts/notes/0*")) and first.codes() == [None]:
         time.sleep(0.002)
     first.kill()
     with open(reader) as pipe:
         pipe.read()  # returns when the workers, which hold the other end, are gone as well
     assert first.codes() == [-signal.SIGKILL] and not (base / "data" / "toy").exists()
-    assert list((base / "data").glob(".toy.tmp-*"))
+    done = {file: file.stat().st_mtime_ns for file in (base / "data").glob(".toy.parts/notes/0*")}
+    assert 1 <= len(done) < 5, "it was not killed in time"
     with pytest.raises(UserError, match="no data set 'toy'"):
         open_dataset("toy")
-    run_process("prepare_data", *args[:2], "--resolution=8", "--workers=2")
-    assert sorted(os.listdir(base / "data")) == [".toy.lock", "toy"]
-    assert len(open_dataset("toy")) == 190 and verify(open_dataset("toy"))
+    prepare(tmp_path / "in", resolution=128, name="toy", overwrite=False)
+    prepare(tmp_path / "in", resolution=128, name="whole", workers=3)
+    files = [{file.name: file.read_bytes() for file in (base / "data" / name).iterdir()} for name in ("toy", "whole")]
+    assert files[0] == files[1] and verify(open_dataset("toy"))
+    assert all(not file.name.startswith(".toy.") or file.suffix == ".lock" for file in (base / "data").iterdir())
+
+
+def test_parts_of_other_images_are_made_again(tmp_path, base, monkeypatch):
+    arrays = make_folder(tmp_path / "in", per_class=70)
+    monkeypatch.setattr(DatasetWriter, "_finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(tmp_path / "in", val_fraction=0)
+    monkeypatch.undo()
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(base))
+    assert (base / "data" / ".toy.parts" / "notes" / "00002.json").is_file()
+    changed = tmp_path / "in" / "cat" / "0.png"
+    changed.write_bytes(encode_png(255 - arrays["cat/0.png"]))
+    assert "other images or settings; starting again" in report(tmp_path / "in", val_fraction=0)
+    assert (everything()[0][0] == 255 - arrays["cat/0.png"].transpose(2, 0, 1)).all()
 
 
 def test_some_classes_alone(tmp_path):

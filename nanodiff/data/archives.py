@@ -49,6 +49,8 @@ class Source:
     items: Iterator[Item]
     names: list[str] = field(default_factory=list)  # of image files
     blocks: Iterator = ()  # of the decoded items, see decode.decode_all
+    workers: int = 1  # processes that may decode them
+    state: str = ""  # hash of the files' names, sizes and times
     skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
     num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest
+from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
@@ -341,11 +341,27 @@ def lock_set(path: Path, overwrite: bool, wait: bool = False):
     return lock
 
 
+def begin_parts(path: Path, plan: dict) -> Path:
+    """The folder of parts of the set at `path`, with those that a killed process of the same plan has made."""
+    folder = path.with_name(f".{path.name}.parts")
+    plan_file = folder / "notes" / "plan.json"
+    text = json.dumps(plan).encode()
+    if folder.exists() and not (plan_file.is_file() and plan_file.read_bytes() == text):
+        print0(f"{folder} was begun with other images or settings; starting again")
+        shutil.rmtree(folder)
+    plan_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(plan_file, text)
+    return folder
+
+
 def publish_set(folder: Path, path: Path, meta: dict) -> None:
     """Add meta.json to the folder of a finished set and rename it to `path`, replacing an older set."""
+    for leftover in folder.glob(".*"):  # of killed writers of parts
+        leftover.unlink()
     text = json.dumps({"format": FORMAT, **meta}, indent=1)
     write_atomic(folder / "meta.json", text.encode())
     publish_folder(folder, path)
+    shutil.rmtree(path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
 
 
 @dataclass
@@ -394,29 +410,38 @@ class DatasetWriter:
         self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
         return self
 
+    def resume(self, plan: dict) -> None:
+        """Use the folder of parts, which outlives a kill, or an error once a part is done."""
+        shutil.rmtree(self.folder)
+        self.folder = begin_parts(self.path, plan)
+
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Add (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
         len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
         if len(images) == 0:
             return
-        _, channels, height, width = images.shape
-        if not any(self.num_images.values()):
-            self.meta["channels"] = channels
-            self.meta["resolution"] = self.meta["resolution"] or height
         assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
-        buckets = self._buckets[split]
-        bucket = buckets.setdefault((height, width), Bucket())
-        if self.meta["class_names"]:
-            cond["y"] = y
-        for name, rows in cond.items():
-            assert len(rows) == len(images)
-            bucket.rows.setdefault(name, []).append(to_stored(name, rows, self.meta))
-        self.num_images[split] += len(images)
+        bucket = self.add_rows(split, images.shape, y, **cond)
         bucket.images.extend(images.copy()[:, None])
-        shard_bytes = MAX_SHARD_BYTES // len(buckets) - 128  # without the header
+        shard_bytes = MAX_SHARD_BYTES // len(self._buckets[split]) - 128  # without the header
         per_shard = max(1, shard_bytes // images[0].nbytes)
         while len(bucket.images) > per_shard:
             self._write_shard(split, bucket, per_shard)
+
+    def add_rows(self, split: str, shape: tuple, y=None, **cond) -> "Bucket":
+        """Add the conditions of images of this shape (n, C, H, W) -> the bucket, which wants their shards."""
+        num_images, channels, height, width = shape
+        if not any(self.num_images.values()):
+            self.meta["channels"] = channels
+            self.meta["resolution"] = self.meta["resolution"] or height
+        bucket = self._buckets[split].setdefault((height, width), Bucket())
+        if self.meta["class_names"]:
+            cond["y"] = y
+        for name, rows in cond.items():
+            assert len(rows) == num_images
+            bucket.rows.setdefault(name, []).append(to_stored(name, rows, self.meta))
+        self.num_images[split] += num_images
+        return bucket
 
     def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
         number = sum(len(other.shards) for other in self._buckets[split].values())
@@ -451,5 +476,6 @@ class DatasetWriter:
             if kind is None and not made:
                 self._finish()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if not any(self.folder.glob("notes/[0-9]*")):
+                shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()

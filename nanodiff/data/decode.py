@@ -159,7 +159,7 @@ def decode_all(source, resolution: int, workers: int) -> Iterator:
     sizes = source.sizes
     if resolution and not sizes:
         sizes = [(resolution, resolution)]
-    tasks = make_tasks(source.items, 3 * resolution**2)
+    tasks = make_tasks(source.items, 3 * resolution**2, TASK_IMAGES, TASK_BYTES)
     first = None
     for results in ordered_map(functools.partial(decode_task, sizes=sizes), tasks, workers):
         by_shape = {}
@@ -182,14 +182,21 @@ def decode_all(source, resolution: int, workers: int) -> Iterator:
             yield images, is_val, cond | {"y": np.array([item.label for item in items], np.int64)}
 
 
-def make_tasks(items: Iterable[Item], image_bytes: int) -> Iterator[list[Item]]:
+def make_tasks(
+    items: Iterable[Item],
+    image_bytes: int,
+    most_images: int,
+    most_bytes: int,
+) -> Iterator[list[Item]]:
     task, size = [], 0
     for item in items:
         task.append(item)
         size += image_bytes
         if isinstance(item.payload, bytes):
             size += len(item.payload)
-        if size >= TASK_BYTES or len(task) == TASK_IMAGES:
+        elif isinstance(item.payload, np.ndarray):
+            size += item.payload.nbytes
+        if size >= most_bytes or len(task) == most_images:
             yield task
             task, size = [], 0
     if task:

@@ -1,5 +1,8 @@
 """Image sources: detection by path, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz, .npy), vectors."""
 
+import hashlib
+import json
+import os
 import posixpath
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,8 +63,14 @@ def open_source(source: str, path: str, options: Options) -> Source:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
     if options.vectors:
         add_vectors(found, Path(options.vectors).expanduser())
-    workers = options.workers if source in CONTAINERS else 1
-    found.blocks = decode_all(found, options.resolution, workers)
+    files = [options.vectors, options.labels if options.labels.endswith(".csv") else ""]
+    files += [file / name for name in found.names or sorted(os.listdir(file))] if file.is_dir() else [path and file]
+    stats = [(str(file), os.stat(Path(file).expanduser())) for file in filter(None, files)]
+    found.state = hashlib.sha256(
+        json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode()
+    ).hexdigest()
+    found.workers = options.workers if source in CONTAINERS else 1
+    found.blocks = decode_all(found, options.resolution, found.workers)
     return found
 
 
