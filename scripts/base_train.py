@@ -212,52 +212,58 @@ num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 flops_per_image = raw_model.estimate_flops() * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
-# The horizon: how many images. Image tokens per parameter play the part of nanochat's text tokens per parameter: a
-# model of twice the size trains on twice the tokens, so each depth gets its own compute-balanced run.
-tokens = model_config.num_tokens  # per image
-total_images = 0
+# ---------------------------------------------------------------------------------------------------------------------
+# The size of the run: how many images, in what batches, at which rates. What is not given follows from the model:
+#     images = 12 * parameters / tokens           12 is target_param_data_ratio; tokens are those of one image
+#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16
+#     steps  = images / batch
+#     rates  = lr, muon_lr times sqrt(batch / 64); lr also times 256 / width
+# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
+# Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
+# gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
+# with the root of the batch was measured (runs/LOG.md). AdamW moves each weight by about the rate, and a wider layer
+# sums more of them; Muon scales itself.
+
+# 1) The horizon: num_iterations, else num_epochs, else target_flops, else the ratio
+tokens = model_config.num_tokens
+total_images = 0  # 0 = not known before the batch is
 if num_iterations >= 0:
-    horizon = f"{num_iterations:,} steps"
+    horizon = "as given"
 elif num_epochs > 0:
-    total_images = num_epochs * len(train_set)
-    horizon = f"{num_epochs:g} epochs x {len(train_set):,} images"
+    total_images, horizon = num_epochs * len(train_set), f"{num_epochs:g} epochs"
 elif target_flops > 0:
-    total_images = target_flops / flops_per_image
-    horizon = f"{target_flops:.3e} / {flops_per_image:.3e} FLOPs"
+    total_images, horizon = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
 elif target_param_data_ratio > 0:
-    total_images = target_param_data_ratio * num_trained / tokens  # parameters that learn
-    horizon = f"{target_param_data_ratio:g} x {num_trained:,} parameters / {tokens} tokens"
+    total_images = target_param_data_ratio * num_trained / tokens
+    horizon = f"{target_param_data_ratio:g} tokens per parameter that learns"
 else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
-# The batch B. The end of a longer run needs less noisy gradients, so B grows with the square root of the horizon in
-# tokens: B = 64 sqrt(images * tokens / 20e6), rounded to a power of two, at least 16. DiT-B at 12 tokens a parameter,
-# 1.55e9 in all, gets 64 * 8.8 = 564, so 512. If the steps n are given, images = n * B solves to B = 64 * (n * 64 *
-# tokens / 20e6). A resumed run keeps its batch, whatever its new horizon would choose.
-is_automatic = total_batch_size == 0
-if is_automatic and checkpoint:
+# 2) The batch. A resumed run keeps its own, whatever its new horizon
+choose_batch = total_batch_size == 0
+if choose_batch and checkpoint:
     total_batch_size = meta["config"]["total_batch_size"]
-elif is_automatic:
-    factor = math.sqrt(total_images * tokens / 20e6) if total_images else num_iterations * 64 * tokens / 20e6
-    total_batch_size = 2 ** max(4, round(math.log2(max(64 * factor, 1))))
-    print0(f"batch: 64 x {factor:.2f}, the root of {horizon}: {total_batch_size:,} images")
+elif choose_batch:
+    if total_images:
+        relative = math.sqrt(total_images * tokens / 20e6)
+    else:  # images = steps * batch stands on both sides: solved for batch / 64
+        relative = num_iterations * 64 * tokens / 20e6
+    total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
     if total_batch_size % world:  # 3, 5, 6, 7 ranks: each takes as many images
         total_batch_size = world * max(1, round(total_batch_size / world))
-        print0(f"batch: {total_batch_size:,} images, a multiple of {world} ranks")
-# The rates, unless the batch is given: both grow with its square root. AdamW's also falls with the width: each weight
-# moves by about the rate, and a wider layer sums more of them. Muon scales itself.
-if is_automatic:
+
+# 3) The rates. Where the batch is given, they are what the settings say
+if choose_batch:
     root = math.sqrt(total_batch_size / 64)
-    lr_scale = root if arch == "unet" else root * 256 / model_config.width
-    lr *= lr_scale
+    lr *= root if arch == "unet" else root * 256 / model_config.width
     muon_lr *= root
-    print0(f"rates: lr x {lr_scale:.2f} = {lr:.3g}, muon_lr x {root:.2f} = {muon_lr:.3g}")
+
+# 4) The steps
 if num_iterations < 0:
     num_iterations = max(1, round(total_images / total_batch_size))
-    print0(f"steps: {horizon} / {total_batch_size:,} = {num_iterations:,}")
-total_images = num_iterations * total_batch_size
-epochs = total_images / len(train_set)
-print0(f"images: {num_iterations:,} x {total_batch_size:,} = {total_images:,} ({epochs:.1f} epochs)")
+epochs = num_iterations * total_batch_size / len(train_set)
+print0(f"run: {num_iterations:,} steps ({horizon}) x {total_batch_size:,} images: {epochs:.1f} epochs")
+print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if choose_batch else 'as given'})")
 if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 
