@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import functools
+import itertools
 import os
 import re
 import signal
@@ -63,7 +64,7 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         line = f"error: {what}; give a smaller --device_batch_size, then --checkpointing"
     if not line:
         return otherwise(kind, error, traceback)
-    print(" ".join(line.splitlines()), file=sys.stderr, flush=True)
+    print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -72,12 +73,17 @@ def get_dist():
     return tuple(int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 
 
-def print0(*args, **kwargs):
+def printable(text: str) -> str:
+    """`text` with "?" for control characters and invalid bytes: names of classes and files may command a terminal."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
+
+
+def print0(*args, is_picture: bool = False, **kwargs):
     """print on rank 0, flushed; if the reader is gone (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
     try:
-        print(*args, **kwargs, flush=True)
+        print(*(arg if is_picture else printable(str(arg)) for arg in args), **kwargs, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
@@ -137,11 +143,27 @@ def gather_objects(value) -> list:
     return values or []
 
 
+waits = itertools.count()
+
+
+def wait_for_first_rank() -> None:
+    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. Asks the store:
+    in a collective the others would give up after the ranks' timeout. A first rank that dies ends the wait."""
+    if not dist.is_initialized():
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"first_rank/{next(waits)}"
+    if get_dist()[0] == 0:
+        store.set(key, "here")
+    while not store.check([key]):
+        time.sleep(0.02)
+
+
 def from_first_rank(value, what: str = "a result"):
-    """The first rank's `value`, on every rank."""
+    """The first rank's `value`, on every rank, however long that takes."""
     shared = [value]
     if dist.is_initialized():
         with collective(f"the broadcast of {what}"):
+            wait_for_first_rank()
             dist.broadcast_object_list(shared, src=0)
     return shared[0]
 
@@ -150,6 +172,7 @@ def leave_together() -> None:
     """Leave the process group once all ranks are done: gloo may otherwise abort one still working."""
     if dist.is_initialized():
         with collective("the wait for all ranks to finish"):
+            wait_for_first_rank()
             dist.barrier()
         dist.destroy_process_group()
 

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from nanodiff.common import UserError, base_dir, get_dist, join_ranks
 from nanodiff.files import write_atomic
 
-RANK_TIMEOUT_S = float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
 
-
-def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, deterministic: bool = False) -> torch.device:
+def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool = False) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    The run aborts when a rank is silent for `timeout_s`. `deterministic`: CUDA repeats every sum bit for bit.
+    The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT.
+    `deterministic`: CUDA repeats every sum bit for bit.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     present = [kind for kind in available if available[kind]]
@@ -57,6 +56,7 @@ def init_device(device_type: str = "", timeout_s: float = RANK_TIMEOUT_S, determ
         # NCCL's watchdog ends a rank after `timeout_s` of waiting; by default it tries to dump a trace first
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if world > 1 and not dist.is_initialized():
+        timeout_s = timeout_s or float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
         join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
 
@@ -145,6 +145,13 @@ def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if any(x.is_cuda for x in tensors.values()):
         torch.cuda.synchronize()
     return copies
+
+
+def free_host_memory() -> None:
+    """Give pinned memory that no copy holds back to the system: torch would keep it, rounded up to powers of two."""
+    if torch.cuda.is_available():
+        free = getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache  # public since 2.13
+        free()
 
 
 def synchronize(device: torch.device) -> None:

@@ -42,10 +42,24 @@ def names_file(path: str | Path):
         raise cause from None
 
 
+class Hashed:
+    """A file being written; `sha256` of what was, so that it need not be read again."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.flush = file, hashlib.sha256(), file.flush
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+
 @contextlib.contextmanager
 def writing(path: Path):
     """A temporary binary file, renamed to `path` once all of it is on the disk."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except FileNotFoundError:
+        raise UserError(f"cannot write {path}: its folder is gone; was it moved?") from None
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
             yield file
@@ -93,12 +107,12 @@ def lock_file(
     busy: str,
     hint: str = "NANODIFF_BASE_DIR",
     wait: bool = False,
-    leftovers: str = "",
+    leftovers: tuple[str, ...] = (),
 ):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
     Raises UserError(busy) if another process holds it (unless `wait`), or one naming the setting `hint` if the folder
-    is not writable. Removes folders beside it that match `leftovers`, left by killed holders.
+    is not writable. Removes what matches one of the patterns `leftovers` beside it, left by killed holders.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,10 +124,15 @@ def lock_file(
     except BlockingIOError:
         file.close()
         raise UserError(busy) from None
-    except OSError:  # a file system without locks
+    except OSError as error:
+        print0(f"warning: {path} cannot be locked ({error.strerror}): nothing keeps a second process out of there")
         return file
-    for leftover in path.parent.glob(leftovers) if leftovers else ():
-        shutil.rmtree(leftover, ignore_errors=True)
+    for pattern in leftovers:
+        for leftover in path.parent.glob(pattern):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
     return file
 
 
@@ -160,15 +179,16 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None
 
 
-def load_tensors(path: Path):
-    """The only torch.load of the package: it accepts tensors and plain containers, never code."""
+def load_tensors(path: Path, mmap: bool = False):
+    """The only torch.load of the package: it accepts tensors and plain containers, never code. `mmap`: read what is
+    used, when it is used; only for files of our own."""
     fault = "cannot be loaded safely as tensors"
     with reading(path, fault), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unusual pickle protocols
         try:
             # Meta's training checkpoints hold an argparse.Namespace, a class without code of its own
             with torch.serialization.safe_globals([argparse.Namespace]):
-                return torch.load(path, map_location="cpu", weights_only=True)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             # The first sentence says what was refused; drop the next, which tells how to load it anyway
             refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]

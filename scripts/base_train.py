@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, draw_rows, get_dist, make_generator, print0
+from nanodiff.common import StopSignal, UserError, draw_rows, from_first_rank, get_dist, make_generator, print0
 from nanodiff.conditions import conditioning, droppable, from_stored
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
@@ -47,7 +47,7 @@ from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.checkpoint import Saver, lock_run, mark_if_best
+from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
@@ -329,16 +329,16 @@ quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, devic
 # Resume
 
 # Counters that a resume restores
-progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best_val_loss": None}
+progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
-    load_weights(raw_model, load_tensors(checkpoint / "model.pt"), checkpoint)
-    optim.load_state_dict(load_tensors(checkpoint / "optim.pt"))
+    load_weights(raw_model, load_tensors(checkpoint / "model.pt", mmap=True), checkpoint)
+    optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank reads its share
     # An average missing from the checkpoint starts from its weights
     kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
-    ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt") for rate in kept})
+    ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt", mmap=True) for rate in kept})
     state = load_tensors(checkpoint / "train.pt")
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
@@ -348,6 +348,8 @@ described = dict(config=config, data=codec.description, model=asdict(model_confi
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
 log = RunLog(run, run_dir, device, described, step, progress["wandb_id"])
 progress["wandb_id"] = log.wandb_id
+if ddp_rank == 0:
+    write_best(run_dir, progress["best"])
 report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,6 +377,40 @@ def lr_multiplier(s):
     return (num_iterations - s) / warmdown
 
 
+def save():
+    """Write this step's checkpoint, in a thread: training goes on. A collective. Its copies live no longer than that,
+    and the last save's are gone before."""
+    saver.wait()
+    optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
+    if ddp_rank == 0:
+        tensors = dict(model=host_copy(raw_model.state_dict()), optim=optim_state)
+        tensors["train"] = dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums)
+        for rate, average in averages.items():
+            tensors[f"ema_{rate}"] = average
+        meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
+        meta |= dict(ema_rates=list(ema.rates), loop=progress | {"step": step})
+        if lora:
+            meta["lora"] = lora
+            save_adapters(run_dir, meta, tensors)
+        saver.start(run_dir, step, tensors, meta, checkpoints_kept)
+    saver.step = step
+
+
+def keep_if_best(metric, value, images, every):
+    """If this evaluation is the best, note it and keep its checkpoint, which is saved here where evaluations and saves
+    have different beats. Returns what to print. A collective."""
+    found = dict(step=step, metric=metric, value=value, images=images)
+    if is_better(found, progress["best"]):
+        if save_every > 0 and every > 0 and save_every % every and every % save_every and step != saver.step:
+            save()
+        if step == saver.step:
+            progress["best"] = found
+            if ddp_rank == 0:
+                write_best(run_dir, found)
+    best = progress["best"]
+    return f" (best {best['value']:.4f}, step {best['step']})" if best else ""
+
+
 model = compiled(raw_model, device, num_iterations, compile)
 if objective.startswith("flow_map"):
     source.model = compiled(source.model, device, num_iterations, compile)  # the teacher
@@ -386,8 +422,9 @@ images, cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stored
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 meter = Meter(process, device, progress)
-saved_step = start_step if checkpoint else -1
-saver = Saver()
+if checkpoint:
+    meter.load_state_dict(state.get("meter", []))
+saver = Saver(start_step if checkpoint else -1)
 verifier = Verifier(train_set)  # hashes the set in a thread during the first steps
 # Randomness. The numbers of step s, for the whole batch of all ranks, come from generators seeded by (seed, s), and
 # where each rank draws only its own rows by (seed, s, stream, number of a block of rows). So, up to the order of
@@ -398,20 +435,8 @@ NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers be
 while True:
     verifier.check()  # a damaged file of the set ends the run before it is saved
     # Save before the slow evaluations, so that a crash there loses nothing
-    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saved_step:
-        optim_state, averages = optim.state_dict(), ema.state_dict()  # gathered over ranks: all take part
-        if ddp_rank == 0:
-            tensors = dict(model=host_copy(raw_model.state_dict()), optim=optim_state)
-            tensors["train"] = dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict())
-            for rate, average in averages.items():
-                tensors[f"ema_{rate}"] = average
-            meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
-            meta |= dict(ema_rates=list(ema.rates), loop=progress | {"step": step})
-            if lora:
-                meta["lora"] = lora
-                save_adapters(run_dir, meta, tensors)
-            saver.start(run_dir, step, tensors, meta, checkpoints_kept)  # in a thread: training goes on
-        saved_step = step
+    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
+        save()
 
     # Evaluations run eagerly: compiling for so few batches takes longer
     with uncompiled():
@@ -425,14 +450,12 @@ while True:
             raw_model.train()
             with autocast, ema.applied(raw_model):
                 val_loss_ema, by_t = validation_loss(raw_model, *given)
-            progress["best_val_loss"] = min(val_loss_ema, progress["best_val_loss"] or val_loss_ema)
+            best = "" if quality else keep_if_best("val/loss_ema", val_loss_ema, eval_images, eval_every)
             quarters = " ".join("-" if math.isnan(q) else f"{q:.4f}" for q in by_t)
-            averaged = f"average {val_loss_ema:.4f} (best {progress['best_val_loss']:.4f})"
+            averaged = f"average {val_loss_ema:.4f}{best}"
             print0(f"step {step:05d} | val loss {val_loss:.4f} | {averaged}, by quarter of t {quarters}")
             val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
             log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
-            if ddp_rank == 0 and step == saved_step and quality is None:
-                mark_if_best(run_dir, step, "val/loss_ema", val_loss_ema)
 
         # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
         if due(bpd_every) and not stopping:
@@ -445,11 +468,11 @@ while True:
         if due(fid_every) and not stopping:
             with autocast, ema.applied(raw_model):
                 found = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
+            found = from_first_rank(found, "samples' figures")  # which it alone computes
+            best = keep_if_best(f"val/{fid_metric}", found[fid_metric], fid_images, fid_every)
             figures = " | ".join(f"{name} {value:.4g}" for name, value in found.items())
-            print0(f"step {step:05d} | {fid_images:,} samples | {figures}")
+            print0(f"step {step:05d} | {fid_images:,} samples | {figures}{best}")
             log.metrics({"step": step} | {f"val/{name}": value for name, value in found.items()})
-            if ddp_rank == 0 and step == saved_step:
-                mark_if_best(run_dir, step, f"val/{fid_metric}", found[fid_metric])
 
         # The vibe check: a grid of the averaged weights, from the same noise and classes each time, drawn by all ranks
         if due(sample_every) and not stopping:
@@ -534,7 +557,7 @@ while True:
 
     # Bookkeeping
     step += 1
-    log_now = step % log_every == 0 or step == num_iterations or stopping
+    log_now = step % log_every == 0 or step == num_iterations
     meter.end_step(x0.shape, log_now)
     # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
     if step == start_step + 1:
@@ -558,4 +581,4 @@ while True:
 
 loader.close()
 saver.wait()
-end(log, step, stopping, progress["train_time_s"], device, saved=saved_step == step)
+end(log, step, stopping, progress["train_time_s"], device, saved=saver.step == step)

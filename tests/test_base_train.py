@@ -20,6 +20,8 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
+from nanodiff.training.checkpoint import list_checkpoints
+from nanodiff.training.log import Meter
 from nanodiff.training.resume import cadence
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
@@ -40,7 +42,8 @@ def tiny(base):
     "more",
     [
         ("--optimizer=muon", "--dtype=bfloat16", "--deterministic"),
-        ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99"),
+        # The last log line begins before the stop
+        ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99", "--log_every=3"),
     ],
 )
 def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
@@ -121,6 +124,7 @@ def test_the_batch_is_a_multiple_of_any_number_of_ranks(tiny, run_script, capsys
     args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1"]
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("nanodiff.training.resume.from_first_rank", lambda value, what: value)
     out = set_up(run_script, capsys, *args, "--num_epochs=100")
     total = int(re.search(r"x (\d+) images: ", out)[1])
     assert total % ranks == 0 and abs(total - 16) <= ranks / 2
@@ -339,6 +343,42 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
         writer.append("val", *draw_shapes(24, seed=1))
     with pytest.raises(UserError, match="other sha256"):
         run_script("base_train", *args, *changed, "--resume=changed")
+
+
+def test_going_back_leaves_the_other_branch_as_a_run_and_survives_a_kill(tiny, run_script, monkeypatch, capsys):
+    """The same command goes on with its own branch, which is what "newest" means; another command goes back again."""
+    args = (*TINY, "--model_tag=a", "--save_every=2", "--checkpoints_kept=-1", "--eval_every=2")
+    back = (*args, "--resume=2", "--lr=0.01")
+    run_dir = run_script("base_train", *args)["run_dir"]
+    whole, lines = weights(tiny, "a"), metrics(tiny, "a")
+    steps = lambda tag: [step for step, _ in list_checkpoints(tiny / "runs" / tag)]
+    with pytest.raises(UserError, match="other settings"):
+        run_script("base_train", *back, "--depth=2")
+    gc.collect()
+    assert steps("a") == [2, 4, 6]  # what is refused changes nothing
+    with monkeypatch.context() as patch:
+        honest = Meter.console
+
+        def stop_after_3(self, line, num_iterations):
+            if line["step"] == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return honest(self, line, num_iterations)
+
+        patch.setattr(Meter, "console", stop_after_3)
+        assert run_script("base_train", *back)["step"] == 4
+    assert "later checkpoints and their log are now the run" in capsys.readouterr().out
+    assert steps("a") == [2, 4] and steps("a.left1") == [4, 6]
+    assert_identical(weights(tiny, "a.left1"), whole)
+    assert metrics(tiny, "a.left1") == lines
+    assert run_script("base_train", *back)["start_step"] == 4
+    assert run_script("base_train", *args, "--lr=0.01", "--resume=changed")["start_step"] == 6
+    assert [line["step"] for line in metrics(tiny, "a") if "train/loss" in line] == [*range(1, 7)]
+    assert metrics(tiny, "a")[:3] == lines[:3] and metrics(tiny, "a")[3:] != lines[3:]
+    best = json.loads((run_dir / "best.json").read_text())
+    values = {line["step"]: line["val/loss_ema"] for line in metrics(tiny, "a") if "val/loss_ema" in line}
+    assert best["value"] == min(values.values()) == values[best["step"]]  # of this branch
+    assert run_script("base_train", *args, "--resume=2", "--lr=0.02")["start_step"] == 2
+    assert steps("a.left2") == [4, 6] and not (tiny / "runs" / "a.left3").exists()
 
 
 def test_an_average_can_be_added_when_resuming(tiny, run_script):

@@ -20,13 +20,15 @@ from nanodiff.training import checkpoint
 from nanodiff.training.checkpoint import (  # fmt: skip
     Saver,
     find_checkpoint,
+    is_better,
     list_checkpoints,
     load_meta,
     lock_run,
-    mark_if_best,
+    read_best,
     save_checkpoint,
     trim_metrics,
     why_corrupt,
+    write_best,
 )
 
 META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
@@ -40,18 +42,21 @@ def tensors(value=1.0):
     }
 
 
-def save(run_dir, step, keep=-1):
-    return save_checkpoint(run_dir, step, tensors(step), META | {"step": step}, keep)
+def save(run_dir, step, keep=-1, best=None):
+    meta = META | {"step": step, "loop": {"step": step, "best": best}}
+    return save_checkpoint(run_dir, step, tensors(step), meta, keep)
 
 
 def steps(run_dir):
     return [step for step, _ in list_checkpoints(run_dir)]
 
 
-def test_round_trip(tmp_path):
-    path = save(tmp_path, 500)
+def test_round_trip(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_of", None)  # hashed while it is written: nothing is read again
+        path = save(tmp_path, 500)
     assert path.name == "step_000500" and why_corrupt(path) == ""
-    assert load_meta(path) == META | {"step": 500}
+    assert load_meta(path) == META | {"step": 500, "loop": {"step": 500, "best": None}}
     model = load_tensors(path / "model.pt")
     assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
     assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
@@ -61,23 +66,29 @@ def test_round_trip(tmp_path):
         find_checkpoint(tmp_path, 7)
 
 
-def test_the_best_stays_beside_the_newest(tmp_path):
+def test_the_best_stays_beside_the_newest(tmp_path, capsys):
+    best = None
     for step, loss in ((1, 0.9), (2, 0.5), (3, 0.7), (4, math.nan), (5, 0.6)):
-        save(tmp_path, step, keep=2)
-        mark_if_best(tmp_path, step, "val/loss_ema", loss)
+        save(tmp_path, step, keep=2, best=best)
+        found = dict(step=step, metric="val/loss_ema", value=loss, images=8)
+        if is_better(found, best):
+            best = found
+            write_best(tmp_path, best)
     assert steps(tmp_path) == [2, 4, 5] and find_checkpoint(tmp_path).name == "step_000005"
     assert find_checkpoint(tmp_path, "best").name == "step_000002"
-    save(tmp_path, 6, keep=1)
-    mark_if_best(tmp_path, 6, "val/loss_ema", 0.4)
-    assert steps(tmp_path) == [2, 6] and find_checkpoint(tmp_path, "best").name == "step_000006"
-    save(tmp_path, 3, keep=2)  # the run went back, and compares no more with what it left
-    mark_if_best(tmp_path, 3, "val/loss_ema", 0.8)
-    assert find_checkpoint(tmp_path, "best").name == "step_000003"
-    mark_if_best(tmp_path, 7, "val/loss_ema", 0.1)  # and was killed before it had saved the step
+    save(tmp_path, 6, keep=1, best=best)
+    assert steps(tmp_path) == [2, 6] and capsys.readouterr().out == ""
+    for other in ({"images": 512}, {"metric": "val/fid"}):  # of another kind: neither better nor worse
+        assert is_better(found | {"value": 0.8} | other, best) and "does not compare" in capsys.readouterr().out
+    for damage in ("", "[]", "{", '{"step": 2}'):  # the checkpoints know it too
+        (tmp_path / "best.json").write_text(damage)
+        assert read_best(tmp_path) == best and "best.json is damaged" in capsys.readouterr().out
+        assert find_checkpoint(tmp_path, "best").name == "step_000002"
+    write_best(tmp_path, found | {"step": 7})  # and was killed before it had saved the step
     assert find_checkpoint(tmp_path, "best") == find_checkpoint(tmp_path)
+    write_best(tmp_path, None)
     with pytest.raises(UserError, match="has no best checkpoint"):
-        save(tmp_path / "other", 1)
-        find_checkpoint(tmp_path / "other", "best")
+        find_checkpoint(tmp_path, "best")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,7 +114,8 @@ def test_kill_9_within_a_save(tmp_path, moment):
 
     assert Started(save_until_killed, context=FORK).wait().returncode == -signal.SIGKILL
     assert steps(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step_000001"
-    save(tmp_path, 2)  # clears away what was left
+    lock_run(tmp_path).close()  # clears away what was left
+    save(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
 
 
@@ -117,6 +129,7 @@ def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     saver.check()
     assert steps(tmp_path) == []
     threading.Timer(0.1, may_write.set).start()
+    saver.wait()
     saver.start(tmp_path, 2, {"model": host_copy(weights)}, META)
     assert steps(tmp_path)[0] == 1
     saver.wait()
@@ -239,6 +252,32 @@ def test_one_trainer_at_a_time(tmp_path):
     lock_run(tmp_path / "run").close()  # the system gave it back
     with pytest.raises(UserError, match=r"cannot write to .*ready"):
         lock_run(tmp_path / "ready")
+
+
+def test_a_start_clears_away_what_a_killed_process_left(tmp_path, monkeypatch, capsys):
+    names = ("best.json", "config.json", "metrics.jsonl", "report.html", "samples/step_000001.png")
+    others = {tmp_path / ".0123.parts", tmp_path / "metrics.jsonl"}  # of a `sample` that draws; our own
+    for path in others | {(tmp_path / name).with_name(f".{Path(name).name}.x1y2") for name in names}:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (tmp_path / "checkpoints" / ".step_000001.tmp-x1y2").mkdir(parents=True)
+    with monkeypatch.context() as patch:  # a file system without locks: whose they are is not known
+        patch.setattr("fcntl.flock", lambda *args: (_ for _ in ()).throw(OSError(95, "not supported")))
+        lock_run(tmp_path).close()
+    assert "cannot be locked (not supported)" in capsys.readouterr().out and len([*tmp_path.rglob(".*x1y2")]) == 6
+    lock_run(tmp_path).close()
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == others | {tmp_path / ".lock"}
+    assert not [*tmp_path.rglob(".*x1y2")]
+
+
+def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for write in (lambda: save(tmp_path / "run", 2), lambda: write_best(tmp_path / "run", {"step": 1})):
+        with pytest.raises(UserError, match=r"cannot write .*run/"):
+            write()
+    assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
 
 
 def test_trim_metrics(tmp_path):

@@ -182,6 +182,14 @@ def leaving_reader(work):
     return line, running.wait().returncode
 
 
+def test_names_do_not_command_the_terminal(capsys):
+    common.print0("a\x1b[2J\x9b1mé\tb\r\n\udcff.png")
+    assert capsys.readouterr().out == "a?[2J?1mé\tb?\n?.png\n"
+    with pytest.raises(SystemExit):
+        common.excepthook(common.UserError, common.UserError("\x1b]0;title\x07"), None)
+    assert capsys.readouterr().err == "error: ?]0;title?\n"
+
+
 def test_a_reader_that_goes_away_ends_nothing(run_script):
     def count():
         for i in range(20_000):

@@ -17,6 +17,7 @@ from tiny_runs import assert_identical, make_autoencoder, make_data, metrics, we
 
 from nanodiff import common
 from nanodiff.common import UserError
+from nanodiff.training import checkpoint, resume
 
 TRAIN = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=60 --log_every=1 --eval_every=-1 "
@@ -120,13 +121,65 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, tim
     assert steps_after_resuming(base, run_script) == [*range(1, 9)]
 
 
+def slow_save(seconds):
+    """Before a script: rank 0 saves for longer than the others wait elsewhere."""
+    publish = checkpoint.publish_folder
+    checkpoint.publish_folder = lambda *paths: time.sleep(seconds) or publish(*paths)
+
+
+@pytest.mark.slow
+def test_nobody_gives_up_waiting_for_a_save(base):
+    """Two saves longer than the timeout, the second of them at the end."""
+    make_data()
+    limit = {"NANODIFF_RANK_TIMEOUT": "4"}
+    steps = ("--num_iterations=4", "--save_every=2", "--model_tag=a")
+    run_process("base_train", *SHORT, *steps, ranks=2, before=partial(slow_save, 7), **limit)
+    assert (base / "runs" / "a" / "checkpoints" / "step_000004" / "manifest.json").exists()
+
+
+def other_eyes(what):
+    """Before a script: another rank does not see the newest checkpoint, or cannot open it once rank 0 has."""
+    if os.environ["RANK"] == "0":
+        return
+    if what == "stale":
+        honest_list = checkpoint.list_checkpoints
+        checkpoint.list_checkpoints = lambda run_dir: honest_list(run_dir)[:-1]
+        return
+    honest = resume.from_first_rank
+
+    def from_first_rank(value, what):
+        path, meta = honest(value, what)
+        (path / "optim.pt").unlink()
+        return path, meta
+
+    resume.from_first_rank = from_first_rank
+
+
+@pytest.mark.slow
+def test_all_ranks_open_the_checkpoint_that_the_first_has_found(base, run_script):
+    make_data()
+    for tag in ("whole", "a"):
+        run_process("base_train", *SHORT, "--num_iterations=4", "--warmdown_ratio=0", f"--model_tag={tag}", ranks=2)
+    more = (*SHORT, "--warmdown_ratio=0", "--resume=changed")
+    run_process("base_train", *more, "--model_tag=whole", ranks=2)
+    run_process("base_train", *more, "--model_tag=a", ranks=2, before=partial(other_eyes, "stale"))
+    for ours, whole in zip(everything(base, "a", 8), everything(base, "whole", 8)):
+        assert_identical(ours, whole)
+    done = run_process("base_train", *more, "--model_tag=a", ranks=2, check=False, before=partial(other_eyes, "gone"))
+    line = "error: rank 1 of 2 cannot open .*step_000008, which rank 0 resumes from: optim.pt cannot be read"
+    assert done.returncode and re.search(line, done.stderr) and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGHUP")), (2, ("1", 4, "SIGTERM"))])
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ranks, fault):
     make_data()
-    done = run_process("base_train", *SHORT, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
+    args = [*SHORT, "--log_every=3"]
+    done = run_process("base_train", *args, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
     assert "after step 5: the same command resumes" in done.stdout, done.stderr
-    assert steps_after_resuming(base, run_script) == [*range(1, 9)]
+    for tag in ("a", "whole"):
+        run_process("base_train", *args, f"--model_tag={tag}", ranks=ranks)
+    assert metrics(base, "a") == metrics(base, "whole")  # the line of step 6 holds all of its steps
 
 
 TORCHRUN = """

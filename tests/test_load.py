@@ -13,7 +13,7 @@ from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import save_safetensors
-from nanodiff.training.checkpoint import list_checkpoints, mark_if_best, save_checkpoint
+from nanodiff.training.checkpoint import list_checkpoints, read_best, save_checkpoint, write_best
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", loss="mse")
@@ -32,6 +32,7 @@ def write_run(base, tag, model_config=DIT, **config):
     if isinstance(model_config, DiTConfig):
         arch = "dit_classic" if model_config.block == "classic" else "dit"
     meta = dict(step=1, arch=arch, config=CONFIG | config, model_config=dataclasses.asdict(model_config), data=DATA)
+    (base / "runs" / tag).mkdir(parents=True, exist_ok=True)
     return save_checkpoint(base / "runs" / tag, 1, tensors, meta | dict(ema_rates=[0.99], loop={}))
 
 
@@ -45,18 +46,29 @@ def test_a_checkpoint_gives_its_model(base, model_config):
         assert all(torch.equal(x, weights[key]) for key, x in loaded.model.state_dict().items())
 
 
-def test_training_keeps_its_best_checkpoint(base, run_script, capsys):
-    """By the validation loss of the average; the newest stays too, and sampling says which it takes."""
+@pytest.mark.parametrize("save_every, eval_every", [(1, 1), (5, 2)])
+def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every, eval_every):
+    """By the validation loss of the average, also where saves and evaluations do not meet; the newest stays too, and
+    sampling says which it takes."""
     make_data()
-    every = ("--save_every=1", "--eval_every=1", "--checkpoints_kept=1", "--num_iterations=6", "--lr=0.3")
+    every = (f"--save_every={save_every}", f"--eval_every={eval_every}", "--checkpoints_kept=1", "--lr=0.3")
+    every += ("--num_iterations=6",)
     run_dir = run_script("base_train", *TINY, *every, "--ema_rates=0.5", "--model_tag=a")["run_dir"]
     losses = {line["step"]: line["val/loss_ema"] for line in logged(run_dir) if "val/loss_ema" in line}
     best = min(losses, key=losses.get)
     assert best < 6 and [step for step, _ in list_checkpoints(run_dir)] == [best, 6]
     assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
     said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
-    assert said in capsys.readouterr().out
-    mark_if_best(run_dir, 7, "val/loss_ema", 0.0)  # and was killed before it had saved the step
+    out = capsys.readouterr().out
+    assert said in out and out.count(f"average {losses[6]:.4f} (best {losses[best]:.4f}, step {best})") == 1
+    (run_dir / "best.json").write_text("[]")
+    assert load_run("a", "cpu", "best").step == best
+    more = ("--num_iterations=7", "--eval_images=9", "--resume=changed", "--model_tag=a")
+    run_script("base_train", *TINY, *every, "--ema_rates=0.5", *more)
+    out = capsys.readouterr().out
+    assert "best.json is damaged" in out and "of 1024 images" in out and "does not compare with" in out
+    assert read_best(run_dir)["images"] == 9
+    write_best(run_dir, read_best(run_dir) | {"step": 8})  # and was killed before it had saved the step
     load_run("a", "cpu")
     assert "best" not in capsys.readouterr().out
 

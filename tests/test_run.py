@@ -195,7 +195,7 @@ def config_of(defaults, **changed):
 
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):
-    described = {"config": config_of({"lr": 1, "rank": 3}, lr=2), "num_iterations": 3}
+    described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=2), "num_iterations": 3}
     log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, None)
     for step in (1, 2, 3):
         log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})  # x0.std() works
@@ -207,18 +207,20 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     assert first["changed_from"] == {"lr": 1}
     # What was recorded stays; what is changed is appended with its step
     for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
-        described = {"config": config_of({"lr": 1, "rank": 3}, lr=lr), "num_iterations": 9}
+        described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=lr), "num_iterations": 9}
         RunLog("dummy", tmp_path, torch.device("cpu"), described, 2, None)
         record = json.loads((tmp_path / "config.json").read_text())
         assert len(record["changes"]) == num_changes
-        assert record["changes"][-1] == {"step": 2, "config": {"lr": lr}, "num_iterations": 9}
+        change = {"step": 2, "config": {"lr": lr}, "num_iterations": 9}
+        assert record["changes"][-1] == change | {"environment": {"command": sys.argv}}
         assert record | {"changes": None} == first | {"changes": None}
 
 
 def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
     """Settings are fixed unless a table says otherwise, so a new one is fixed too. Refusals: test_base_train."""
     assert resume_point(tmp_path, "auto") == resume_point(tmp_path, "never") == (None, {})
-    meta = dict(step=1, config={"depth": 4, "gone": 1}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
+    meta = dict(step=1, config={"depth": 4}, arch="dit", model_config={}, data={}, ema_rates=[], loop={"best": None})
+    meta["config"]["gone"] = 1
     path = save_checkpoint(tmp_path, 1, {"model": {}}, meta)
     assert resume_point(tmp_path, "auto") == (path, meta)
 

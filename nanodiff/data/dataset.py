@@ -333,7 +333,7 @@ def lock_set(path: Path, overwrite: bool, wait: bool = False):
     if path.name in SHAPES and not wait:
         raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
     busy = f"data set {path.name!r} is being prepared by another process"
-    lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=f".{path.name}.tmp-*")
+    lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(f".{path.name}.tmp-*",))
     if path.exists() and not (is_set(path) and (overwrite or wait)):
         lock.close()
         hint = "--overwrite replaces it" if is_set(path) else "it is no data set"

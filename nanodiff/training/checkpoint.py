@@ -5,21 +5,25 @@ runs/<tag>/checkpoints/step_000500/
     model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
     meta.json                                      step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
-runs/<tag>/best.json                               step of the best checkpoint, and the figure by which it is
+runs/<tag>/best.json                               the evaluation by which a kept checkpoint is the best
+runs/<tag>.left1/                                  the steps that --resume=STEP has left: a run like any other
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, print0
-from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
+from nanodiff.common import UserError, collective, print0, wait_for_first_rank
+from nanodiff.device import free_host_memory
+from nanodiff.files import Hashed, fsync_dir, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
@@ -33,21 +37,25 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
 
-    Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not the best.
+    Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not meta["loop"]["best"].
     """
     parent = run_dir / "checkpoints"
-    for leftover in parent.glob(".*tmp-*"):  # left by a run killed while saving: we hold its lock
-        shutil.rmtree(leftover, ignore_errors=True)
     temporary, final = parent / f".tmp-step_{step:06d}", parent / f"step_{step:06d}"
+    manifest = {}
     try:
-        temporary.mkdir(parents=True)
-        for name, value in tensors.items():
-            with writing(temporary / f"{name}.pt") as file:
-                torch.save(value, file)
-        write_atomic(temporary / "meta.json", json.dumps(meta, indent=1).encode())
-        files = sorted(temporary.iterdir())
-        manifest = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+        parent.mkdir(exist_ok=True)  # not its parents: a run that was moved while it trains ends here
+        temporary.mkdir()
+        for name, value in [*((f"{name}.pt", value) for name, value in tensors.items()), ("meta.json", meta)]:
+            with writing(temporary / name) as file:
+                hashed = Hashed(file)
+                if name == "meta.json":
+                    hashed.write(json.dumps(meta, indent=1).encode())
+                else:
+                    torch.save(value, hashed)
+            manifest[name] = {"size": (temporary / name).stat().st_size, "sha256": hashed.sha256.hexdigest()}
         write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        with contextlib.suppress(FileNotFoundError):
+            fsync_dir(run_dir / "metrics.jsonl")  # no checkpoint without the lines before it
         publish_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -56,17 +64,18 @@ def save_checkpoint(
         # Ignore later steps: the run was resumed from an earlier one
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
-        best_step = read_best(run_dir).get("step")
+        best = meta["loop"].get("best") or {}  # not best.json, which training changes meanwhile
         for s, path in found:
-            if s < oldest and s != best_step:
+            if s < oldest and s != best.get("step"):
                 shutil.rmtree(path, ignore_errors=True)
     return final
 
 
 class Saver:
-    """Calls save_checkpoint in a thread, so that training goes on; one at a time."""
+    """Calls save_checkpoint in a thread, so that training goes on; one at a time. `step`: of the newest checkpoint."""
 
-    def __init__(self):
+    def __init__(self, step: int = -1):
+        self.step = step
         self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
         self.running = None  # the save in progress
 
@@ -78,38 +87,57 @@ class Saver:
         meta: dict,
         keep: int = -1,
     ) -> None:
-        """`tensors` must be copies: training changes the weights meanwhile."""
-        self.wait()
+        """After wait(). `tensors` must be copies: training changes the weights meanwhile."""
         self.running = self.thread.submit(save_checkpoint, run_dir, step, tensors, meta, keep)
 
     def check(self) -> None:
         """Report a save that has ended; raise its error, if any. Call at every step."""
         if self.running and self.running.done():
-            self.wait()
+            self.report()
 
-    def wait(self) -> None:
-        """Wait for the save in progress, if any."""
+    def report(self) -> None:
         if self.running:
             saved, self.running = self.running, None
             print0(f"saved {saved.result()}")
+            free_host_memory()  # what the copies were pinned in
+
+    @collective("the end of rank 0's save")
+    def wait(self) -> None:
+        """Wait, on every rank, for rank 0's save in progress, however long it takes."""
+        self.report()
+        wait_for_first_rank()
 
 
-def mark_if_best(run_dir: Path, step: int, metric: str, value: float) -> None:
-    """Note that the checkpoint of `step` is the run's best so far, if it is: lower is better. It then stays."""
-    best = read_best(run_dir)
-    # A run that went back to an earlier step compares no more with what it left
-    comparable = best.get("metric") == metric and best["step"] < step
-    if math.isfinite(value) and (not comparable or value < best["value"]):
-        write_atomic(run_dir / "best.json", json.dumps({"step": step, "metric": metric, "value": value}).encode())
+def is_better(found: dict, best: dict | None) -> bool:
+    """Does an evaluation {step, metric, value, images} beat the best one so far? Lower is better. Figures by another
+    metric or of another number of images do not compare: the best starts anew."""
+    if best and any(best.get(key) != found[key] for key in ("metric", "images")):
+        was, now = (f"{x['metric']} of {x.get('images', 'unknown')} images" for x in (best, found))
+        print0(f"best: {was} at step {best['step']} does not compare with {now}: starts anew")
+        best = None
+    return math.isfinite(found["value"]) and (best is None or found["value"] < best["value"])
+
+
+def write_best(run_dir: Path, best: dict | None) -> None:
+    if best:
+        write_atomic(run_dir / "best.json", json.dumps(best).encode())
+    else:
+        (run_dir / "best.json").unlink(missing_ok=True)
 
 
 def read_best(run_dir: Path) -> dict:
-    """step, metric and value of the best checkpoint; {} if none has been measured."""
+    """step, metric and value of the best checkpoint; {} if none has been measured. If the file is damaged, what the
+    newest checkpoint knows."""
     path = run_dir / "best.json"
-    if not path.exists():
+    try:
+        best = json.loads(path.read_bytes())
+        return best | {key: best[key] for key in ("step", "metric", "value")}
+    except FileNotFoundError:
         return {}
-    with reading(path):
-        return json.loads(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        print0(f"{path} is damaged: the newest checkpoint says which is the best")
+    metas = [load_meta(checkpoint) for _, checkpoint in list_checkpoints(run_dir)[-1:]]
+    return metas[0]["loop"].get("best") or {} if metas else {}
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -171,8 +199,38 @@ def load_meta(checkpoint: Path) -> dict:
 
 
 def lock_run(run_dir: Path):
+    """One trainer at a time. Clears away what a killed one left half written."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
-    return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR")
+    written = ("best.json", "config.json", "metrics.jsonl", "report.html", "command.json")
+    leftovers = (*(f".{name}.*" for name in written), "samples/.step_*", "checkpoints/.*tmp-*")
+    return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers)
+
+
+def is_same_command(run_dir: Path) -> bool:
+    """Did this very command, with its --resume=STEP, go back already, and was killed since?"""
+    try:
+        return json.loads((run_dir / "command.json").read_bytes()) == sys.argv[1:]
+    except (OSError, ValueError):
+        return False
+
+
+def go_back(run_dir: Path, step: int) -> None:
+    """For --resume=STEP: leave the steps after `step` to a run of their own, with its log, so that the newest
+    checkpoint is this branch's; and remember the command, which goes on if it is killed."""
+    files = [(int(re.match(r"step_(\d+)", path.name)[1]), path) for path in run_dir.glob("*/step_*")]
+    later = sorted(path for s, path in files if s > step)
+    if any(path.parent.name == "checkpoints" for path in later):
+        tags = (run_dir.with_name(f"{run_dir.name}.left{n}") for n in itertools.count(1))
+        left = next(path for path in tags if not path.exists())
+        left.mkdir()
+        for path in (run_dir / name for name in ("config.json", "metrics.jsonl", "best.json")):
+            if path.exists():
+                shutil.copy(path, left)
+        for path in later:
+            (left / path.parent.name).mkdir(exist_ok=True)
+            path.rename(left / path.parent.name / path.name)
+        print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
+    write_atomic(run_dir / "command.json", json.dumps(sys.argv[1:]).encode())
 
 
 def trim_metrics(path: Path, step: int) -> None:

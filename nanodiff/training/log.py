@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import UserError, gather_objects, get_dist, leave_together, print0, sum_over_ranks
 from nanodiff.device import environment, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.files import names_file, write_atomic
 from nanodiff.png import encode_png, terminal_preview
-from nanodiff.training.checkpoint import trim_metrics
+from nanodiff.training.checkpoint import go_back, trim_metrics
 
 
 class Meter:
@@ -32,8 +32,21 @@ class Meter:
     def restart(self) -> None:
         """Forget what the last line has reported."""
         self.sums = {}  # name -> (2, 4): see quartile_sums
-        self.num_images = 0  # of this rank
+        self.num_images = 0
         self.steps, self.seconds, self.data_seconds = 0, 0.0, 0.0
+
+    def state_dict(self) -> list[dict]:
+        """What the next line adds up, of each rank; a collective. Empty except on rank 0."""
+        return gather_objects({"images": self.num_images, "sums": {name: x.cpu() for name, x in self.sums.items()}})
+
+    def load_state_dict(self, state: list[dict]) -> None:
+        """Deal the states out to any number of ranks."""
+        rank, _, world = get_dist()
+        for other in state[:1]:
+            self.num_images = other["images"]
+        for other in state[rank::world]:
+            for name, x in other["sums"].items():
+                self.sums[name] = self.sums.get(name, 0) + x.to(self.device)
 
     def start_step(self) -> None:
         self.step_start = time.perf_counter()
@@ -52,7 +65,7 @@ class Meter:
         t, weight = step.pop("t"), step.pop("weight")
         for name, x in step.items():
             self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
-        self.num_images += len(t)
+        self.num_images += len(t) * get_dist()[2]
         return t, step["loss"]
 
     def end_step(self, shape: torch.Size, log_now: bool) -> None:
@@ -98,7 +111,7 @@ class Meter:
         """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
         importance weights; the same for the other terms."""
         total = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), self.device)
-        loss = float(total[0]) / (self.num_images * get_dist()[2])
+        loss = float(total[0]) / self.num_images
         # nanochat's running mean: exponential, over about ten lines, corrected for its start at 0
         if math.isfinite(loss):
             self.progress["lines"] += 1
@@ -148,17 +161,18 @@ def record(path: Path, described: dict, step: int) -> None:
     config = described["config"]
     try:
         past = json.loads(path.read_bytes()) if step else described
-        changes = past.get("changes", [])
+        changes = [change for change in past.get("changes", []) if change["step"] <= step]  # the run may have gone back
         known = dict(past["config"])
         for change in changes:
             known |= change["config"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged: written anew
-        past, known = described, config
+        past, known, changes = described, config, []
+    past["changes"] = changes
     changed = {key: value for key, value in config.items() if known.get(key) != value and key != "resume"}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
         change["environment"] = {"command": described["environment"]["command"]}
-        past["changes"] = [*changes, change]
+        changes.append(change)
     write_atomic(path, json.dumps(past, indent=1).encode())
 
 
@@ -184,6 +198,8 @@ class RunLog:
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
         record(run_dir / "config.json", described | {"changed_from": changed, "environment": environment(device)}, step)
+        if config["resume"].isdigit():
+            go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
@@ -215,7 +231,9 @@ class RunLog:
         if self.wandb:  # as HTML, since wandb.Image would need Pillow
             picture = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
             self.wandb.log({"samples": self.html(picture)}, step=step)
-        print0(f"samples: {path}" + ("\n" + terminal_preview(grid) if sys.stdout.isatty() else ""))
+        print0(f"samples: {path}")
+        if sys.stdout.isatty():
+            print0(terminal_preview(grid), is_picture=True)
 
 
 def end(

@@ -6,12 +6,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, base_dir, collective, is_out_of_memory, print0
+from nanodiff.common import UserError, base_dir, collective, from_first_rank, get_dist, is_out_of_memory, print0
 from nanodiff.conditions import some_conditions
 from nanodiff.device import reset_peak_memory
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.training.checkpoint import find_checkpoint, load_meta
+from nanodiff.training.checkpoint import (
+    find_checkpoint,
+    is_same_command,
+    list_checkpoints,
+    load_meta,
+    read_best,
+    why_corrupt,
+)
 
 # Settings that a resumed run may change freely, since they do not shape the weights
 FREE = {
@@ -36,16 +43,31 @@ def run_folder(model_tag: str) -> Path:
 
 
 def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
-    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start.
+    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start; a collective.
 
-    `resume`: auto, never, changed, or a step.
+    `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.
     """
-    checkpoint = find_checkpoint(run_dir, resume if resume.isdigit() else "newest")
+    rank, _, world = get_dist()
+    checkpoint, meta = None, {}
+    if rank == 0:
+        goes_back = resume.isdigit() and not is_same_command(run_dir)
+        checkpoint = find_checkpoint(run_dir, resume if goes_back else "newest")
+        if checkpoint:
+            meta = load_meta(checkpoint)
+            best = read_best(run_dir)
+            if not best or best["step"] > meta["step"]:  # not this branch's, or not saved to its end
+                best = meta["loop"].get("best") or {}
+            is_kept = best.get("step") in dict(list_checkpoints(run_dir))
+            meta["loop"]["best"] = best if is_kept else None
+    checkpoint, meta = from_first_rank((checkpoint, meta), "the checkpoint to resume from")
     if checkpoint is None:
         return None, {}
+    fault = why_corrupt(checkpoint, hashes=False) if rank else ""
+    if fault:
+        raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    return checkpoint, load_meta(checkpoint)
+    return checkpoint, meta
 
 
 def check_settings(checkpoint: Path, meta: dict, config) -> None:
