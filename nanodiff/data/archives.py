@@ -223,7 +223,7 @@ def read_csv(labels: str) -> dict[str, str]:
     accepted = "rows of file,class or a header with the columns file and label"
     table = {}
     file_column, label_column = 0, 1
-    with reading(path), open(path, encoding="utf-8-sig", newline="") as lines:
+    with reading(path, "is not a table in UTF-8"), open(path, encoding="utf-8-sig", newline="") as lines:
         rows = csv.reader(lines)
         for row in rows:
             if {"file", "label"} <= set(row) and not table:

@@ -185,6 +185,8 @@ def read_npz(path: Path, options: Options) -> Source:
     if images.dtype.kind not in "uif" or images.ndim not in (3, 4):
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
+    if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
+        raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
     if labels is not None and len(labels) != len(images):
         raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
     is_val = val_mask(len(images), options)
@@ -193,6 +195,10 @@ def read_npz(path: Path, options: Options) -> Source:
     if not np.isfinite(found).all():
         raise UserError(f"{path} holds NaN or infinity")
     low, high = options.range or found
+    if low > found[1] or high < found[0]:
+        raise UserError(
+            f"{path} holds values from {found[0]:g} to {found[1]:g}; range={low:g},{high:g} has none of them"
+        )
     if low == high:
         raise UserError(f"{path} holds the value {low:g} alone; give --range=LOW,HIGH")
 
