@@ -14,6 +14,7 @@ from tiny_runs import logged
 
 from configurator import Config
 from nanodiff.common import UserError
+from nanodiff.conditions import Conditioned
 from nanodiff.models.build import compiled
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training.checkpoint import save_checkpoint
@@ -52,13 +53,13 @@ class Memory(nn.Module):
         super().__init__()
         self.room, self.error, self.tried, self.cleared = room, error, [], 0
         self.w = nn.Parameter(torch.zeros(()))
-        self.config = SimpleNamespace(num_classes=0, low_res=0, vector_dim=0, vector_len=0)
+        self.config = Conditioned()
         self.num_timesteps = 0
 
     def shift(self, t):
         return t
 
-    def losses(self, model, x0, t, noise):
+    def losses(self, model, x0, t, noise, cond):
         self.tried.append(len(x0))
         if len(x0) > self.room:
             raise self.error
