@@ -52,6 +52,22 @@ def test_cached_latents_are_those_made_on_the_fly(vae):
     assert torch.equal(mirrored, online.to_x0(stored("tiny"), torch.ones(24, dtype=torch.bool)))
 
 
+def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
+    """On other latents, cached or made on the fly; a published file says none, so it has the autoencoder's."""
+    make_data("more", resolution=24, train=9, val=9)
+    theirs = make_codec(open_dataset("plain"), CPU).description
+    for name in ("flips", "more"):
+        codec = make_codec(open_dataset(name), CPU, like=theirs)
+        assert all(codec.info[key] == theirs["latents"][key] for key in ("offset", "scale"))
+        assert codec.shape == ((3, 6, 6) if name == "more" else (3, 4, 4)) and codec.description["name"] == name
+        copies = 2 if name == "flips" else 1
+        assert codec.info["copies"] == copies and codec.to_x0(stored(name, range(9))).shape == (9, *codec.shape)
+    published = {key: value for key, value in theirs.items() if key != "latents"}
+    own = make_codec(open_dataset("plain"), CPU, latent_norm="scale")
+    codec = make_codec(open_dataset("plain"), CPU, like=published)
+    assert torch.equal(codec.to_x0(stored("plain")), own.to_x0(stored("plain")))
+
+
 def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script, tmp_path):
     source = open_dataset("tiny")
     with DatasetWriter("told", source.class_names) as writer:

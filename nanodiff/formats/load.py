@@ -222,6 +222,8 @@ def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dic
     step, ema = options.get("step", step), options.get("ema", ema)
     if path.is_file():
         meta, tensors = read_file(path, options)
+        if note := meta.pop("note", ""):
+            print0(note)
         source = ",".join([str(path), *(f"{name}={value}" for name, value in options.items())])
         return meta, tensors, {"source": source, "weights": meta["ema"], "weights_path": path}
     checkpoint = find_checkpoint(path, step)

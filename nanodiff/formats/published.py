@@ -54,7 +54,7 @@ META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet.
 
-    `told`: any of MISSING; the others are taken as in the published models, which is printed.
+    `told`: any of MISSING; the others are taken as in the published models, and meta["note"] says so.
     """
     if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint, or a file of scripts/export.py
         told = tensors.get("nanodiff", {}) | told
@@ -93,9 +93,10 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         raise UserError(f"{path} says itself what its {name} is; accepted: no {name}=...")
     settings = config | model_settings(model_config) | {"image_size": model_config.image_size}
     assumed = [f"{name}={settings[name]}" for name in MISSING if name not in held | told.keys()]
+    note = ""
     if assumed:
         told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
-        print0(f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}")
+        note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}"
     config |= {name: value for name, value in told.items() if name in config}
     data = {
         "name": "",
@@ -105,7 +106,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         "num_classes": num_classes,
         "class_names": [str(i) for i in range(num_classes)],
     }
-    meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data}
+    meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data, "note": note}
     return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
 
 
