@@ -27,7 +27,7 @@ objective = "eps"
 noise_schedule = "linear"
 num_timesteps = 1000
 variance = "learned_range"
-loss = "mse"
+gaussian_loss = "mse"
 timesteps = "uniform"
 label_drop = 0.1
 # train.py: AdamW 1e-4 without decay, batch 256, no warmup, no schedule, no clipping, EMA 0.9999

@@ -1,6 +1,7 @@
 """IDDPM's unconditional ImageNet-64, L_hybrid, as published (Nichol & Dhariwal 2021): 1.5 M steps, 121 M parameters.
 
-For their L_vlb, add --loss=rescaled_kl --timesteps=loss-second-moment. Sample with --sampler=ddpm --steps=4000.
+For their L_vlb, add --gaussian_loss=rescaled_kl --timesteps=loss-second-moment.
+Sample with --sampler=ddpm --steps=4000.
 """
 
 model_tag = "iddpm_imagenet64"
@@ -16,7 +17,7 @@ dropout = 0.0
 objective = "eps"
 num_timesteps = 4000
 noise_schedule = "cosine"
-loss = "rescaled_mse"
+gaussian_loss = "rescaled_mse"
 timesteps = "uniform"
 # --lr 1e-4 --batch_size 128; AdamW as torch has it, EMA 0.9999, no schedule, no clipping
 optimizer = "adamw"

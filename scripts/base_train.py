@@ -160,7 +160,7 @@ num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
 rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some published ones see t itself
 variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
 #                            posterior's, large = beta; learned_range is IDDPM's
-loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
+gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Override the globals above by presets and the command line; `config` is a dict of all of them. What is changed below

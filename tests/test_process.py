@@ -9,7 +9,9 @@ from nanodiff.common import UserError
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 from nanodiff.sampling.draw import SampleSettings, sample_images
 
-GAUSSIAN = dict(noise_schedule="cosine", num_timesteps=20, variance="fixed_small", loss="mse", rescale_timesteps=False)
+GAUSSIAN = dict(
+    noise_schedule="cosine", num_timesteps=20, variance="fixed_small", gaussian_loss="mse", rescale_timesteps=False
+)
 IMAGES = {"kind": "images"}
 
 

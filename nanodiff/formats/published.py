@@ -85,7 +85,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     learns_variance = model_config.out_channels == 2 * channels
     config |= {
         "objective": "eps",
-        "loss": "mse",
+        "gaussian_loss": "mse",
         "variance": "learned_range" if learns_variance else "fixed_large",
         "low_res_size": model_config.low_res,
     }

@@ -26,8 +26,8 @@ from nanodiff.training.resume import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 PROCESS = (
-    "objective", "timesteps", "timestep_shift", "timestep_std", "label_drop", "loss", "noise_schedule", "num_timesteps",
-    "variance", "rescale_timesteps",
+    "objective", "timesteps", "timestep_shift", "timestep_std", "label_drop", "gaussian_loss", "noise_schedule",
+    "num_timesteps", "variance", "rescale_timesteps",
 )  # fmt: skip
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
