@@ -197,9 +197,9 @@ def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_cl
     build = load.build
 
     def spoiled(*args, **kwargs):
-        model, process = build(*args, **kwargs)
-        next(model.parameters()).data.fill_(float("nan"))
-        return model, process
+        loaded = build(*args, **kwargs)
+        next(loaded.model.parameters()).data.fill_(float("nan"))
+        return loaded
 
     monkeypatch.setattr(load, "build", spoiled)
     for metric in ("loss", "fd_classifier"):
