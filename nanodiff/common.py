@@ -122,13 +122,14 @@ def collective(name: str):
         raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or died: {cause}") from e
 
 
-@collective("a sum over ranks")
-def sum_over_ranks(x: torch.Tensor, device) -> torch.Tensor:
-    """The sum over ranks of a CPU tensor, on every rank."""
+def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, what: str = "a sum over ranks") -> torch.Tensor:
+    """A number or a tensor on the CPU, reduced over ranks; the same on every rank. `what` names it if it fails."""
+    x = torch.as_tensor(x)
     if not dist.is_initialized():
         return x
-    x = x.to(device)
-    dist.all_reduce(x)
+    x = x.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    with collective(what):
+        dist.all_reduce(x, op)
     return x.cpu()
 
 
@@ -196,12 +197,7 @@ class StopSignal:
 
     def agreed(self) -> int:
         """The largest signal number of any rank, or 0; a collective."""
-        if not dist.is_initialized():
-            return self.received
-        number = torch.tensor(self.received, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        with collective("the agreement to stop"):
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number)
+        return int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:

@@ -32,14 +32,12 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     return data + _chunk(b"IEND", b"")
 
 
-def make_grid(images, columns: int, scale: int = 0) -> np.ndarray:
-    """Images (C, H, W) uint8, C = 1 or 3, row by row on black, enlarged `scale` times: (H, W, 3) uint8.
+def make_grid(images, columns: int) -> np.ndarray:
+    """Images (C, H, W) uint8, C = 1 or 3, row by row on black, small ones enlarged: (H, W, 3) uint8.
 
-    Images in a row share a shape. scale=0 enlarges small ones.
+    Images in a row share a shape.
     """
-    if not scale:
-        widest = max(image.shape[2] for image in images)
-        scale = max(1, 48 // widest)
+    scale = max(1, 48 // max(image.shape[2] for image in images))
     rows = [images[first : first + columns] for first in range(0, len(images), columns)]
     height = width = PADDING
     for row in rows:
@@ -59,13 +57,9 @@ def make_grid(images, columns: int, scale: int = 0) -> np.ndarray:
     return grid
 
 
-def terminal_preview(grid: np.ndarray, width: int | None = None) -> str:
-    """Draw `grid` (H, W, 3) uint8 with half blocks, two pixels per character.
-
-    It is shrunk to `width` characters (None: the terminal's).
-    """
-    width = width or shutil.get_terminal_size().columns
-    factor = -(-grid.shape[1] // width)  # pixels averaged on a side
+def terminal_preview(grid: np.ndarray) -> str:
+    """Draw `grid` (H, W, 3) uint8 with half blocks, two pixels per character, shrunk to the terminal's width."""
+    factor = -(-grid.shape[1] // shutil.get_terminal_size().columns)  # pixels averaged on a side
     pad_height = -grid.shape[0] % (2 * factor)  # a character holds two rows
     pad_width = -grid.shape[1] % factor
     grid = np.pad(grid, ((0, pad_height), (0, pad_width), (0, 0)))

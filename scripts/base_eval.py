@@ -7,19 +7,21 @@ Evaluate a trained model, or images in a file or a folder.
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
+    python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # a row for each
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
 """
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_together, over_ranks, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -45,8 +47,8 @@ batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier
-sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 0  # >= 0: sampler steps; 0 = 50, of a flow map 4
+sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = heun for flow matching, ddim for Gaussian diffusion
+steps = "0"  # sampler steps, or several numbers, comma-separated; 0 = 50, of a flow map 4
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
@@ -124,13 +126,21 @@ else:
     if samples:
         num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
+        plan = [measured]
     else:
         num_images = num_images or 400
-        settings = loaded.settings(steps, sampler, config.given.get("cfg_scale"), cfg_interval)
-        config |= settings.guidance  # the file's name says what was done
-        measured = loaded.samples(settings, seed, low_res=low_res, autoencoder=autoencoder)
+        counts = steps.split(",")
+        if not all(count.isdecimal() for count in counts):
+            raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
+        plan = []
+        for chosen in sampler.split(","):
+            for count in counts:
+                plan.append(loaded.settings(int(count), chosen, config.given.get("cfg_scale"), cfg_interval))
+        config |= plan[0].guidance  # the file's name says what was done
+        measured = loaded.samples(plan[0], seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")
+        plan = [replace(measured, settings=settings) for settings in plan]
         names = loaded.class_names
         result |= {"batch_size": batch_size}
     result |= measured.protocol | {"num_images": num_images}
@@ -152,10 +162,7 @@ else:
             labels = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
     batches = measured.batches(np.arange(num_images), batch_size)
 
-    if metric == "well_formed":
-        with autocast:
-            images = gather_batches(measured.images, batches, "samples")
-    else:
+    if metric != "well_formed":
         network = features.load_network(metric, name, device, judge)
         result["network"] = network.title
         if reference:
@@ -166,33 +173,53 @@ else:
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
-        with autocast:
-            found = features.collect_features(measured.images, batches, network, "samples")
-    not_finite = int(sum_over_ranks(torch.tensor(measured.not_finite), device))
-    if not_finite:
-        raise UserError(f"metric={metric}: {not_finite:,} of {num_images:,} images of {source} are not finite (NaN)")
+        if metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
+            result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
-    if rank == 0 and metric == "well_formed":
-        result |= measure_form(np.concatenate(images), labels.numpy())
-    if rank == 0 and is_distance:
-        result |= features.compare(metric, found, known)
-    if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
-        right = (found.logits.argmax(1) == labels).double()  # (N,)
-        result["class_accuracy"] = float(right.mean())
-        result["class_accuracy_of"] = {}
-        for k, class_name in enumerate(dataset.class_names):
-            if (labels == k).any():
-                result["class_accuracy_of"][class_name] = round(float(right[labels == k].mean()), 4)
-        result["classifier_accuracy_on_real_images"] = float(network.accuracy)
+    rows = []  # of figures, for each sampler and number of steps
+    varied = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
+    for measured in plan:
+        row = {key: measured.protocol[key] for key in varied}
+        with autocast:
+            if metric == "well_formed":
+                images = gather_batches(measured.images, batches, "samples")
+            else:
+                found = features.collect_features(measured.images, batches, network, "samples")
+        if bad := int(over_ranks(measured.not_finite)):
+            raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
+        if rank == 0 and metric == "well_formed":
+            row |= measure_form(np.concatenate(images), labels.numpy())
+        if rank == 0 and is_distance:
+            row |= features.compare(metric, found, known)
+        if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
+            right = (found.logits.argmax(1) == labels).double()  # (N,)
+            row["class_accuracy"] = float(right.mean())
+            row["class_accuracy_of"] = {}
+            for k, class_name in enumerate(dataset.class_names):
+                if (labels == k).any():
+                    row["class_accuracy_of"][class_name] = round(float(right[labels == k].mean()), 4)
+        rows.append(row)
+    if varied:
+        result = {key: value for key, value in result.items() if key not in varied} | {"rows": rows}
+    else:
+        result |= rows[0]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
 
-for key, value in result.items():
+table = result.get("rows", [])
+for key, value in [pair for figures in (result, *table) for pair in figures.items()]:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
 for key, value in result.items():
-    print0(f"{key:>30}  {brief(value)}")
+    if key != "rows":
+        print0(f"{key:>30}  {brief(value)}")
+if table:
+    head = [key for key, value in table[0].items() if not isinstance(value, dict)]
+    print0(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+for row in table:
+    cells = [f"{row[key]:.4g}" if isinstance(row[key], float) else str(row[key]) for key in head]
+    print0(f"| {' | '.join(cells)} |")
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name

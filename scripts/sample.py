@@ -29,8 +29,8 @@ from nanodiff.common import (
     from_first_rank,
     get_dist,
     leave_together,
+    over_ranks,
     print0,
-    sum_over_ranks,
 )
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
@@ -176,7 +176,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
         if stop.received:
             break
 stopped = stop.agreed()  # waits for the other ranks
-not_finite = int(sum_over_ranks(torch.tensor(samples.not_finite), device))
+not_finite = int(over_ranks(samples.not_finite))
 if not_finite:
     print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): bad weights or {protocol['dtype']}")
 

@@ -1,6 +1,7 @@
 """The laws that every backbone keeps: `model(x_t, t, y, low_res)` of a DiT with either block, and of a UNet."""
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -111,10 +112,11 @@ def count_graphs(model):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_compiling_by_parts_changes_no_gradient(plain):
+def test_compiling_by_parts_changes_no_gradient(plain, monkeypatch):
     """Without torch.compile's C++ compiler; with recomputed blocks."""
     eager = build(plain, checkpointing=True)
-    model = compile_model(copy.deepcopy(eager), backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = compile_model(copy.deepcopy(eager))
     assert model.state_dict().keys() == eager.state_dict().keys()
     for m in (model, eager):
         m(*inputs()).square().mean().backward()
@@ -122,20 +124,22 @@ def test_compiling_by_parts_changes_no_gradient(plain):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain):
+def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain, monkeypatch):
     """Blocks of one shape share a graph, with adapters too; a UNet's levels repeat their blocks."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     found = []
     name, deep = ("num_res_blocks", 3) if isinstance(plain, UNetConfig) else ("depth", 9)
     for depth in (2, deep):  # torch by default allows eight graphs of one function
         model = build(plain, **{name: depth})
         add_lora(model, 2, 2.0, "qkv")
-        found.append(count_graphs(compile_model(model, backend="eager")))
+        found.append(count_graphs(compile_model(model)))
     assert found[0] == found[1] > 0
 
 
-def test_an_evaluation_compiles_nothing_and_sees_the_same(plain):
+def test_an_evaluation_compiles_nothing_and_sees_the_same(plain, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     eager = build(plain)
-    model = compile_model(copy.deepcopy(eager), whole=isinstance(plain, DiTConfig), backend="eager")
+    model = compile_model(copy.deepcopy(eager), whole=isinstance(plain, DiTConfig))
     torch._dynamo.reset()
     stats = torch._dynamo.utils.counters["stats"]
     stats.clear()

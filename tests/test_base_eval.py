@@ -166,6 +166,17 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
+def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_classifier):
+    """The figures that each has by itself; the report shows them."""
+    same = ("--num_images=12", "--cfg_scale=1")
+    table = evaluate(run_script, run_dir, "fd_classifier", *same, "--sampler=euler,heun", "--steps=1,3")
+    found = [(row["sampler"], row["steps"], row["network_evaluations"]) for row in table["rows"]]
+    assert found == [("euler", 1, 1), ("euler", 3, 3), ("heun", 1, 1), ("heun", 3, 5)]
+    assert "<th>heun, 3</th>" in (run_dir / "report.html").read_text()
+    one = evaluate(run_script, run_dir, "fd_classifier", *same, "--sampler=heun", "--steps=3")
+    assert table["rows"][3].items() <= one.items() and table["rows"][2]["fd_classifier"] != one["fd_classifier"]
+
+
 def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path):
     Image = pytest.importorskip("PIL.Image")
     make_data(train=30)
@@ -272,6 +283,7 @@ def test_mistakes(run_dir, run_script, monkeypatch):
     np.savez("s.npz", np.zeros((12, 16, 16, 3), np.uint8))
     for arguments, message in (
         ("--metric=fid --samples=s.npz --data=large", r"\(3, 32, 32\), s.npz \(3, 16, 16\)"),
+        ("--metric=fid --steps=5,x", "steps='5,x'; accepted: a whole number"),
         ("--metric=fid --num_images=9", "needs 10 images or more, got 9"),
         ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
         ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),

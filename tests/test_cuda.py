@@ -14,11 +14,11 @@ from processes import run_process
 from test_base_train import metrics, weights
 from tiny_runs import assert_identical, make_data, randomise
 
-from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, sum_over_ranks
+from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, over_ranks
 from nanodiff.device import autocast_to, host_copy, init_device
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.files import load_tensors
-from nanodiff.models.build import build_model, compile_model
+from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training import resume
 from nanodiff.training.checkpoint import Saver, find_checkpoint
@@ -160,7 +160,7 @@ def call_every_collective(device):
     dist.all_gather_object([None], (0.5, "name"))
     dist.broadcast_object_list([1], src=0)
     assert torch.equal(share, flat) and torch.equal(gathered[0].cpu(), torch.arange(64.0)) and int(least) == 3
-    assert torch.equal(sum_over_ranks(torch.ones(2, dtype=torch.float64), device), torch.ones(2, dtype=torch.float64))
+    assert torch.equal(over_ranks(torch.ones(2, dtype=torch.float64)), torch.ones(2, dtype=torch.float64))
     assert gather_objects({0: 1}) == [{0: 1}] and StopSignal().agreed() == 0
     leave_together()
 
@@ -188,7 +188,7 @@ def test_nothing_is_compiled_twice(device, base, run_script, monkeypatch):
     """No graph breaks; and neither a second evaluation nor a second grid compiles anything."""
     make_data()
     if device.type == "cpu":
-        monkeypatch.setattr("nanodiff.models.build.compile_model", functools.partial(compile_model, backend="eager"))
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     graphs = {}
     for steps in (3, 6):
         torch._dynamo.reset()

@@ -23,17 +23,17 @@ def test_pillow_reads_back_pixels_and_text(shape):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_tile_of_a_grid_is_its_image(channels):
-    images = np.random.default_rng(0).integers(1, 256, (7, channels, 4, 5), np.uint8)
-    grid = make_grid(images, columns=3, scale=3)
-    assert grid.shape == (3 * (12 + 2) + 2, 3 * (15 + 2) + 2, 3) and grid.dtype == np.uint8
+    images = np.random.default_rng(0).integers(1, 256, (7, channels, 4, 16), np.uint8)
+    grid = make_grid(images, columns=3)  # three times as large
+    assert grid.shape == (3 * (12 + 2) + 2, 3 * (48 + 2) + 2, 3) and grid.dtype == np.uint8
     for i, image in enumerate(images):
-        top, left = 2 + i // 3 * 14, 2 + i % 3 * 17
-        tile = grid[top : top + 12, left : left + 15]
+        top, left = 2 + i // 3 * 14, 2 + i % 3 * 50
+        tile = grid[top : top + 12, left : left + 48]
         for dy, dx in ((0, 0), (2, 1)):  # any pixel of each 3 x 3 repetition
-            np.testing.assert_array_equal(tile[dy::3, dx::3], np.broadcast_to(image.transpose(1, 2, 0), (4, 5, 3)))
+            np.testing.assert_array_equal(tile[dy::3, dx::3], np.broadcast_to(image.transpose(1, 2, 0), (4, 16, 3)))
     assert grid.astype(int).sum() == images.astype(int).sum() * 9 * 3 // channels  # the rest is black
-    assert make_grid(images[:2], 8, scale=1).shape == (8, 16, 3)  # fewer images than columns: one row
-    several = make_grid([*images[:6], *images[:2, :, :2, :3]], columns=3, scale=3)  # rows of two shapes
+    assert make_grid(images[:2], 8).shape == (16, 102, 3)  # fewer images than columns: one row
+    several = make_grid([*images[:6], *images[:2, :, :2, :3]], columns=3)  # rows of two shapes
     np.testing.assert_array_equal(several[:28], grid[:28])
     assert several.shape == (28 + 8 + 2, grid.shape[1], 3) and not several[30:, 24:].any()
 
@@ -44,10 +44,14 @@ def pixels_of(preview):
     return cells.reshape(len(cells), -1, 2, 3).swapaxes(1, 2).reshape(2 * len(cells), -1, 3)
 
 
-def test_preview_shows_every_pixel_or_averages_to_the_width():
+def test_preview_shows_every_pixel_or_averages_to_the_width(monkeypatch):
+    def preview(grid, width):
+        monkeypatch.setenv("COLUMNS", str(width))  # of the terminal
+        return pixels_of(terminal_preview(grid))
+
     grid = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
-    np.testing.assert_array_equal(pixels_of(terminal_preview(grid, width=9)), grid)
+    np.testing.assert_array_equal(preview(grid, 9), grid)
     grid = np.random.default_rng(0).integers(0, 256, (8, 40, 3), np.uint8)
-    shown = pixels_of(terminal_preview(grid, width=20))
+    shown = preview(grid, 20)
     np.testing.assert_allclose(shown, grid.reshape(4, 2, 20, 2, 3).mean((1, 3)), atol=0.5)
-    assert pixels_of(terminal_preview(grid, width=7)).shape[1] <= 7
+    assert preview(grid, 7).shape[1] <= 7

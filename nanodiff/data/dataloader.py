@@ -1,11 +1,10 @@
 """Which images a rank trains on, and when: a deterministic stream, read ahead by a thread."""
 
-import contextlib
 import functools
 import itertools
-import queue
-import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -60,19 +59,19 @@ class DataLoader:
         self.device = torch.device(device)
         self.data_wait = 0.0
         self._batches = functools.lru_cache(2)(self._batches)
-        self._queue = queue.Queue(prefetch)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(start_step,), daemon=True, name="dataloader")
-        self._thread.start()
+        self._micro_steps = total_batch_size // (device_batch_size * world)
+        self._numbers = itertools.count(start_step * self._micro_steps)  # of micro-steps
+        self._thread = ThreadPoolExecutor(1, "dataloader")
+        self._ahead = deque()  # batches that the thread reads
+        for _ in range(prefetch):
+            self._read_ahead()
 
     def __next__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert not self._stop.is_set(), "the loader is closed"
         start = time.perf_counter()
-        item = self._queue.get()
+        item = self._ahead[0].result()  # an error stays there, for later calls
         self.data_wait = time.perf_counter() - start
-        if isinstance(item, BaseException):
-            self._queue.put(item)  # for later calls
-            raise item
+        self._ahead.popleft()
+        self._read_ahead()
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
         is_cuda = self.device.type == "cuda"
         images, cond = item
@@ -80,10 +79,7 @@ class DataLoader:
         return images.to(self.device, non_blocking=is_cuda), cond
 
     def close(self) -> None:
-        self._stop.set()
-        while self._thread.is_alive():  # it may be waiting for room in the queue
-            with contextlib.suppress(queue.Empty):
-                self._queue.get(timeout=0.1)
+        self._thread.shutdown(cancel_futures=True)
 
     def indices(self, step: int, micro_step: int) -> np.ndarray:
         """(B,) the images of this rank at a micro-step."""
@@ -128,23 +124,14 @@ class DataLoader:
         """Sets the order of a bucket's images or, past the last bucket, of an epoch's batches."""
         return self.seed % 2**64, int(epoch), bucket
 
-    def _read(self, indices: np.ndarray) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Images and conditions on the CPU."""
+    def _read_ahead(self) -> None:
+        self._ahead.append(self._thread.submit(self._read, *divmod(next(self._numbers), self._micro_steps)))
+
+    def _read(self, step: int, micro_step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The thread's work: images and conditions on the CPU."""
 
         def tensor(x):
             return torch.from_numpy(x).pin_memory() if self.device.type == "cuda" else torch.from_numpy(x)
 
-        images, cond = self.dataset.rows(indices)
+        images, cond = self.dataset.rows(self.indices(step, micro_step))
         return tensor(images), {name: tensor(x) for name, x in cond.items()}
-
-    def _work(self, step: int) -> None:
-        """The thread: fill the queue until close() or an error."""
-        micro_steps = self.total_batch_size // (self.device_batch_size * self.world)
-        try:
-            for number in itertools.count(step * micro_steps):
-                if self._stop.is_set():
-                    return
-                indices = self.indices(*divmod(number, micro_steps))
-                self._queue.put(self._read(indices))
-        except BaseException as error:
-            self._queue.put(error)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from nanodiff.common import UserError, make_generator, sum_over_ranks
+from nanodiff.common import UserError, make_generator, over_ranks
 from nanodiff.files import reading
 
 
@@ -26,10 +25,9 @@ class FeatureStats:
 
     def all_reduce(self) -> None:
         """Add up the statistics of all ranks."""
-        device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-        self.count = int(sum_over_ranks(torch.tensor(self.count), device))
-        self.sum = sum_over_ranks(self.sum, device)
-        self.outer = sum_over_ranks(self.outer, device)
+        self.count = int(over_ranks(self.count))
+        self.sum = over_ranks(self.sum)
+        self.outer = over_ranks(self.outer)
 
     @property
     def mu(self) -> torch.Tensor:  # (F,)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator, rank_batches, sum_over_ranks
+from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator, over_ranks, rank_batches
 from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.timesteps import quartile_sums
@@ -49,7 +49,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
         cond = conditioning(model.config, given, x0)
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
-    total, counts = sum_over_ranks(sums, device)
+    total, counts = over_ranks(sums)
     return float(total.sum() / n), (total / counts).tolist()
 
 
@@ -75,6 +75,6 @@ def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: in
             bar.update(len(ids))
     means = {}
     for name, value in sums.items():
-        mean = sum_over_ranks(value, device) / n
+        mean = over_ranks(value) / n
         means[name] = mean.numpy() if mean.ndim else float(mean)
     return means

@@ -113,9 +113,7 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     return model
 
 
-def compile_model(
-    model: torch.nn.Module, whole: bool = False, autotune: bool = False, backend: str = "inductor"
-) -> torch.nn.Module:
+def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = False) -> torch.nn.Module:
     """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth.
 
     `autotune`: Inductor times several kernels for each matrix product, in minutes, and takes the fastest.
@@ -128,7 +126,7 @@ def compile_model(
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
-    options = dict(backend=backend, dynamic=False, mode="max-autotune-no-cudagraphs" if autotune else None)
+    options = dict(dynamic=False, mode="max-autotune-no-cudagraphs" if autotune else None)
     if whole:
         return torch.compile(model, **options)
     for part in model.parts():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, gather_objects, get_dist, leave_together, print0, sum_over_ranks
+from nanodiff.common import UserError, gather_objects, get_dist, leave_together, over_ranks, print0
 from nanodiff.device import environment, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.files import names_file, write_atomic
@@ -110,7 +110,7 @@ class Meter:
     def mean_losses(self) -> dict[str, float]:
         """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
         importance weights; the same for the other terms."""
-        total = sum_over_ranks(self.sums["loss"].sum(1).cpu().double(), self.device)
+        total = over_ranks(self.sums["loss"].sum(1).cpu().double())
         loss = float(total[0]) / self.num_images
         # nanochat's running mean: exponential, over about ten lines, corrected for its start at 0
         if math.isfinite(loss):
@@ -119,7 +119,7 @@ class Meter:
         running = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["lines"], 1))
         found = {"train/loss": loss, "train/loss_running": running}
         for name, sums in self.sums.items():
-            weighted, weights = sum_over_ranks(sums.cpu().double(), self.device)
+            weighted, weights = over_ranks(sums.cpu().double())
             for i in range(4):
                 found[f"train/{name}_q{i}"] = float(weighted[i] / weights[i])  # NaN without images
         return found

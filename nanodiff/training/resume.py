@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, base_dir, collective, from_first_rank, get_dist, is_out_of_memory, print0
+from nanodiff.common import UserError, base_dir, from_first_rank, get_dist, is_out_of_memory, over_ranks, print0
 from nanodiff.conditions import some_conditions
 from nanodiff.device import reset_peak_memory
 from nanodiff.diffusion.guidance import learns_guidance
@@ -170,11 +170,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    if dist.is_initialized():
-        least = torch.tensor(fits, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        with collective("the agreement on device_batch_size"):
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        fits = int(least)
+    fits = int(over_ranks(fits, dist.ReduceOp.MIN, "the agreement on device_batch_size"))
     if fits == 0:
         raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")
     return fits

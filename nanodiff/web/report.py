@@ -247,10 +247,10 @@ def progress(run: Run) -> str:
 
 
 def evaluation(path: Path, run: Run) -> str:
-    """Results of base_eval or compare_samplers: floats except settings were measured, the rest is protocol."""
+    """Results of base_eval: floats except settings were measured, the rest is protocol."""
     result = {key: brief(value) for key, value in json.loads(path.read_text()).items()}
     metric = result.pop("metric")
-    rows = result.pop("rows", [])  # of compare_samplers
+    rows = result.pop("rows", [])  # for each sampler and number of steps
     protocol = flat(result)
     measured = {}
     for key, value in list(protocol.items()):
@@ -259,7 +259,8 @@ def evaluation(path: Path, run: Run) -> str:
     step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
     shown = table([], [measured]) if measured else ""
     if rows:
-        head = [key for key in rows[0] if key not in ("sampler", "steps")]
+        apart = ("sampler", "steps", "class_accuracy_of", "well_formed_of")
+        head = [key for key in rows[0] if key not in apart]
         columns = []
         for key in head:
             columns.append({f"{row['sampler']}, {row['steps']}": row[key] for row in rows})
