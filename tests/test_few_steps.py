@@ -139,20 +139,23 @@ def exact_map(x, t, r):
 
 
 class Student(torch.nn.Module):
+    """u = a(t, h) x + b(t, h), as the map of Gaussian data is."""
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(3, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
-        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
+        layers = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
+        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
 
     def forward(self, x, model_t, h=None):
         h = torch.zeros_like(model_t) if h is None else h
-        inputs = torch.stack([x.flatten(), model_t / 1000, h / 50], dim=1)
-        return self.layers(inputs).view_as(x)
+        a, b = self.layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
+        return a * x + b
 
 
 def test_the_map_of_gaussian_data():
-    """Trained against the exact velocity, one jump from any t to any r lands where the flow does."""
+    """Trained to the end against the exact velocity, one, two and four jumps have the data's mean and deviation, within
+    3%, and one from any t to any r lands where the flow does."""
 
     def velocity(x, model_t):
         t = (model_t / 1000).view(-1, 1, 1, 1)
@@ -162,8 +165,9 @@ def test_the_map_of_gaussian_data():
     process, student, g = FlowMap(), Student(), make_generator(0)
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
     adam = torch.optim.Adam(student.parameters(), lr=5e-3)
-    for step in range(800):
-        adam.param_groups[0]["lr"] = 5e-3 * (1 - step / 800)
+    for step in range(2000):
+        process.done = step / 2000
+        adam.param_groups[0]["lr"] = 5e-3 * (1 - process.done)
         x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
         noise = torch.randn(512, 1, 1, 1, generator=g)
         t = torch.rand(512, generator=g)
@@ -179,10 +183,11 @@ def test_the_map_of_gaussian_data():
             x = (1 - t) * MEAN + spread(t) * z
             full = torch.full((9,), t)
             landed = x - (t - r) * process.velocity(student, x, full, torch.full((9,), r))
-            torch.testing.assert_close(landed, exact_map(x, t, r), rtol=0, atol=0.1)
+            torch.testing.assert_close(landed, exact_map(x, t, r), rtol=0, atol=0.03)
         for sampler, steps in (("map", 1), ("map", 2), ("map", 4), ("heun", 20)):
             out = process.sample(student, z, steps, sampler)
-            torch.testing.assert_close(out, exact_map(z, 1.0, 0.0), rtol=0, atol=0.1)
+            assert out.mean().item() == pytest.approx(MEAN, rel=0.03)
+            assert (out.std() / z.std()).item() == pytest.approx(STD, rel=0.03)
         one_step = process.sample(student, z, 1, "euler")
         assert (one_step - exact_map(z, 1.0, 0.0)).abs().max() > 0.3  # what a flow model does in one step
 
@@ -206,7 +211,7 @@ def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
     args = (*TINY, *more, "--device_batch_size=8")
     run_script("base_train", *args, "--model_tag=whole")
     run_script("base_train", *args, "--model_tag=parts", "--save_every=2", "--checkpoints_kept=-1")
-    for step in (4, 6):
+    for step in (3, 4, 6):  # 3: an evaluation found a new best
         shutil.rmtree(tiny / "runs" / "parts" / "checkpoints" / f"step_{step:06d}")
     assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 2
     assert metrics(tiny, "parts") == metrics(tiny, "whole")
