@@ -400,7 +400,7 @@ def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_pat
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())
     with pytest.raises(UserError, match=r"ema\.pt.*image_size=0"):
         draw(*args, f"--run={path}")
-    for option, fault in (("heads=0", "heads=0; accepted"), ("step=3", "step=3 is no option of .*, a file")):
+    for option, fault in (("heads=0", "heads=0; accepted: 1 or more"), ("step=3", "step=3 is no option of .*, a file")):
         with pytest.raises(UserError, match=fault):
             load_run(f"{path},{option}", "cpu")
 

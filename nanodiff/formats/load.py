@@ -167,7 +167,10 @@ def split_options(run: str) -> tuple[str, dict]:
     while match := OPTION.search(run):
         name, value = match.groups()
         if not re.fullmatch(OPTIONS[name], value):
-            raise UserError(f"{run!r}: {name}={value}; accepted: {OPTIONS[name]}")
+            accepted = (
+                OPTIONS[name].replace(r"[1-9]\d*", "1 or more").replace(r"\d+", "a step").replace(r"[\d.]+", "a rate")
+            )
+            raise UserError(f"{run!r}: {name}={value}; accepted: {accepted}")
         options[name] = value
         run = run[: match.start()]
     for name in MISSING.keys() & options.keys() - {"noise_schedule"}:
@@ -224,7 +227,7 @@ def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dic
         meta, tensors = read_file(path, options)
         if note := meta.pop("note", ""):
             print0(note)
-        source = ",".join([str(path), *(f"{name}={value}" for name, value in options.items())])
+        source = ",".join([str(path), *(f"{name}={value}" for name, value in sorted(options.items()))])
         return meta, tensors, {"source": source, "weights": meta["ema"], "weights_path": path}
     checkpoint = find_checkpoint(path, step)
     if checkpoint is None:
