@@ -7,5 +7,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
     python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 python3 -m scripts.base_train runs/cifar10.py "$@"
 find_trained cifar10 "$@"
-python3 -m scripts.base_eval --run="$run" --metric=fd_classifier --num_images=10000
-python3 -m scripts.sample --run="$run" --num_images=100
+python3 -m scripts.base_eval --model="$run" --metric=fd_classifier --num_images=10000
+python3 -m scripts.sample --model="$run" --num_images=100

@@ -9,9 +9,9 @@ python3 -m scripts.base_train runs/few_steps_cpu.py "$@"
 find_trained few_steps_cpu "$@"
 
 for steps in 1 2 4; do
-    python3 -m scripts.base_eval --run="$run" --metric=well_formed --steps=$steps
+    python3 -m scripts.base_eval --model="$run" --metric=well_formed --steps=$steps
 done
-python3 -m scripts.base_eval --run=shapes_long --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
+python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
 
 # A picture: a row of 1, 2 and 4 evaluations from the same noise, and one of the flow model's 21
 python3 - "$run" "$folder/few_steps.png" <<'PYTHON'

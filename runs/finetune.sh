@@ -24,5 +24,5 @@ python3 -m scripts.base_train --init_from=without_cross --data=shapes_half_cross
 
 find_trained with_cross "$@"
 for model in without_cross "$run"; do
-    python3 -m scripts.base_eval --run="$model" --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
+    python3 -m scripts.base_eval --model="$model" --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
 done

@@ -3,7 +3,7 @@
 Prepare the data as for runs/dit_imagenet256.py. Then:
 
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/imagenet256.py
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=imagenet256 --metric=fid --num_images=50000
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=imagenet256 --metric=fid --num_images=50000
 
 Not yet run as a whole. Unlike the published recipe: flow matching with logit-normal t, latents normalised per channel,
 Muon, a warmdown, and a batch four times as large.

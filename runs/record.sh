@@ -30,7 +30,7 @@ seconds=$((SECONDS - start))
 find_trained "$tag" "${@:3}"
 rm -f "$samples"  # of an earlier attempt
 
-python3 -m scripts.sample --run="$run" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
+python3 -m scripts.sample --model="$run" --num_images=$num_images --sampler=heun --steps=13 --cfg_scale=1 --batch_size=250 \
     --npz --out="$samples"
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
     --judge=runs/records/judge_cifar10.safetensors

@@ -9,7 +9,7 @@ Evaluate a trained model, or images in a file or a folder.
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
     python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # a row for each
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run=... --metric=...
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 
 import json
@@ -35,7 +35,7 @@ from nanodiff.metrics.sample_files import open_samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.web.report import LiveReport
 
-run = ""  # tag or folder of a run; "" = the one written to last
+model = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier: what to measure
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
@@ -75,10 +75,10 @@ source = samples  # in messages
 if samples:
     measured = open_samples(samples)
     name = name or measured.data
-    if run and not name:  # compare with the set that this run was trained on
-        name = load_run(run, device, checkpoint_step, ema).data["name"]
+    if model and not name:  # compare with the set that this run was trained on
+        name = load_run(model, device, checkpoint_step, ema).data["name"]
 else:
-    loaded = load_run(run, device, checkpoint_step, ema)
+    loaded = load_run(model, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described() | {"dtype": str(compute_dtype).removeprefix("torch.")}
@@ -229,7 +229,7 @@ if samples:
 elif loaded:
     folder, stem = loaded.run_dir, f"{loaded.step:06d}"
 if rank == 0 and folder:
-    apart = ("run", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
+    apart = ("model", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())

@@ -1,8 +1,8 @@
 """
 Write a trained model to a file: for nanodiff, or in the published format of Meta's DiT.
 
-    python -m scripts.export --run=shapes_dit_d4              # then: scripts.sample --run=FILE.safetensors
-    python -m scripts.export --run=my_dit --form=meta         # as facebookresearch/DiT's .pt
+    python -m scripts.export --model=shapes_dit_d4              # then: scripts.sample --model=FILE.safetensors
+    python -m scripts.export --model=my_dit --form=meta         # as facebookresearch/DiT's .pt
 
 A .safetensors holds all that sampling needs; Meta's form holds the weights as "ema", as its training checkpoints do,
 and beside them the heads, schedule and T that nanodiff needs; other settings are printed.
@@ -23,7 +23,7 @@ from nanodiff.formats.published import MISSING, from_meta, to_meta
 from nanodiff.models.build import model_settings
 from nanodiff.safetensors import save_safetensors
 
-run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
+model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
@@ -39,7 +39,7 @@ config = configure(globals())
 suffix = ".safetensors" if form == "safetensors" else ".pt"
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
-loaded = load_run(run, torch.device("cpu"), checkpoint_step, ema)
+loaded = load_run(model, torch.device("cpu"), checkpoint_step, ema)
 if lora:
     apply_adapters(loaded, lora, lora_scale)
 model_config = loaded.model.config
@@ -90,7 +90,7 @@ except OSError as e:
 num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
 if form == "safetensors":
-    print0(f"to sample: python -m scripts.sample --run={shlex.quote(str(path))}")
+    print0(f"to sample: python -m scripts.sample --model={shlex.quote(str(path))}")
 else:
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
     process = {name: loaded.config.get(name) for name in names}

@@ -2,12 +2,12 @@
 Sample from a trained model: a grid to look at, or an .npz of any number of images, as ADM's evaluations read it.
 
     python -m scripts.sample                                   # the newest run, averaged weights
-    python -m scripts.sample --run=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
-    torchrun --standalone --nproc_per_node=8 -m scripts.sample -- --run=cifar10_dit_d12 --num_images=50000 --npz
-    python -m scripts.sample --run=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
-    python -m scripts.sample --run=ema.pt,heads=2,num_timesteps=100    # such a file, told what it lacks
+    python -m scripts.sample --model=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
+    torchrun --standalone --nproc_per_node=8 -m scripts.sample --model=cifar10_dit_d12 --num_images=50000 --npz
+    python -m scripts.sample --model=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
+    python -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # such a file, told what it lacks
     python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
-    python -m scripts.sample --run=upsampler --low_res=base_samples.npz    # super-resolution of another model's samples
+    python -m scripts.sample --model=upsampler --low_res=base_samples.npz  # super-resolution of another model's samples
 
 Image i depends only on (seed, i) and its class. After a stop or a kill the same command resumes, on any number of
 ranks, and writes the same bytes.
@@ -43,7 +43,7 @@ from nanodiff.sampling.inputs import READERS
 from nanodiff.sampling.store import SampleStore
 
 # Model
-run = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
+model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
@@ -69,7 +69,7 @@ eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 cfg_scale = 2.0  # [0, 100]: guidance away from the null class or from a weaker model; 1 = none
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
-guide_run = ""  # a weaker model to guide away from: tag, folder or file; "" = this run, if one of the next two is given
+guide_model = ""  # a weaker model to guide away from: tag, folder or file; "" = this one, if one of the next is given
 guide_step = "newest"  # newest|best or >= 0: which of its checkpoints, or its step
 guide_ema = ""  # which of its weights; "" = the first rate
 # Output
@@ -80,7 +80,7 @@ batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
 config = configure(globals())
-APART = ("run", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
+APART = ("model", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-loaded = load_run(run, device, checkpoint_step, ema)
+loaded = load_run(model, device, checkpoint_step, ema)
 if lora:
     apply_adapters(loaded, lora, lora_scale)
 guide = None
-if guide_run or guide_step != "newest" or guide_ema:
-    guide = load_run(guide_run or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
+if guide_model or guide_step != "newest" or guide_ema:
+    guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
 settings = loaded.settings(respacing or steps, sampler, config.given.get("cfg_scale"), cfg_interval, **others)

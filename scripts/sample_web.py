@@ -2,7 +2,7 @@
 A page on this machine to sample from trained models: choose, watch the denoising, download the picture.
 
     python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
-    python -m scripts.sample_web --run=shapes_dit_d4 --port=0   # any free port
+    python -m scripts.sample_web --model=shapes_dit_d4 --port=0   # any free port
 
 It starts from the settings of the run's own grids. Image i is the one that scripts/sample.py draws with the same
 settings.
@@ -40,7 +40,7 @@ from nanodiff.sampling.inputs import with_hash
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
-run = ""  # tag or folder of the run that the page shows first; "" = the one written to last
+model = ""  # tag or folder of the run that the page shows first; "" = the one written to last
 port = 8000  # [0, 65535]: on 127.0.0.1; 0 = any free one
 low_res = ""  # what super-resolution models enlarge: .npz, folder or val; "" = val, if there is one
 autoencoder = ""  # path of the VAE of latent models; "" = where it was when their latents were made
@@ -240,9 +240,9 @@ class Handler(LocalHandler):
 
 
 def main():
-    first_run = find_run(run).resolve()
+    first_run = find_run(model).resolve()
     if first_run.is_file():
-        raise UserError(f"run={run!r} is a file, and the page samples runs: use scripts.sample")
+        raise UserError(f"model={model!r} is a file, and the page samples runs: use scripts.sample")
     describe_run(first_run)  # refuses a run that cannot be sampled
     device = init_device(device_type)
     compute_dtype = choose_dtype(dtype, device)

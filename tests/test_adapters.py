@@ -122,14 +122,14 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
             assert drawn["labels"].tolist() == [*range(9)]
             return drawn["arr_0"]
 
-    images = sample("a", "--run=a")
+    images = sample("a", "--model=a")
     for scale, same in ((1, True), (0, False)):
-        found = sample(f"scale{scale}", "--run=old", f"--lora={file}", f"--lora_scale={scale}")
+        found = sample(f"scale{scale}", "--model=old", f"--lora={file}", f"--lora_scale={scale}")
         assert np.array_equal(found, images) is same
     tensors, info = load_safetensors(file)
     save_safetensors(tensors, file, info | {"trained": "0"})
     with pytest.raises(UserError, match="another protocol"):
-        sample("scale1", "--run=old", f"--lora={file}", "--lora_scale=1")
+        sample("scale1", "--model=old", f"--lora={file}", "--lora_scale=1")
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
     done = run_script("base_train", *again, "--init_from=a", "--model_tag=b", "--num_iterations=1")
@@ -200,7 +200,7 @@ def test_mistakes_are_one_line_and_leave_nothing(base, old, run_script, capsys):
     make_data("large", resolution=32)
     faults = {
         "--init_from=": "lora_rank=2 needs --init_from",
-        "--init_from=none": "run='none' is no folder, file or tag; nearest tags: old",
+        "--init_from=none": "'none' is no folder, file or tag; nearest tags: old",
         "--data=large": "the data have resolution 32, the model wants 16",
         "--t_range=0.8,0.5": "t_range='0.8,0.5'; accepted: two numbers",
         "--trainable=final": "trainable='final' with lora_rank, .*; accepted: ''",

@@ -85,7 +85,7 @@ def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_scri
         figures = []
         for i, setting in enumerate(["--timesteps=auto", *settings]):
             run_dir = make_run(run_script, f"{objective}{i}", f"--objective={objective}", setting)
-            found = evaluate(run_script, run_dir, "loss", f"--run={run_dir.name}")
+            found = evaluate(run_script, run_dir, "loss", f"--model={run_dir.name}")
             figures.append([found["loss"], *(found.get(f"loss_q{q}") for q in range(4))])
         assert figures[1:] == figures[:1] * len(settings)
 
@@ -160,7 +160,7 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
     assert given.items() <= drawn.items()
     run_script("sample", *TIMELESS, *few, "--npz", f"--out={tmp_path}/s")
     figures = ["fd_classifier", "kd_classifier", "kd_classifier_std", "precision", "recall", "class_accuracy"]
-    for more in ((), (f"--run={run_dir.name}",)):  # the file says which set its model was trained on
+    for more in ((), (f"--model={run_dir.name}",)):  # the file says which set its model was trained on
         read = evaluate_file(run_script, tmp_path / "s.npz", "fd_classifier", *more)
         assert read["samples_protocol"]["seed"] == 5 and read["num_images"] == 12
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
@@ -239,7 +239,7 @@ def test_models_without_classes_or_colours(base, run_script, quick_classifier):
             writer.append(split, images[:, :1], labels)
     for tag, class_cond in (("a", False), ("b", True)):
         run_dir = make_run(run_script, tag, f"--class_cond={class_cond}")
-        result = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--run={tag}")
+        result = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--model={tag}")
         assert result["fd_classifier"] > 0 and ("class_accuracy" in result) == class_cond
 
 

@@ -202,7 +202,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     folder = base_dir() / "runs" / "run"
     grid = decode_png(next((folder / "samples").glob("*.png")).read_bytes())
     assert grid.shape[1] == 8 * (20 * 2 + 2) + 2  # the widest row, enlarged
-    args = ("--run=run", "--steps=1", "--dtype=float32", "--device_type=cpu")
+    args = ("--model=run", "--steps=1", "--dtype=float32", "--device_type=cpu")
     run_script("sample", *args, "--num_images=24", f"--out={folder / 'mixed'}")
     rows = decode_png((folder / "mixed.png").read_bytes())
     *_, last = drawn(folder, num_images=24, steps=1)
@@ -220,8 +220,8 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
             run_script("sample", *args, *wrong)
     run_script("base_eval", *args, "--metric=fd_classifier", "--num_images=40")
     assert np.isfinite(json.loads(next(folder.glob("eval_fd_*")).read_text())["fd_classifier"])
-    run_script("base_eval", "--run=run", "--metric=loss", "--device_type=cpu")
-    run_script("export", "--run=run", f"--out={folder / 'model.safetensors'}")
+    run_script("base_eval", "--model=run", "--metric=loss", "--device_type=cpu")
+    run_script("export", "--model=run", f"--out={folder / 'model.safetensors'}")
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
     assert loaded.data["sizes"] == describe_data(photos)["sizes"]
     tune = ("--init_from=run", "--lora_rank=2", "--data=photos", "--num_iterations=2", "--total_batch_size=4")
@@ -242,7 +242,7 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tm
             seen += numbers.tolist()
     assert sorted(seen) == list(range(26))
     run_script("base_train", *RUN, "--data=told", "--model_tag=told", "--sample_every=0", "--sample_steps=1")
-    args = ("--run=told", "--steps=1", "--dtype=float32", "--device_type=cpu")
+    args = ("--model=told", "--steps=1", "--dtype=float32", "--device_type=cpu")
     run_script("sample", *args, "--num_images=24", f"--out={tmp_path / 'mixed'}")
     assert decode_png((tmp_path / "mixed.png").read_bytes()).shape[1] == 8 * (20 * 2 + 2) + 2
     for name, rows in (("mine", np.eye(26)), ("other", np.eye(26)[::-1])):

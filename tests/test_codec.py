@@ -190,11 +190,11 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
             [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"],
             "a was trained on data with other sha256, sha256 of the latents",
         ),
-        ("base_eval", ["--run=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
+        ("base_eval", ["--model=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
         ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not by other"),
         ("base_train", [*TINY, "--data=plain", "--flip"], "has no mirrored copies"),
         ("base_train", [*TINY, "--data=plain", "--objective=eps", "--bpd_every=1"], "bits/dim need uint8 images"),
-        ("base_eval", ["--run=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not by other"),
+        ("base_eval", ["--model=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not by other"),
     ):
         with pytest.raises(UserError) as error:
             run_script(script, *args)

@@ -35,7 +35,7 @@ def assert_equal(given, wanted):
 @pytest.fixture
 def export(base, run_script):
     """export(run, *settings) -> path of what scripts/export.py wrote."""
-    return lambda run, *args: run_script("export", f"--run={run}", *args)["path"]
+    return lambda run, *args: run_script("export", f"--model={run}", *args)["path"]
 
 
 @pytest.mark.parametrize("model_config", [UPSAMPLER, UNET])
@@ -57,11 +57,11 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
 def test_a_safetensors_is_sampled_from_without_its_run(base, run_script, export, tmp_path, monkeypatch):
     run_dir = write_run(base, "a", DIT).parents[1]
     sample = (*TIMELESS, "--npz", "--num_images=4", "--steps=3")
-    run_script("sample", *sample, "--run=a", f"--out={tmp_path / 'one'}")
+    run_script("sample", *sample, "--model=a", f"--out={tmp_path / 'one'}")
     file = export("a", f"--out={tmp_path / 'new' / 'model.safetensors'}")
     run_dir.rename(tmp_path / "gone")
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
-    run_script("sample", *sample, f"--run={file}", f"--out={tmp_path / 'two'}")
+    run_script("sample", *sample, f"--model={file}", f"--out={tmp_path / 'two'}")
     with np.load(tmp_path / "one.npz") as one, np.load(tmp_path / "two.npz") as two:
         assert (one["arr_0"] == two["arr_0"]).all() and (one["labels"] == two["labels"]).all()
 

@@ -29,7 +29,7 @@ def images(runs, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("run, sampler", SAMPLERS)
 def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     """Also that less strength means fewer evaluations, and an image that is nearer to the given one."""
-    some = (f"--run={run}", f"--sampler={sampler}", "--num_images=4", "--steps=10")
+    some = (f"--model={run}", f"--sampler={sampler}", "--num_images=4", "--steps=10")
     given = (*some, f"--from_images={tmp_path / 'given.npz'}")
     plain, _, protocol = draw(*some)
     all_of_it, _, same = draw(*given, "--strength=1")
@@ -90,7 +90,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
 def test_latents_go_through_their_autoencoder(draw, run_script, images, tmp_path):  # noqa: F811
     vae = make_autoencoder(tmp_path / "vae")
     make_run(run_script, "given_latents", f"--autoencoder={vae}", "--patch_size=2")
-    args = ("--run=given_latents", "--num_images=3", f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
+    args = ("--model=given_latents", "--num_images=3", f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
     drawn, _, _ = draw(*args)
     autoencoder = open_autoencoder(vae)
     mean, _ = autoencoder.encode(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
@@ -123,4 +123,4 @@ def test_images_that_cannot_be_started_from(run_script, images, tmp_path):
         (["--strength=0.2"], "would do nothing without from_images"),
     ):
         with pytest.raises(UserError, match=message):
-            run_script("sample", *TIMELESS, "--run=flow", "--num_images=2", *args)
+            run_script("sample", *TIMELESS, "--model=flow", "--num_images=2", *args)

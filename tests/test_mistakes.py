@@ -96,23 +96,23 @@ MISTAKES = [
     ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
     ((*TRAIN, "--model_tag=broken"), "broken"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
-    ((*SAMPLE, "--run=broken"), "broken"),
-    ((*SAMPLE, f"--run={'x' * 300}"), "xxx"),
-    ((*SAMPLE, "--run=~nobody/x"), "~nobody/x"),
-    ((*SAMPLE, "--run=empty"), "empty"),
-    ((*SAMPLE, "--run=a", "--ema=0.5"), "0.5"),
-    ((*SAMPLE, "--run=a", "--checkpoint_step=9"), "step 9"),
-    ((*SAMPLE, "--run=a", "--cfg_interval=0.8,0.1"), "0.8,0.1"),
-    ((*SAMPLE, "--run=a", "--sampler=ddpm"), "ddpm"),
-    ((*SAMPLE, "--run=gauss", "--respacing=ddim17"), "ddim17"),
-    ((*SAMPLE, "--run=a", "--eta=0.5"), "eta"),
-    ((*SAMPLE, "--run=a", "--respacing=10"), "respacing"),
-    ((*SAMPLE, "--run=a", "--out=file/x"), "see out"),
-    ((*SAMPLE, "--run=flat.pt"), "flat.pt"),
-    ((*EVAL, "--run=plain", "--metric=loss", "--data=alone"), "'val'"),
-    ((*EVAL, "--run=plain", "--metric=class_accuracy"), "class_accuracy"),
-    ((*EVAL, "--run=a", "--metric=bpd"), "bpd"),
-    ((*EVAL, "--run=a", "--metric=fd_classifier", "--cfg_interval=0.3"), "'0.3'"),
+    ((*SAMPLE, "--model=broken"), "broken"),
+    ((*SAMPLE, f"--model={'x' * 300}"), "xxx"),
+    ((*SAMPLE, "--model=~nobody/x"), "~nobody/x"),
+    ((*SAMPLE, "--model=empty"), "empty"),
+    ((*SAMPLE, "--model=a", "--ema=0.5"), "0.5"),
+    ((*SAMPLE, "--model=a", "--checkpoint_step=9"), "step 9"),
+    ((*SAMPLE, "--model=a", "--cfg_interval=0.8,0.1"), "0.8,0.1"),
+    ((*SAMPLE, "--model=a", "--sampler=ddpm"), "ddpm"),
+    ((*SAMPLE, "--model=gauss", "--respacing=ddim17"), "ddim17"),
+    ((*SAMPLE, "--model=a", "--eta=0.5"), "eta"),
+    ((*SAMPLE, "--model=a", "--respacing=10"), "respacing"),
+    ((*SAMPLE, "--model=a", "--out=file/x"), "see out"),
+    ((*SAMPLE, "--model=flat.pt"), "flat.pt"),
+    ((*EVAL, "--model=plain", "--metric=loss", "--data=alone"), "'val'"),
+    ((*EVAL, "--model=plain", "--metric=class_accuracy"), "class_accuracy"),
+    ((*EVAL, "--model=a", "--metric=bpd"), "bpd"),
+    ((*EVAL, "--model=a", "--metric=fd_classifier", "--cfg_interval=0.3"), "'0.3'"),
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--path=mixed"), "resolution"),
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arg
 
 @pytest.mark.slow
 def test_as_the_user_sees_it(place):
-    done = run_process(*SAMPLE, "--run=unheard", check=False)
+    done = run_process(*SAMPLE, "--model=unheard", check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("error: ") and "unheard" in line
 

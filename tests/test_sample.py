@@ -66,7 +66,7 @@ def draw(run_script, tmp_path):
     def run(*args):
         out = tmp_path / "drawn"
         Path(f"{out}.npz").unlink(missing_ok=True)  # a finished file is never replaced
-        run_script("sample", *TIMELESS, "--run=flow", "--npz", "--steps=3", f"--out={out}", *args)
+        run_script("sample", *TIMELESS, "--model=flow", "--npz", "--steps=3", f"--out={out}", *args)
         with np.load(f"{out}.npz") as file:
             return file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
 
@@ -81,7 +81,7 @@ def assert_same(a, b, apart=1):
 @pytest.mark.parametrize("run, samplers", [("flow", ("heun", "sde", "euler")), ("eps", ("ddpm", "ddim", "dpm++"))])
 def test_batch_size_does_not_change_an_image(draw, run, samplers):
     for sampler in samplers:
-        more = (f"--run={run}", f"--sampler={sampler}", "--cfg_interval=0.2,0.7")
+        more = (f"--model={run}", f"--sampler={sampler}", "--cfg_interval=0.2,0.7")
         one, _, _ = draw("--num_images=7", *more)
         few, _, _ = draw("--num_images=5", "--batch_size=2", *more)
         assert_same(one[:5], few)  # nor how many are drawn
@@ -90,7 +90,7 @@ def test_batch_size_does_not_change_an_image(draw, run, samplers):
 
 def test_respacing_and_eta_are_those_of_the_published_code(draw):
     """Respacing "10" is 10 evenly spaced steps; eta adds noise to DDIM's."""
-    some = ("--run=small", "--num_images=2")
+    some = ("--model=small", "--num_images=2")
     ten, _, _ = draw(*some, "--steps=10")
     respaced, _, protocol = draw(*some, "--respacing=10")
     assert (ten == respaced).all() and protocol["network_evaluations"] == 2 * 10
@@ -114,7 +114,7 @@ def test_seed_class_and_weights_change_an_image(draw):
 def test_what_is_written(runs, draw, run_script, tmp_path):
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
-    args = ("--run=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=3", "--npz")
+    args = ("--model=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=3", "--npz")
     run_script("sample", *TIMELESS, *args)
     with np.load(f"{out}.npz") as file:
         images, labels, protocol = file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
@@ -134,15 +134,15 @@ def test_default_names_tell_what_differs(runs, run_script):
     """So a small sample does not replace a large one, and the same command finds its own file again. No name shows a
     folder of a path, and two files of one name differ."""
     for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"], ["--num_images=2", "--classes=ring"]):
-        run_script("sample", *TIMELESS, f"--run={runs / 'flow'}", "--npz", "--steps=1", *args)
+        run_script("sample", *TIMELESS, f"--model={runs / 'flow'}", "--npz", "--steps=1", *args)
     names = {path.name.removeprefix("sample_000001_seed0_") for path in (runs / "flow" / "samples").glob("*.npz")}
     rest = "steps=1_dtype=float32.npz"
     assert names == {f"num_images=4_{rest}", f"num_images=2_classes=ring_{rest}"}
-    config = Config({"guide_run": "/a/b/c.pt"})
-    config.defaults = {"guide_run": ""}
+    config = Config({"guide_model": "/a/b/c.pt"})
+    config.defaults = {"guide_model": ""}
     name = name_of_settings("sample", config)
-    assert re.fullmatch("sample_guide_run=c.pt_[0-9a-f]{8}", name)
-    config["guide_run"] = "/a/d/c.pt"
+    assert re.fullmatch("sample_guide_model=c.pt_[0-9a-f]{8}", name)
+    config["guide_model"] = "/a/d/c.pt"
     assert name != name_of_settings("sample", config)
 
 
@@ -150,35 +150,35 @@ def test_mistakes(run_script):
     for args, message in (
         ("--num_images=257", "num_images=257: a grid shows 256; --npz keeps more"),
         ("--classes=ring,rig", "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
-        ("--run=plain --classes=1", "classes: '1' is unknown; this model has no classes"),
+        ("--model=plain --classes=1", "classes: '1' is unknown; this model has no classes"),
         ("--out=.", "is a folder; accepted: the path of a file in it, without suffix"),
         ("--low_res=val", "low_res='val' would do nothing: .*flow.* was trained without low_res"),
-        ("--guide_run=plain", "plain.* cannot guide .*flow.*: they differ in num_classes$"),
-        ("--guide_run=x0", "they differ in objective$"),
-        ("--guide_run=large", "they differ in image_size$"),
+        ("--guide_model=plain", "plain.* cannot guide .*flow.*: they differ in num_classes$"),
+        ("--guide_model=x0", "they differ in objective$"),
+        ("--guide_model=large", "they differ in image_size$"),
     ):
         with pytest.raises(UserError, match=message):
-            run_script("sample", *TIMELESS, "--run=flow", *args.split())
+            run_script("sample", *TIMELESS, "--model=flow", *args.split())
 
 
 def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw, run_script, capsys):
     guided = ("--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
-        _, labels, protocol = draw(f"--run={run}", *guided)
+        _, labels, protocol = draw(f"--model={run}", *guided)
         out = capsys.readouterr().out
         assert out.count("not guided: cfg_scale=4 and cfg_interval=0.3,0.7 are ignored for them, as") == 1
         assert "as the model has no null class" in out and "learned" not in out
         assert labels.tolist() == classes
         assert (protocol["cfg_scale"], protocol["cfg_interval"], protocol["network_evaluations"]) == (1, "0,1", 5)
-        run_script("sample", *TIMELESS, f"--run={run}", "--steps=2", *guided)
+        run_script("sample", *TIMELESS, f"--model={run}", "--steps=2", *guided)
         capsys.readouterr()
         (name,) = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
         assert "cfg_scale=1.0" in name and "interval" not in name
         for asked in ([], ["--cfg_scale=2"]):
-            draw(f"--run={run}", "--num_images=1", *asked)
+            draw(f"--model={run}", "--num_images=1", *asked)
             assert ("not guided" in capsys.readouterr().out) == bool(asked)
-    raw, _, _ = draw("--run=plain", "--num_images=3", "--ema=raw")
-    zero, _, protocol = draw("--run=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
+    raw, _, _ = draw("--model=plain", "--num_images=3", "--ema=raw")
+    zero, _, protocol = draw("--model=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
     assert (raw == zero).all() and protocol["cfg_scale"] == 0  # another model can still guide it
 
 
@@ -189,7 +189,7 @@ def test_python_draws_what_the_script_draws(draw, run):
     classes = ["ring", 3] if run == "flow" else []
     images = nanodiff.load(run, device_type="cpu").sample(classes, **some)
     args = [f"--{key}={value}" for key, value in some.items()] + ["--dtype=auto"]
-    expected, _, _ = draw(f"--run={run}", *args, *(["--classes=ring,3"] if classes else []))
+    expected, _, _ = draw(f"--model={run}", *args, *(["--classes=ring,3"] if classes else []))
     assert images.dtype == np.uint8 and images.shape == (70, 16, 16, 3)
     assert images.tobytes() == expected.tobytes()
     with pytest.raises(UserError, match="no setting bogus; accepted: steps, .*, num_images"):
@@ -206,14 +206,14 @@ def test_importing_nanodiff_imports_no_torch():
 def test_latents_are_decoded_by_their_autoencoder(draw, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
     make_run(run_script, "latent", f"--autoencoder={vae}", "--patch_size=2")
-    one, _, protocol = draw("--run=latent", "--num_images=5")
-    few, _, _ = draw("--run=latent", "--num_images=5", "--batch_size=2")
+    one, _, protocol = draw("--model=latent", "--num_images=5")
+    few, _, _ = draw("--model=latent", "--num_images=5", "--batch_size=2")
     assert one.shape == (5, 16, 16, 3)
     assert_same(one, few)
     expected = open_autoencoder(str(vae))
     assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (expected.name, expected.sha256)
     vae.rename(tmp_path / "moved")  # then latents are shown as they are
-    shown, _, protocol = draw("--run=latent", "--num_images=5")
+    shown, _, protocol = draw("--model=latent", "--num_images=5")
     assert shown.shape == (5, 4, 4, 3) and protocol["autoencoder"] is None
 
 
@@ -226,7 +226,7 @@ def test_autoguidance(draw):
     assert (itself == plain).all() and protocol["network_evaluations"] == 2 * 5
     zero, _, protocol = draw(*some, "--cfg_scale=0", "--guide_ema=raw")
     assert (zero == raw).all() and protocol["guide"]["weights"] == "raw"
-    one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_run=flow", "--guide_step=0")
+    one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
 
 
@@ -249,7 +249,7 @@ def test_network_evaluations():
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs that were stopped
 
-LONG = ("--run=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts, one of 2
+LONG = ("--model=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts
 
 
 def forked(*args, ranks=1, before=None):
@@ -310,7 +310,7 @@ def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, ranks):
 def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatch, capsys):
     draw("--num_images=3")
     monkeypatch.setattr(drawing, "sample_images", None)
-    same = ("--run=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
+    same = ("--model=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
     run_script("sample", *TIMELESS, *same)
     assert "3 images of this protocol are there already" in capsys.readouterr().out
 
@@ -331,7 +331,7 @@ def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
 def test_super_resolution(draw, tmp_path):
     """The validation set and a file of its images give the same samples; a folder of them: tests/test_given.py."""
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
-    few = ("--run=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
+    few = ("--model=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
     images, labels, protocol = draw(*few)
     val = open_dataset("tiny", "val")
     assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == val.described
@@ -357,7 +357,7 @@ def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path):
         ("absent.npz", "is not there; accepted: an .npz file, a folder of images"),
     ):
         with pytest.raises(UserError, match=f"{name}'.*{message}"):
-            run_script("sample", *TIMELESS, "--run=sr", f"--low_res={tmp_path / name}")
+            run_script("sample", *TIMELESS, "--model=sr", f"--low_res={tmp_path / name}")
 
 
 def test_the_published_cascade(draw, tmp_path):
@@ -365,7 +365,7 @@ def test_the_published_cascade(draw, tmp_path):
     settings = dict(channel_mult=(1,), attention_resolutions=(16,), out_channels=6, num_classes=3, low_res=4)
     unet_file(tmp_path / "up.pt", **settings)
     np.savez(tmp_path / "base_samples.npz", np.full((2, 4, 4, 3), 99, np.uint8), np.array([2, 0]))
-    args = (f"--run={tmp_path / 'up.pt'}", "--num_images=3")
+    args = (f"--model={tmp_path / 'up.pt'}", "--num_images=3")
     images, labels, _ = draw(*args, f"--low_res={tmp_path / 'base_samples.npz'}")
     assert images.shape == (3, 16, 16, 3) and labels.tolist() == [2, 0, 2]
     with pytest.raises(UserError, match="names no data set .*give --low_res"):
@@ -381,7 +381,7 @@ def test_meta_files(draw, tmp_path, training_checkpoint):
     loaded = load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")
     ours = to_meta(loaded.model.state_dict(), loaded.model.config)
     assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
-    args = (f"--run={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
+    args = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
 
@@ -390,7 +390,7 @@ def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_pat
     path = tmp_path / "ema.pt"
     unet_file(path, channel_mult=(1, 2), attention_resolutions=(8,), num_classes=3, num_heads=2)
     args = ("--num_images=4", "--steps=2")
-    shown, labels, protocol = draw(*args, f"--run={path},image_size=16,heads=2")
+    shown, labels, protocol = draw(*args, f"--model={path},image_size=16,heads=2")
     assert shown.shape == (4, 16, 16, 3) and labels.tolist() == [0, 1, 2, 0]
     assert protocol["cfg_scale"] == 1  # the published class table has no null class
     told = "heads=2,image_size=16,noise_schedule=linear,num_timesteps=100,rescale_timesteps=False"
@@ -399,7 +399,7 @@ def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_pat
     assert process.betas[-1] == pytest.approx(0.2)  # linear: 20 / T
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())
     with pytest.raises(UserError, match=r"ema\.pt.*image_size=0"):
-        draw(*args, f"--run={path}")
+        draw(*args, f"--model={path}")
     for option, fault in (("heads=0", "heads=0; accepted: 1 or more"), ("step=3", "step=3 is no option of .*, a file")):
         with pytest.raises(UserError, match=fault):
             load_run(f"{path},{option}", "cpu")

@@ -72,7 +72,7 @@ def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, tag, s
     *_, last = drawn(find_run(tag), steps=3, **settings)
     classes = ",".join(map(str, settings.pop("classes", [])))
     args = [f"--{name}={value}" for name, value in settings.items()]
-    args += [f"--run={tag}", "--npz", "--steps=3", f"--classes={classes}", f"--out={tmp_path / 'a'}"]
+    args += [f"--model={tag}", "--npz", "--steps=3", f"--classes={classes}", f"--out={tmp_path / 'a'}"]
     run_script("sample", *TIMELESS, *args)
     with np.load(tmp_path / "a.npz") as file:
         images = file["arr_0"].transpose(0, 3, 1, 2)
@@ -164,7 +164,7 @@ def test_mistakes_get_one_line(flow, run_script):
         with pytest.raises(UserError, match=told):
             drawn(flow, **{name: value})
     with pytest.raises(UserError, match="nearest tags: flow"):
-        run_script("sample_web", "--run=no")
+        run_script("sample_web", "--model=no")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'}", "--model_tag=guessed")
     assert "does not hold heads=1" in capsys.readouterr().out
     # Our own export of it holds its heads
-    run_script("export", "--run=told", "--form=meta", f"--out={tmp_path / 'again.pt'}", "--ema=raw")
+    run_script("export", "--model=told", "--form=meta", f"--out={tmp_path / 'again.pt'}", "--ema=raw")
     capsys.readouterr()
     assert load_run(str(tmp_path / "again.pt"), "cpu").model.config.heads == 2
     assert "does not hold" not in capsys.readouterr().out

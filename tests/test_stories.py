@@ -39,6 +39,6 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     after = [call.replace(str(tmp_path), "") for call in calls[trained + 1 :]]
     assert sum("mine" in call for call in after) == count
     default = {"miniseries": "mini_", "finetune": "with_cross ", "few_steps": "few_steps_cpu"}.get(story, f"{story}_")
-    assert not any(f"--run={default}" in call for call in after)
+    assert not any(f"--model={default}" in call for call in after)
     measured = [call for call in after if "measured_" in call]
     assert all("/runs/mine/measured_step_000007.npz" in call for call in measured)

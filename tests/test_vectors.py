@@ -193,7 +193,7 @@ def here(trained, monkeypatch):
     return trained
 
 
-SAMPLE = ("sample", "--run=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
+SAMPLE = ("sample", "--model=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
 
 
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, run_script, tmp_path):
@@ -234,9 +234,9 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
             writer.append(split, draw_shapes(24, seed=1)[0])
     run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
     with pytest.raises(UserError, match="trained without vectors"):
-        run_script(*SAMPLE, "--run=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+        run_script(*SAMPLE, "--model=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
     with pytest.raises(UserError, match="has vector_dim 0, the model wants 8"):
-        run_script("base_eval", "--run=a", "--data=plain", "--metric=loss", "--device_type=cpu")
+        run_script("base_eval", "--model=a", "--data=plain", "--metric=loss", "--device_type=cpu")
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
@@ -252,7 +252,7 @@ def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
     )
     done = run_script("base_train", *lora, "--total_batch_size=8", "--model_tag=lora", "--dtype=float32")
     assert done["step"] == 2
-    run_script("export", "--run=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
+    run_script("export", "--model=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
     again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")
     assert_identical(again.model.state_dict(), first.model.state_dict())
     np.testing.assert_array_equal(again.sample(num_images=2, steps=2), first.sample(num_images=2, steps=2))

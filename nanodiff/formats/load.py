@@ -158,7 +158,7 @@ def find_run(run: str) -> Path:
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
     tags = nearest(run, [p.name for p in known])
-    raise UserError(f"run={run!r} is no folder, file or tag; nearest tags: {tags}; scripts.base_train trains one")
+    raise UserError(f"{run!r} is no folder, file or tag; nearest tags: {tags}; scripts.base_train trains one")
 
 
 def split_options(run: str) -> tuple[str, dict]:

@@ -252,6 +252,6 @@ def end(
         print0(f"stopped by a signal after step {step}: {how}")
     minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
-    sample = f"; to sample: python -m scripts.sample --run={shlex.quote(log.run_dir.name)}" if saved else ""
+    sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
