@@ -383,23 +383,35 @@ def save():
     saver.wait()
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     if ddp_rank == 0:
-        tensors = dict(model=host_copy(raw_model.state_dict()), optim=optim_state)
-        tensors["train"] = dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums)
-        for rate, average in averages.items():
-            tensors[f"ema_{rate}"] = average
-        meta = dict(step=step, arch=arch, config=config, model_config=asdict(model_config), data=codec.description)
-        meta |= dict(ema_rates=list(ema.rates), loop=progress | {"step": step})
+        tensors = {
+            "model": host_copy(raw_model.state_dict()),
+            "optim": optim_state,  # of all parameters, whatever the number of ranks
+            "train": dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums),
+            **{f"ema_{rate}": average for rate, average in averages.items()},
+        }
+        saved = {
+            "step": step,
+            "arch": arch,
+            "config": config,  # the settings
+            "model_config": asdict(model_config),  # the shape that they give
+            "data": codec.description,  # how the model sees images and classes
+            "ema_rates": list(ema.rates),
+            "loop": progress | {"step": step},  # counters that a resume restores
+        }
         if lora:
-            meta["lora"] = lora
-            save_adapters(run_dir, meta, tensors)
-        saver.start(run_dir, step, tensors, meta, checkpoints_kept)
+            saved["lora"] = lora
+            save_adapters(run_dir, saved, tensors)
+        saver.start(run_dir, step, tensors, saved, checkpoints_kept)
     saver.step = step
 
 
-def keep_if_best(metric, value, images, every):
+def keep_if_best(found):
     """If this evaluation is the best, note it and keep its checkpoint, which is saved here where evaluations and saves
-    have different beats. Returns what to print. A collective."""
-    found = dict(step=step, metric=metric, value=value, images=images)
+    have different beats. Returns the best one. A collective."""
+    name, images, every = "val/loss_ema", eval_images, eval_every
+    if fid_every >= 0:
+        name, images, every = f"val/{fid_metric}", fid_images, fid_every
+    found = dict(step=step, metric=name, value=found.get(name, math.inf), images=images)
     if is_better(found, progress["best"]):
         if save_every > 0 and every > 0 and save_every % every and every % save_every and step != saver.step:
             save()
@@ -407,8 +419,7 @@ def keep_if_best(metric, value, images, every):
             progress["best"] = found
             if ddp_rank == 0:
                 write_best(run_dir, found)
-    best = progress["best"]
-    return f" (best {best['value']:.4f}, step {best['step']})" if best else ""
+    return progress["best"]
 
 
 model = compiled(raw_model, device, num_iterations, compile)
@@ -438,47 +449,37 @@ while True:
     if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
-    # Evaluations run eagerly: compiling for so few batches takes longer
-    with uncompiled():
-        # Validation loss of the raw weights and of their average, on the same images, t and noise each time.
-        # ema.applied also sets eval mode.
-        if due(eval_every) and not stopping:
-            given = (process, val_set, codec, eval_images, device_batch_size, seed)
-            raw_model.eval()
-            with autocast:
-                val_loss, _ = validation_loss(raw_model, *given)
-            raw_model.train()
-            with autocast, ema.applied(raw_model):
-                val_loss_ema, by_t = validation_loss(raw_model, *given)
-            best = "" if quality else keep_if_best("val/loss_ema", val_loss_ema, eval_images, eval_every)
-            quarters = " ".join("-" if math.isnan(q) else f"{q:.4f}" for q in by_t)
-            averaged = f"average {val_loss_ema:.4f}{best}"
-            print0(f"step {step:05d} | val loss {val_loss:.4f} | {averaged}, by quarter of t {quarters}")
-            val = {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
-            log.metrics({"step": step, "val/loss": val_loss, "val/loss_ema": val_loss_ema} | val)
-
-        # Bits/dim of a Gaussian diffusion: the variational bound on the negative log-likelihood (IDDPM, section 3)
-        if due(bpd_every) and not stopping:
-            with autocast, ema.applied(raw_model):
-                bpd = bits_per_dim(raw_model, process, val_set, codec, eval_images, device_batch_size)["total_bpd"]
-            print0(f"step {step:05d} | {bpd:.4f} bits/dim")
-            log.metrics({"step": step, "val/bpd": bpd})
-
-        # Samples compared with the training images: Frechet and kernel distance, precision, recall
-        if due(fid_every) and not stopping:
-            with autocast, ema.applied(raw_model):
-                found = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
-            found = from_first_rank(found, "samples' figures")  # which it alone computes
-            best = keep_if_best(f"val/{fid_metric}", found[fid_metric], fid_images, fid_every)
-            figures = " | ".join(f"{name} {value:.4g}" for name, value in found.items())
-            print0(f"step {step:05d} | {fid_images:,} samples | {figures}{best}")
-            log.metrics({"step": step} | {f"val/{name}": value for name, value in found.items()})
-
-        # The vibe check: a grid of the averaged weights, from the same noise and classes each time, drawn by all ranks
-        if due(sample_every) and not stopping:
-            with autocast, ema.applied(raw_model):
-                grid = sample_grid(raw_model, process, val_set or train_set, codec, sample_settings, device_batch_size)
-            log.grid(grid, step)
+    # Evaluate: all of it with the averaged weights but val/loss, and eagerly: compiling for few batches takes longer
+    if not stopping and any(due(every) for every in (eval_every, bpd_every, fid_every, sample_every)):
+        found = {}
+        on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
+        with uncompiled(), autocast:
+            # Validation loss of the raw weights and of their average, on the same images, t and noise each time. Its t
+            # have one distribution whatever the training's, so that runs compare; its level is another than train/loss
+            if due(eval_every):
+                raw_model.eval()
+                found["val/loss"], _ = validation_loss(raw_model, *on_val)
+                raw_model.train()
+            with ema.applied(raw_model):  # sets eval mode too
+                if due(eval_every):
+                    found["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
+                    found |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
+                # Bits/dim of a Gaussian diffusion: the variational bound on the likelihood (IDDPM, section 3)
+                if due(bpd_every):
+                    found["val/bpd"] = bits_per_dim(raw_model, *on_val[:-1])["total_bpd"]
+                # Samples compared with the training images: Frechet and kernel distance, precision, recall
+                if due(fid_every):
+                    figures = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
+                    figures = from_first_rank(figures, "samples' figures")  # which it alone computes
+                    found |= {f"val/{name}": value for name, value in figures.items()}
+                # The vibe check: a grid from the same noise and classes each time, drawn by all ranks
+                if due(sample_every):
+                    shown = val_set or train_set
+                    grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
+                    log.grid(grid, step)
+        if found:
+            best = keep_if_best(found)
+            print0(log.evaluation(step, found, best))
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):

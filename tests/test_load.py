@@ -60,7 +60,7 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
     said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
     out = capsys.readouterr().out
-    assert said in out and out.count(f"average {losses[6]:.4f} (best {losses[best]:.4f}, step {best})") == 1
+    assert said in out and out.count(f"best loss_ema {losses[best]:.4f}, step {best}") >= 1
     (run_dir / "best.json").write_text("[]")
     assert load_run("a", "cpu", "best").step == best
     more = ("--num_iterations=7", "--eval_images=9", "--resume=changed", "--model_tag=a")

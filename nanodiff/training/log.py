@@ -222,6 +222,18 @@ class RunLog:
         if self.wandb:
             self.wandb.log(line, step=line["step"])
 
+    def evaluation(self, step: int, found: dict, best: dict | None) -> str:
+        """Log the figures val/... of an evaluation. Returns the line to print."""
+        self.metrics({"step": step} | found)
+        shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
+        quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
+        parts = [f"{name} {text}" for name, text in shown.items()]
+        if "loss" in shown:
+            parts.append(f"from image to noise {' '.join(quarters)}")
+        if best:
+            parts.append(f"best {best['metric'].removeprefix('val/')} {best['value']:.4f}, step {best['step']}")
+        return f"step {step:05d} | val: {' | '.join(parts)}"
+
     def grid(self, grid, step: int) -> None:
         """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""
         if self.file is None:
