@@ -105,7 +105,7 @@ if metric == "loss":
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
-    if not loaded.process.num_timesteps:
+    if not loaded.process.is_gaussian:
         raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")

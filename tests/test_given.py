@@ -78,7 +78,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
         seen.append(x_t.clone())
         return torch.zeros_like(x_t)
 
-    sampler = "euler" if process.num_timesteps == 0 else "ddim"
+    sampler = "ddim" if process.is_gaussian else "euler"
     process.sample(denoiser, noise, 5, sampler, known=known)
     assert len(seen) == 5
     for x_t in seen:  # a combination of x0 and noise: alpha x0 + sigma noise

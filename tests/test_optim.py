@@ -222,7 +222,7 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
             opt.step(grad_scale=0.5 + step)
         if model is eager:
             assert not graphs
-    assert len(graphs) == 2 * len(opt.buckets[-1].batches)
+    assert len(graphs) == 2 * len(opt.buffers[-1].batches)
     for name, p in eager.state_dict().items():
         torch.testing.assert_close(p, compiled.state_dict()[name], atol=1e-5, rtol=0)  # fp32 factors, not doubles
 
@@ -400,13 +400,13 @@ def two_ranks(folder):
         for micro_step in range(2):
             opt.last_micro_step = overlap and micro_step == 1
             model(x[rows], y[rows]).backward()
-        sent = len(opt.buckets) - len(opt.unsent)
+        sent = len(opt.buffers) - len(opt.unsent)
         norm, _ = opt.sync_grads()
         opt.step()
-        found[name] = {"sent": sent, "buckets": len(opt.buckets), "norm": norm}
-        found[name]["gathering"] = [sum(bucket.work is not None for bucket in opt.buckets)]
+        found[name] = {"sent": sent, "buffers": len(opt.buffers), "norm": norm}
+        found[name]["gathering"] = [sum(buffer.work is not None for buffer in opt.buffers)]
         model(x, y)
-        found[name]["gathering"].append(sum(bucket.work is not None for bucket in opt.buckets))
+        found[name]["gathering"].append(sum(buffer.work is not None for buffer in opt.buffers))
         found[name]["params"] = params(model)
     torch.save(found, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
@@ -450,9 +450,9 @@ def test_two_ranks_equal_one(ranks, case):
 def test_the_exchange_during_backward_changes_no_bit(ranks):
     for found in ranks:
         after, during = found["after"], found["during"]
-        assert after["sent"] == 0 and during["sent"] == during["buckets"] > 3  # 3 groups: Muon's is cut
+        assert after["sent"] == 0 and during["sent"] == during["buffers"] > 3  # 3 groups: Muon's is cut
         assert after["norm"] == during["norm"]
-        assert during["gathering"] == [during["buckets"], 0]  # the weights, until the model reads them
+        assert during["gathering"] == [during["buffers"], 0]  # the weights, until the model reads them
         assert largest_difference(after["params"], during["params"]) == 0
 
 

@@ -76,16 +76,16 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     ema = EMA(model, optimizer)
 
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
-    t, weight = make_timesteps("uniform" if process.num_timesteps else "logit-normal", process).sample(u)
+    t, weight = make_timesteps("uniform" if process.is_gaussian else "logit-normal", process).sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
     x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
     cond = conditions.conditioning(model_config, {"y": y}, x0)
     terms = process.losses(model, x0, t, noise, cond)
     (terms["loss"] * weight).mean().backward()
     quartile_sums(t, terms["loss"], weight, process)
-    for bucket in optimizer.buckets:  # sync_grads compares addresses, which fake tensors lack
-        bucket.grad = torch.zeros_like(bucket.flat)
-        for view, p in zip(bucket.views(bucket.grad), bucket.params):
+    for buffer in optimizer.buffers:  # sync_grads compares addresses, which fake tensors lack
+        buffer.grad = torch.zeros_like(buffer.flat)
+        for view, p in zip(buffer.views(buffer.grad), buffer.params):
             if p.grad is not None:
                 view.copy_(p.grad)
     optimizer.step()

@@ -54,7 +54,7 @@ class Memory(nn.Module):
         self.room, self.error, self.tried, self.cleared = room, error, [], 0
         self.w = nn.Parameter(torch.zeros(()))
         self.config = Conditioned()
-        self.num_timesteps = 0
+        self.is_gaussian = False
 
     def shift(self, t):
         return t
@@ -102,7 +102,7 @@ def test_means_since_the_last_log_line():
     """The mean loss is over all images of all steps, with their weights; means by quarter are weighted means; an empty
     quarter is NaN; the timestep sampler gets the present step alone, unweighted."""
     progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
-    meter = Meter(SimpleNamespace(num_timesteps=0), torch.device("cpu"), progress)
+    meter = Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
 
     def step(*micro_batches):
         meter.start_step()
@@ -129,7 +129,7 @@ def test_times_leave_out_the_first_step_and_eta_counts_evaluations(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("nanodiff.training.log.time.perf_counter", lambda: clock[0])
     progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
-    meter = Meter(SimpleNamespace(num_timesteps=0), torch.device("cpu"), progress)
+    meter = Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
     one = torch.ones(1)
 
     def step(seconds, data_seconds, log_now=False):

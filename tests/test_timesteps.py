@@ -23,7 +23,7 @@ FLOW = FlowMatching()
 
 
 def gaussian(T):
-    return SimpleNamespace(num_timesteps=T)
+    return SimpleNamespace(is_gaussian=True, num_timesteps=T)
 
 
 def grid(n):
@@ -148,7 +148,7 @@ def test_all_ranks_hold_the_history_of_one(monkeypatch):
 def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
     """It draws there, and elsewhere is refused in one line, a new one too, though it uses what a flow alone has."""
     monkeypatch.setitem(FOR_FLOW, "new", lambda u, process: (process.shift(u), torch.ones_like(u)))
-    accepted = FOR_BOTH | (FOR_GAUSSIAN if process.num_timesteps else FOR_FLOW)
+    accepted = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     for tried in (name, "new"):
         if tried in accepted:
             t, weight = make_timesteps(tried, process).sample(grid(8))

@@ -60,7 +60,7 @@ class FlowMatching:
     `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns after `guided_from` of its training.
     """
 
-    num_timesteps = 0  # t is continuous
+    is_gaussian = False  # t is continuous, in [0, 1]
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 50

@@ -41,7 +41,7 @@ class FlowMap(FlowMatching):
 
     def learn_from(self, teacher) -> None:
         """`teacher`: a trained flow model (formats.load.Loaded)."""
-        if teacher is None or teacher.process.num_timesteps:
+        if teacher is None or teacher.process.is_gaussian:
             raise UserError("objective=flow_map tunes a flow run: give its name as init_from")
         if self.cfg_scale != 1 and teacher.why_unguided:
             print0(f"cfg_scale={self.cfg_scale} is ignored for the teacher {teacher.source}: {teacher.why_unguided}")

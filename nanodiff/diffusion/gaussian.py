@@ -150,10 +150,10 @@ class GaussianDiffusion:
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
+    is_gaussian = True
     samplers = SAMPLERS
     default_sampler = "ddim"
     default_steps = 50
-    num_uniforms = 0
 
     def __init__(
         self,

@@ -14,10 +14,18 @@ import torch.distributed as dist
 from nanodiff.common import UserError, collective
 
 
+def unit(t, process):
+    """t as a fraction of its range, in [0, 1]."""
+    return t / process.num_timesteps if process.is_gaussian else t
+
+
 def uniform(u, process):
     """t = floor(u T), int64; for flow matching t = u, shifted."""
-    T = process.num_timesteps
-    t = (u * T).long().clamp(max=T - 1) if T else process.shift(u)
+    if process.is_gaussian:
+        T = process.num_timesteps
+        t = (u * T).long().clamp(max=T - 1)
+    else:
+        t = process.shift(u)
     return t, torch.ones_like(u)
 
 
@@ -25,7 +33,7 @@ def bell(u, process):
     """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
 
     def height(t):
-        from_middle = t.float() / (process.num_timesteps or 1) - 0.5
+        from_middle = unit(t.float(), process) - 0.5
         above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
         return above_end.clamp(min=0)
 
@@ -51,7 +59,7 @@ class Timesteps(torch.nn.Module):
         self.process = process
         # The range of u in which draw, which grows with it, gives such t
         t, _ = draw((torch.arange(100_000) + 0.5) / 100_000, process)
-        t = t / (process.num_timesteps or 1)
+        t = unit(t, process)
         self.low = (t < low).float().mean().item()
         self.high = (t <= high).float().mean().item()
         if self.low >= self.high:
@@ -133,12 +141,11 @@ TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
     """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
-    gaussian = process.num_timesteps > 0
     if name == "auto":
-        name = "uniform" if gaussian else "logit-normal"
-    table = FOR_BOTH | (FOR_GAUSSIAN if gaussian else FOR_FLOW)
+        name = "uniform" if process.is_gaussian else "logit-normal"
+    table = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     if name not in table:
-        kind = "a Gaussian diffusion" if gaussian else "flow matching"
+        kind = "a Gaussian diffusion" if process.is_gaussian else "flow matching"
         raise UserError(f"timesteps={name} is not for {kind}; accepted: auto, {', '.join(table)}")
     draw = table[name]
     if draw is LossSecondMoment:
@@ -150,7 +157,7 @@ def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> T
 
 def quartile_sums(t, values, weight, process) -> torch.Tensor:
     """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
-    quarter = (t * 4 / (process.num_timesteps or 1)).long().clamp(max=3)
+    quarter = (unit(t, process) * 4).long().clamp(max=3)
     is_in = quarter[:, None] == torch.arange(4, device=t.device)  # (N, 4)
     weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
     return (weighted[:, :, None] * is_in).sum(1)

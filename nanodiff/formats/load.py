@@ -316,7 +316,7 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
     if loaded.config["objective"].startswith("flow_map"):
         raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
     keys = ["objective"]
-    if loaded.process.num_timesteps:
+    if loaded.process.is_gaussian:
         keys += ["noise_schedule", "num_timesteps", "rescale_timesteps"]
     inputs = ("image_size", "in_channels", *FIELDS)
     latents = ("sha256", "offset", "scale")

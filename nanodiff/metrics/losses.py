@@ -16,8 +16,8 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
 
     The same distribution whatever training uses, so that runs compare.
     """
-    T = process.num_timesteps
-    if T:
+    if process.is_gaussian:
+        T = process.num_timesteps
         return (u * T).long().clamp(max=T - 1)
     return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 

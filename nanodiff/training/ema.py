@@ -40,10 +40,10 @@ class EMA:
         self.ramp = ramp
         self.rank = optim.rank
         self.optim = optim
-        self.buckets = optim.buckets
+        self.buffers = optim.buffers
         kept = model.state_dict()  # of a model with adapters, they alone
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name in kept}
-        self.weights = [bucket.own for bucket in self.buckets]
+        self.weights = [buffer.own for buffer in self.buffers]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 
     @torch.no_grad()
@@ -58,8 +58,8 @@ class EMA:
     @torch.no_grad()
     def load_average(self) -> None:
         """Overwrite the model's weights with the average of the first rate."""
-        for bucket, average in zip(self.buckets, self.averages[self.rates[0]]):
-            bucket.flat.copy_(bucket.gathered(average))
+        for buffer, average in zip(self.buffers, self.averages[self.rates[0]]):
+            buffer.flat.copy_(buffer.gathered(average))
 
     @contextmanager
     def applied(self, model: torch.nn.Module):
@@ -70,7 +70,7 @@ class EMA:
         """
         training = model.training
         self.optim.wait_weights()
-        saved = [bucket.flat.clone() for bucket in self.buckets]
+        saved = [buffer.flat.clone() for buffer in self.buffers]
         if self.rates:
             self.load_average()
         model.eval()
@@ -78,8 +78,8 @@ class EMA:
             yield
         finally:
             model.train(training)
-            for bucket, flat in zip(self.buckets, saved):
-                bucket.flat.copy_(flat)
+            for buffer, flat in zip(self.buffers, saved):
+                buffer.flat.copy_(flat)
 
     @collective("the all-gather of the averaged weights")
     @torch.no_grad()
@@ -88,8 +88,8 @@ class EMA:
         state = {}
         for rate, averages in self.averages.items():
             named = host_copy(self.frozen)
-            for bucket, average in zip(self.buckets, averages):
-                named |= bucket.named(average)
+            for buffer, average in zip(self.buffers, averages):
+                named |= buffer.named(average)
             state[str(rate)] = named
         return state if self.rank == 0 else {}
 
@@ -97,5 +97,5 @@ class EMA:
     def load_state_dict(self, state: dict) -> None:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         for rate, averages in self.averages.items():
-            for bucket, average in zip(self.buckets, averages):
-                average.copy_(bucket.share_of(state[str(rate)]) if str(rate) in state else bucket.own)
+            for buffer, average in zip(self.buffers, averages):
+                average.copy_(buffer.share_of(state[str(rate)]) if str(rate) in state else buffer.own)

@@ -135,8 +135,8 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
     return [list(range(len(params)))]
 
 
-class Bucket:
-    """Parameters of a group, turned into views of one flat buffer (world * share,); `own` is this rank's share."""
+class Buffer:
+    """Parameters of a group as views of one flat tensor (world * share,); `own` is this rank's share."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Bucket:
 class Optimizer:
     """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step.
 
-    Set last_micro_step before a step's last backward: then each bucket's exchange starts as soon as its gradients are
+    Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
     there. sync_grads starts the others.
     """
 
@@ -252,25 +252,25 @@ class Optimizer:
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
         self.param_groups = groups
-        self.buckets = []
+        self.buffers = []
         for group in groups:
             for part in cut_group(group["params"], group["kind"], self.world):
-                self.buckets.append(Bucket(group, part, self.rank, self.world, grad_dtype))
+                self.buffers.append(Buffer(group, part, self.rank, self.world, grad_dtype))
         # In backward's order: collectives must run in the same order on every rank
-        self.exchange_order = sorted(self.buckets, key=lambda bucket: -bucket.place)
+        self.exchange_order = sorted(self.buffers, key=lambda buffer: -buffer.place)
         self.unsent = self.exchange_order.copy()
         self.last_micro_step = False
         if self.world == 1:
             return
-        for bucket in self.buckets:
-            dist.broadcast(bucket.flat, 0)  # the same start on every rank
-            for p in bucket.params:
-                p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, bucket))
+        for buffer in self.buffers:
+            dist.broadcast(buffer.flat, 0)  # the same start on every rank
+            for p in buffer.params:
+                p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
 
-    def count_grad(self, bucket: Bucket, p: torch.Tensor) -> None:
-        """Backward hook: the gradient of `p` is there. Starts the exchange of complete buckets."""
+    def count_grad(self, buffer: Buffer, p: torch.Tensor) -> None:
+        """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
         if self.last_micro_step:
-            bucket.missing -= 1
+            buffer.missing -= 1
             while self.unsent and self.unsent[0].missing == 0:
                 self.unsent.pop(0).reduce_grads()
 
@@ -282,13 +282,13 @@ class Optimizer:
         Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
         any rank asked to stop.
         """
-        for bucket in self.unsent:
-            bucket.reduce_grads()
-        for bucket in self.buckets:
-            bucket.wait_grads()
+        for buffer in self.unsent:
+            buffer.reduce_grads()
+        for buffer in self.buffers:
+            buffer.wait_grads()
         self.last_micro_step = False
         self.unsent = self.exchange_order.copy()
-        norms = torch.stack(torch._foreach_norm([bucket.grad for bucket in self.buckets]))
+        norms = torch.stack(torch._foreach_norm([buffer.grad for buffer in self.buffers]))
         norm_sq = norms.square().sum()
         # full_like, not an assignment: copying a number from the host would wait for the GPU
         shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
@@ -307,32 +307,32 @@ class Optimizer:
         """
         self.steps += 1
         scale = grad_scale / self.world
-        for bucket in self.buckets:
-            if bucket.group["kind"] == "muon":
-                self.update_muon(bucket, scale)
+        for buffer in self.buffers:
+            if buffer.group["kind"] == "muon":
+                self.update_muon(buffer, scale)
             else:
-                self.update_adamw(bucket, scale)
-            bucket.grad = None
-            bucket.work = bucket.all_gather(bucket.flat, bucket.own)  # while the next bucket computes, and the averages
+                self.update_adamw(buffer, scale)
+            buffer.grad = None
+            buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer computes, and the averages
 
     @collective("the all-gather of the weights")
     def wait_weights(self, *_) -> None:
-        for bucket in self.buckets:
-            bucket.wait()
+        for buffer in self.buffers:
+            buffer.wait()
 
-    def update_muon(self, bucket: Bucket, scale: float) -> None:
+    def update_muon(self, buffer: Buffer, scale: float) -> None:
         """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
         The rate scales with sqrt(max(1, rows / columns)).
         """
-        lr = bucket.group["lr"]
-        decay = lr * bucket.group["weight_decay"]
+        lr = buffer.group["lr"]
+        decay = lr * buffer.group["weight_decay"]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (self.steps - 1) / MOMENTUM_WARMUP)
-        for (rows, cols), (start, count) in bucket.batches.items():
+        for (rows, cols), (start, count) in buffer.batches.items():
             part = slice(start, start + count * rows * cols)
-            P = bucket.own[part].view(count, rows, cols)
-            G = bucket.grad[part].view(count, rows, cols)
-            M = bucket.state["momentum"][part].view(count, rows, cols)
+            P = buffer.own[part].view(count, rows, cols)
+            G = buffer.grad[part].view(count, rows, cols)
+            M = buffer.state["momentum"][part].view(count, rows, cols)
             rate = lr * max(1.0, rows / cols) ** 0.5
             factors = [mu, scale, rate, decay]
             if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
@@ -340,35 +340,35 @@ class Optimizer:
             X = self.look_ahead(G, M, *factors[:2], self.muon_dtype)
             self.descend(P, polar_express(X), *factors[2:])
 
-    def update_adamw(self, bucket: Bucket, scale: float) -> None:
+    def update_adamw(self, buffer: Buffer, scale: float) -> None:
         """torch's fused AdamW, on the whole share at once."""
-        device = bucket.own.device
+        device = buffer.own.device
         before = torch.full((), self.steps - 1.0, device=device)  # fp32; the kernel adds 1
         grad_scale = torch.full((), 1 / scale, device=device)  # the kernel divides by it
         if device.type == "mps":  # but not on MPS
-            bucket.grad.mul_(scale)
+            buffer.grad.mul_(scale)
             grad_scale = None
         adamw(
-            [bucket.own],
-            [bucket.grad],
-            [bucket.state["exp_avg"]],
-            [bucket.state["exp_avg_sq"]],
+            [buffer.own],
+            [buffer.grad],
+            [buffer.state["exp_avg"]],
+            [buffer.state["exp_avg_sq"]],
             [],  # maxima, for amsgrad
             [before],
             fused=True,
             amsgrad=False,
             maximize=False,
-            lr=bucket.group["lr"],
+            lr=buffer.group["lr"],
             beta1=self.betas[0],
             beta2=self.betas[1],
             eps=1e-8,
-            weight_decay=bucket.group["weight_decay"],
+            weight_decay=buffer.group["weight_decay"],
             grad_scale=grad_scale,
         )
 
     def zero_grad(self) -> None:
-        for bucket in self.buckets:
-            for p in bucket.params:
+        for buffer in self.buffers:
+            for p in buffer.params:
                 p.grad = None
 
     @collective("the gathering of non-finite gradients")
@@ -376,9 +376,9 @@ class Optimizer:
     def not_finite(self) -> str:
         """The parameter with the largest share of bad gradients, summed over ranks, in words; a collective."""
         worst = (0.0, "")
-        for bucket in self.buckets:
-            bad = bucket.gathered(1 - bucket.grad.isfinite().float())
-            worst = max(worst, *((float(part.mean()), name) for name, part in zip(bucket.names, bucket.views(bad))))
+        for buffer in self.buffers:
+            bad = buffer.gathered(1 - buffer.grad.isfinite().float())
+            worst = max(worst, *((float(part.mean()), name) for name, part in zip(buffer.names, buffer.views(bad))))
         share, name = worst
         return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
 
@@ -391,24 +391,24 @@ class Optimizer:
         """
         self.wait_weights()  # a checkpoint has them too
         state = {"step": self.steps}
-        for bucket in self.buckets:
-            for key, share in bucket.state.items():
-                for name, value in bucket.named(share).items():
+        for buffer in self.buffers:
+            for key, share in buffer.state.items():
+                for name, value in buffer.named(share).items():
                     state[f"{key}/{name}"] = value
         return state if self.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
-        mine = {f"{key}/{name}" for bucket in self.buckets for key in bucket.state for name in bucket.names}
+        mine = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names}
         mine = {key for key in mine if key in state or key.split("/")[1] not in ADDED}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])
-        for bucket in self.buckets:
-            for key, share in bucket.state.items():
-                named = {name: state[f"{key}/{name}"] for name in bucket.names if f"{key}/{name}" in state}
-                share.copy_(bucket.share_of(named))
+        for buffer in self.buffers:
+            for key, share in buffer.state.items():
+                named = {name: state[f"{key}/{name}"] for name in buffer.names if f"{key}/{name}" in state}
+                share.copy_(buffer.share_of(named))
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
