@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import run_process
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import backend_registration
 
 from nanodiff import conditions
@@ -70,13 +70,15 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes
     if rank:
-        lora.add_classes(model, 1)
+        lora.add_classes(model, [str(k) for k in range(num_classes)], ["new"])
         lora.add_lora(model, rank, rank, "all", [num_classes])
     optimizer = optim.make_optimizer(model, config["optimizer"])
     ema = EMA(model, optimizer)
 
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)
-    t, weight = make_timesteps("uniform" if process.is_gaussian else "logit-normal", process).sample(u)
+    with unset_fake_temporarily():  # it reads numbers, on the CPU
+        timesteps = make_timesteps("auto", process)
+    t, weight = timesteps.sample(u)
     noise = torch.randn(2, *pixels.shape, device=device)
     x0, y = pixels.to_x0(stored, u < 0.5, lambda _: noise), torch.where(u < 0.1, num_classes, y)
     cond = conditions.conditioning(model_config, {"y": y}, x0)
