@@ -57,6 +57,7 @@ from nanodiff.training.resume import (
     check_settings,
     cut_batch,
     last_step,
+    refuse_useless,
     resume_point,
     run_folder,
 )
@@ -144,7 +145,7 @@ guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself le
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
-# Latents and several ranks
+# Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
@@ -169,7 +170,7 @@ bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation imag
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Setup: device, data, model, sizes
+# The machine
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
@@ -180,13 +181,18 @@ peak, peak_source = peak_flops(device, compute_dtype)  # of one device, in FLOP/
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
-# The run folder: one trainer at a time, resumed from its newest intact checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+# The run's folder: one trainer at a time, resumed from its newest intact checkpoint
+
 model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)
 lock = lock_run(run_dir) if ddp_rank == 0 else None
 checkpoint, meta = resume_point(run_dir, resume)
 # What init_from names, if it is needed; and `like`, how its model sees data: which classes, on which scale
 source, like = open_source(config, meta, device)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
 
 train_set = open_dataset(data, "train", like)
 val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
@@ -197,6 +203,9 @@ shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
 if codec.undecodable:
     print0(f"grids will show latents, not pixels: {codec.undecodable}")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is learned, and the model that learns it
 
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
@@ -267,36 +276,35 @@ print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if cho
 if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 
+# ---------------------------------------------------------------------------------------------------------------------
 # A few dozen evaluations, grids and checkpoints in a run, whatever its length
-given = (eval_every, sample_every, save_every)
-eval_every, sample_every, save_every = [cadence(every, num_iterations) for every in given]
-if any(0 < every < 1 for every in given):
-    fractions = " / ".join(f"{every:g}" for every in given)
-    every = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
-    print0(f"validation loss / grid / checkpoint: every {fractions} x {num_iterations:,} = {every}, 250 or more")
 
-# Settings that the data or the process leave nothing to do
-if latent_norm != "channels" and codec.description["kind"] == "images":
-    raise UserError(f"latent_norm={latent_norm!r} would do nothing: {data} holds images, and no autoencoder is given")
-if bpd_every >= 0 and codec.description["kind"] != "images":
-    raise UserError(f"bpd_every={bpd_every}: bits/dim need uint8 images, not {codec.description['kind']}; -1 = never")
+asked = (eval_every, sample_every, save_every)
+eval_every, sample_every, save_every = [cadence(every, num_iterations) for every in asked]
+if any(0 < every < 1 for every in asked):
+    fractions = " / ".join(f"{every:g}" for every in asked)
+    cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
+    print0(f"validation loss / grid / checkpoint: every {fractions} x {num_iterations:,} = {cadences}, 250 or more")
+if save_every < 0:
+    print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
-can_guide = bool(droppable(model_config)) and label_drop > 0
-if guided_from < 1 and not (can_guide and cfg_scale > 1):
-    needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
-    raise UserError(f"guided_from={guided_from} needs {needs}; accepted: 1")
-if save_every < 0:
-    print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
-# Record what is used
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Record what is used; refuse what would do nothing here, and what a resumed run may not change
+
 config |= dict(model_tag=model_tag, total_batch_size=total_batch_size, lr=lr, muon_lr=muon_lr)
 config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every)
 config |= dict(sample_every=sample_every, save_every=save_every)
+refuse_useless(config, codec.description, droppable(model_config))
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
     check_settings(checkpoint, meta, config)
 num_iterations = last_step(checkpoint, step, num_iterations)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer, averages, micro-batches
 
 timestep_sampler = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
@@ -315,6 +323,9 @@ if device_batch_size == 0:
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples: those of a model that learns its guidance get none on top
 
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
@@ -518,7 +529,8 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # Flow maps alone draw more numbers: how far each image jumps (flow_map.py)
+        # A flow map learns one jump, u(x_t, t, r) = (x_t - x_r) / (t - r), and draws more numbers: how far each image
+        # jumps (diffusion/flow_map.py)
         draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw)
@@ -532,9 +544,9 @@ while True:
     # loss-second-moment learns here at which t the losses are large; other distributions ignore it
     timestep_sampler.update(*meter.losses())
 
-    # Exchange: finish the only one, once per step for any number of micro-steps. Reduce-scatters leave each rank the
-    # average gradient of its share of the parameters. A signal to one rank stops all after the same step, since it is
-    # sent with the norm; the top of the loop then saves and exits. Here the host waits for the GPU, once per step.
+    # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
+    # of its share of the parameters. A signal to one rank stops all after the same step, since it is sent with the norm;
+    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
@@ -544,7 +556,7 @@ while True:
         where = optim.not_finite()
         raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
 
-    # Update: each rank its share, then weights are all-gathered
+    # Update, and exchange 2 of 2: each rank updates its share; then all-gathers, until the next forward
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
@@ -559,7 +571,7 @@ while True:
     # Bookkeeping
     step += 1
     log_now = step % log_every == 0 or step == num_iterations
-    meter.end_step(x0.shape, log_now)
+    meter.end_step(x0.shape, log_now)  # waits for the device on log lines
     # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
     if step == start_step + 1:
         gc.collect()
@@ -568,7 +580,7 @@ while True:
     elif step % 5000 == 0:
         gc.collect()
     if log_now:
-        # Mean losses over all images since the last line, by quarter of t too; times; img/s and MFU
+        # Mean losses over all images of all ranks since the last line, by quarter of t too; times; img/s and MFU
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm

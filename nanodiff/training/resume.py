@@ -93,6 +93,22 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
 
 
+def refuse_useless(config: dict, description: dict, conditions: list[str]) -> None:
+    """UserError for settings of base_train that the data or the model leave nothing to do.
+
+    `description`: of the codec; `conditions`: those that training drops.
+    """
+    kind = description["kind"]
+    if config["latent_norm"] != "channels" and kind == "images":
+        what = f"latent_norm={config['latent_norm']!r} would do nothing"
+        raise UserError(f"{what}: {config['data']} holds images, and no autoencoder is given")
+    if config["bpd_every"] >= 0 and kind != "images":
+        raise UserError(f"bpd_every={config['bpd_every']}: bits/dim need uint8 images, not {kind}; -1 = never")
+    if config["guided_from"] < 1 and not (conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1):
+        needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
+        raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
+
+
 def last_step(checkpoint: Path | None, step: int, num_iterations: int) -> int:
     """The horizon of a run that stands at `step`: num_iterations, or `step` itself for 0, which trains nothing."""
     if num_iterations == 0:
