@@ -94,6 +94,6 @@ class FlowMap(FlowMatching):
         error = u_tr - target
         # |error| beyond a width: squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md).
         # But it learns a median. The width grows until only squares are left, whose mean is exact.
-        width = 0.1 / (1 - self.done)
+        width = 0.1 / (1 - self.done**2)
         smooth_l1 = (error.square() + width**2).sqrt() - width
         return {"loss": smooth_l1.flatten(1).mean(1), "t": t}
