@@ -545,7 +545,7 @@ while True:
     timestep_sampler.update(*meter.losses())
 
     # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
-    # of its share of the parameters. A signal to one rank stops all after the same step, since it is sent with the norm;
+    # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
     # the top of the loop then saves and exits. Here the host waits for the GPU, once per step.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     grad_norm *= scaler.inv_scale
