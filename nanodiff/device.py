@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import platform
 import re
@@ -18,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, base_dir, get_dist, join_ranks
-from nanodiff.files import write_atomic
+from nanodiff.common import UserError, get_dist, join_ranks
 
 
 def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool = False) -> torch.device:
@@ -200,22 +198,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Best FLOP/s of five matrix products, cached so that a resumed run has the same."""
-    path, key = base_dir() / "peaks.json", f"x W^T: {device_name(device)} {dtype} torch {torch.__version__}"
-    known = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_bytes())
-    if key not in known:
-        n = 1024 if device.type == "cpu" else 4096
-        a = torch.randn(n, n, device=device).to(dtype)
-        # x W^T, as in a layer: without AVX512-FP16 a CPU takes six times as long for a fp16 product of a and a
-        multiply = lambda: (torch.nn.functional.linear(a, a), synchronize(device))
-        seconds = timeit.repeat(multiply, number=1, repeat=6)  # the first warms up
-        known[key] = 2 * n**3 / min(seconds[1:])
-        with contextlib.suppress(OSError):
-            base_dir().mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(known).encode())
-    return known[key]
+    """Best FLOP/s of five matrix products."""
+    n = 1024 if device.type == "cpu" else 4096
+    a = torch.randn(n, n, device=device).to(dtype)
+    # x W^T, as in a layer: without AVX512-FP16 a CPU takes six times as long for a fp16 product of a and a
+    multiply = lambda: (torch.nn.functional.linear(a, a), synchronize(device))
+    seconds = timeit.repeat(multiply, number=1, repeat=6)  # the first warms up
+    return 2 * n**3 / min(seconds[1:])
 
 
 def device_name(device: torch.device) -> str:

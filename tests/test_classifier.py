@@ -67,7 +67,8 @@ def test_features_of_any_image_size(shape):
     features, logits = classifier.features(images)
     assert features.shape == (7, classifier.num_features) and features.dtype == torch.float32
     torch.testing.assert_close(classifier.head(features), logits)  # the logits are linear in the features
-    alone = classifier.features(images.numpy(), batch_size=2)
+    classifier.batch_size = 2
+    alone = classifier.features(images.numpy())
     torch.testing.assert_close(alone, (features, logits), rtol=1e-4, atol=1e-5)
 
 
@@ -77,7 +78,7 @@ def test_training_is_a_function_of_the_seed(tiny):
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_a_classifier_is_trained_once_and_again_for_other_data_or_if_corrupt(tiny, monkeypatch):
+def test_a_classifier_is_trained_once_and_again_for_other_data(tiny, monkeypatch):
     trainings = []
 
     def counted(*args):
@@ -94,10 +95,9 @@ def test_a_classifier_is_trained_once_and_again_for_other_data_or_if_corrupt(tin
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"source": "another"}))
     get_classifier(*tiny, "cpu")
     assert len(trainings) == 2
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    get_classifier(*tiny, "cpu")
-    assert len(trainings) == 3 and path.read_bytes() == whole
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match="classifier.npz is damaged: delete it"):
+        get_classifier(*tiny, "cpu")
 
 
 @pytest.mark.slow

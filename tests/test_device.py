@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import timeit
 from pathlib import Path
 
 import pytest
@@ -154,12 +153,5 @@ def test_the_kernel_does_not_hand_out_a_tensors_memory_again_and_again():
     assert min([page_faults() for _ in range(5)]) < 5000
 
 
-def test_a_measured_peak_is_kept(base, monkeypatch):
-    """The next run of the same kind has the very same."""
-    first = measured_peak(torch.device("cpu"), torch.float32)
-    assert 1e9 < first < 1e15
-    monkeypatch.setattr(timeit, "repeat", None)
-    assert measured_peak(torch.device("cpu"), torch.float32) == first
-    (base / "peaks.json").write_text("torn")
-    with pytest.raises(TypeError):  # it is measured anew
-        measured_peak(torch.device("cpu"), torch.float32)
+def test_a_peak_is_measured():
+    assert 1e9 < measured_peak(torch.device("cpu"), torch.float32) < 1e15

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import from_first_rank, get_dist, print0
-from nanodiff.files import writing
+from nanodiff.files import reading, writing
 
 
 def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | None:
@@ -30,10 +30,6 @@ def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | N
 
 def read_cache(path: Path, key: str) -> dict | None:
     """The arrays in the file, or None if it was written under another key."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-        return arrays if str(arrays.pop("key")) == key else None
-    except Exception as error:  # zipfile and numpy raise nearly anything for a corrupt file
-        print0(f"warning: {path} is corrupt and is computed again: {type(error).__name__}")
-        return None
+    with reading(path, "is damaged: delete it, and it is computed again"), np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    return arrays if str(arrays.pop("key")) == key else None

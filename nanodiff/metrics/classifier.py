@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from nanodiff.common import Progress, UserError, from_first_rank, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
-from nanodiff.device import choose_dtype, full_float32
+from nanodiff.device import choose_dtype
 from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
+from nanodiff.metrics.network import Network
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
@@ -25,10 +26,11 @@ MAX_IMAGES = 50_000  # of a larger set, a random choice is used
 MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
 
 
-class Classifier(nn.Module):
+class Classifier(Network):
     """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K)."""
 
-    name = "classifier"  # in file names
+    name = "classifier"
+    batch_size = 1024
 
     def __init__(self, channels: int, resolution: int, num_classes: int, width: int = 32):
         super().__init__()
@@ -57,15 +59,6 @@ class Classifier(nn.Module):
         h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
         features = torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)
         return features, self.head(features)
-
-    @torch.no_grad()
-    def features(self, images, batch_size: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
-        device = self.head.weight.device
-        with full_float32(device):  # the caller may be sampling under autocast
-            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
-        features, logits = zip(*found)
-        return torch.cat(features).cpu(), torch.cat(logits).cpu()
 
 
 class Residual(nn.Module):
@@ -173,17 +166,21 @@ def save_classifier(classifier: Classifier, path: Path) -> None:
     save_safetensors(tensors, path, {"resolution": str(classifier.resolution)})
 
 
+def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
+    """The classifier of a state dict, for images of `resolution`."""
+    num_classes, channels = len(tensors["head.weight"]), tensors["trunk.0.0.weight"].shape[1]
+    classifier = Classifier(channels, resolution, num_classes)
+    classifier.load_state_dict(tensors, strict=False)  # a file is without batch normalisation's counters
+    return classifier.to(device, memory_format=torch.channels_last).requires_grad_(False).eval()
+
+
 def load_classifier(path: Path, device) -> Classifier:
     """A classifier written by save_classifier; its `name` ends in the file's SHA-256."""
     tensors, metadata = load_safetensors(path)
     with reading(path, "holds no classifier"):
-        num_classes = len(tensors["head.weight"])
-        channels = tensors["trunk.0.0.weight"].shape[1]
-        classifier = Classifier(channels, int(metadata["resolution"]), num_classes)
-        classifier.load_state_dict(tensors, strict=False)  # without batch normalisation's counters
+        classifier = with_weights(tensors, int(metadata["resolution"]), device)
     classifier.name = f"judge_{sha256_of(path)[:12]}"
-    classifier = classifier.to(device, memory_format=torch.channels_last)
-    return classifier.requires_grad_(False).eval()
+    return classifier
 
 
 def get_classifier(train, val, device) -> Classifier:
@@ -204,7 +201,4 @@ def get_classifier(train, val, device) -> Classifier:
     arrays = cached(train.path / "classifier.npz", key.hexdigest(), compute)
     arrays = from_first_rank(arrays, "the classifier")
     weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    classifier = Classifier(train.channels, train.resolution, train.num_classes)
-    classifier.load_state_dict(weights)
-    classifier = classifier.to(device, memory_format=torch.channels_last)
-    return classifier.requires_grad_(False).eval()
+    return with_weights(weights, train.resolution, device)

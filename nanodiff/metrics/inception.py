@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, base_dir, from_first_rank, get_dist
-from nanodiff.device import full_float32
 from nanodiff.files import download, load_tensors, sha256_of
+from nanodiff.metrics.network import Network
 
 FILE_NAME = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE_NAME}"
@@ -20,29 +20,35 @@ NUM_BYTES = 95_628_359
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 
-class Inception(nn.Module):
-    """FID Inception-v3 (Szegedy et al. 2015): (N, C, H, W) uint8 -> pool3 (N, 2048), logits (N, 1008)."""
+class Inception(Network):
+    """FID Inception-v3 (Szegedy et al. 2015): (N, C, H, W) uint8 -> pool3 (N, 2048), logits (N, 1008).
 
-    name = "inception"  # in file names
+    C is 1 or 3.
+    """
+
+    name = "inception"
     title = "Inception-v3 of 2015, pytorch-fid's weights"
     num_features = 2048
 
     def __init__(self):
         super().__init__()
+        # In the order of the forward pass
         self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, padding=0)
         self.Conv2d_2a_3x3 = Conv(32, 32, 3, padding=0)
         self.Conv2d_2b_3x3 = Conv(32, 64, 3)
+        self.pool_1 = nn.MaxPool2d(3, stride=2)  # (N, 64, 73, 73)
         self.Conv2d_3b_1x1 = Conv(64, 80, 1)
         self.Conv2d_4a_3x3 = Conv(80, 192, 3, padding=0)
-        self.Mixed_5b = Mixed(192, A, AVERAGE_POOL, 32)  # 35 x 35
+        self.pool_2 = nn.MaxPool2d(3, stride=2)  # (N, 192, 35, 35)
+        self.Mixed_5b = Mixed(192, A, AVERAGE_POOL, 32)
         self.Mixed_5c = Mixed(256, A, AVERAGE_POOL, 64)
         self.Mixed_5d = Mixed(288, A, AVERAGE_POOL, 64)
-        self.Mixed_6a = Mixed(288, B, HALVING_POOL)  # 35 x 35 -> 17 x 17
+        self.Mixed_6a = Mixed(288, B, HALVING_POOL)  # (N, 768, 17, 17)
         self.Mixed_6b = Mixed(768, C(128), AVERAGE_POOL, 192)
         self.Mixed_6c = Mixed(768, C(160), AVERAGE_POOL, 192)
         self.Mixed_6d = Mixed(768, C(160), AVERAGE_POOL, 192)
         self.Mixed_6e = Mixed(768, C(192), AVERAGE_POOL, 192)
-        self.Mixed_7a = Mixed(768, D, HALVING_POOL)  # 17 x 17 -> 8 x 8
+        self.Mixed_7a = Mixed(768, D, HALVING_POOL)  # (N, 1280, 8, 8)
         self.Mixed_7b = Mixed(1280, E, AVERAGE_POOL, 192)
         self.Mixed_7c = Mixed(2048, E, MAX_POOL, 192)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
@@ -50,23 +56,11 @@ class Inception(nn.Module):
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = images.float().expand(-1, 3, -1, -1)  # (N, 3, H, W): gray images as three equal channels
         x = (resize(x, 299) - 128) / 128  # (N, 3, 299, 299)
-        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
-        x = F.max_pool2d(x, 3, 2)  # (N, 64, 73, 73)
-        x = F.max_pool2d(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)), 3, 2)  # (N, 192, 35, 35)
-        x = self.Mixed_6a(self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x))))  # (N, 768, 17, 17)
-        x = self.Mixed_7a(self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))))  # (N, 1280, 8, 8)
-        x = self.Mixed_7c(self.Mixed_7b(x))  # (N, 2048, 8, 8)
+        *layers, fc = self.children()
+        for layer in layers:
+            x = layer(x)  # at last (N, 2048, 8, 8)
         pool3 = x.mean((2, 3))
-        return pool3, pool3 @ self.fc.weight.T  # the Inception score is defined without the bias
-
-    @torch.no_grad()
-    def features(self, images, batch_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, 1 or 3, H, W) uint8, tensor or array -> pool3 (N, 2048), logits (N, 1008), float32 on the CPU."""
-        device = self.fc.weight.device
-        with full_float32(device):
-            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(batch_size)]
-        pool3, logits = zip(*found)
-        return torch.cat(pool3).cpu(), torch.cat(logits).cpu()
+        return pool3, pool3 @ fc.weight.T  # the Inception score is defined without the bias
 
 
 def resize(x: torch.Tensor, size: int) -> torch.Tensor:
