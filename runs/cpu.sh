@@ -9,8 +9,7 @@ case " $* " in *" --help "* | *" -h "*) exit ;; esac
 
 # Draw 400 samples once, into the run's folder; measure their form, class accuracy, precision and recall
 find_trained shapes_cpu "$@"
-python3 -m scripts.sample --model="$run" --num_images=400 --steps=10 --cfg_scale=2 --cfg_interval=0.3,0.85 \
-    --npz --out="$samples"
+python3 -m scripts.sample --model="$run" --num_images=400 --npz --out="$samples"
 python3 -m scripts.base_eval --metric=well_formed --samples="$samples" --data=shapes
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=shapes --reference_split=val
 python3 -m scripts.report "$run"  # the page, with these figures

@@ -8,10 +8,8 @@ python3 -m scripts.base_train runs/shapes_cpu.py --model_tag=shapes_long --num_i
 python3 -m scripts.base_train runs/few_steps_cpu.py "$@"
 find_trained few_steps_cpu "$@"
 
-for steps in 1 2 4; do
-    python3 -m scripts.base_eval --model="$run" --metric=well_formed --steps=$steps
-done
-python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --steps=7 --cfg_interval=0.3,0.85  # 21 evaluations
+python3 -m scripts.base_eval --model="$run" --metric=well_formed --steps=1,2,4
+python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --steps=7  # 21 evaluations
 
 # A picture: a row of 1, 2 and 4 evaluations from the same noise, and one of the flow model's 21
 python3 - "$run" "$folder/few_steps.png" <<'PYTHON'
@@ -23,9 +21,9 @@ import nanodiff
 from nanodiff.png import encode_png, make_grid
 
 tuned = nanodiff.load(sys.argv[1])
-rows = [tuned.sample(num_images=16, steps=steps, cfg_scale=1) for steps in (1, 2, 4)]
+rows = [tuned.sample(num_images=16, steps=steps) for steps in (1, 2, 4)]
 flow = nanodiff.load("shapes_long")
-rows.append(flow.sample(num_images=16, steps=7, cfg_interval="0.3,0.85"))
+rows.append(flow.sample(num_images=16, steps=7))
 images = np.concatenate(rows).transpose(0, 3, 1, 2)
 with open(sys.argv[2], "wb") as file:
     file.write(encode_png(make_grid(images, columns=16)))

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 known=circle,ring,target,triangle,bar,stripes,dots
 python3 -m scripts.prepare_data --source=shapes --classes=$known --name=shapes_without_cross --overwrite
-python3 -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --cfg_scale=3 --model_tag=without_cross
+python3 -m scripts.base_train --data=shapes_without_cross --depth=2 --num_iterations=2400 --total_batch_size=64 --sample_steps=10 --cfg_scale=3 --model_tag=without_cross
 
 python3 - << 'EOF'
 """Training set: half crosses, half all eight shapes, so that the others are not forgotten."""
@@ -20,9 +20,9 @@ with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:
         writer.append(split, *draw_shapes(n, seed=(1, n), classes=classes))
 EOF
 python3 -m scripts.base_train --init_from=without_cross --data=shapes_half_cross --model_tag=with_cross \
-    --lora_rank=4 --num_iterations=400 --total_batch_size=64 --cfg_scale=3 "$@"
+    --lora_rank=4 --num_iterations=400 --total_batch_size=64 "$@"
 
 find_trained with_cross "$@"
 for model in without_cross "$run"; do
-    python3 -m scripts.base_eval --model="$model" --metric=class_accuracy --data=shapes --num_images=400 --steps=10 --cfg_scale=3
+    python3 -m scripts.base_eval --model="$model" --metric=class_accuracy --data=shapes --num_images=400
 done

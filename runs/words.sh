@@ -14,7 +14,7 @@ python3 -m scripts.base_train runs/words_cpu.py "$@"
 find_trained words_cpu "$@"
 rm -f "$work"/drawn_*.npz  # of an earlier model
 for pairs in seen unseen; do
-    python3 -m scripts.sample --model="$run" --vectors="$work/$pairs.npy" --num_images=400 --steps=10 --cfg_scale=2 \
-        --cfg_interval=0.3,0.85 --npz --out="$work/drawn_$pairs"
+    python3 -m scripts.sample --model="$run" --vectors="$work/$pairs.npy" --num_images=400 --npz \
+        --out="$work/drawn_$pairs"
 done
 python3 -m runs.words.captions judge "$work"

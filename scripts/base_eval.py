@@ -47,10 +47,11 @@ batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier
-sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = heun for flow matching, ddim for Gaussian diffusion
-steps = "0"  # sampler steps, or several numbers, comma-separated; 0 = 50, of a flow map 4
-cfg_scale = 2.0  # [0, 100]: classifier-free guidance; 1 = none
-cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
+# Steps, sampler and guidance that are not given are those of the run's own grids
+sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
+steps = "0"  # of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
+cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file
+cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=fid|fd_classifier
@@ -135,8 +136,11 @@ else:
         plan = []
         for chosen in sampler.split(","):
             for count in counts:
-                plan.append(loaded.settings(int(count), chosen, config.given.get("cfg_scale"), cfg_interval))
-        config |= plan[0].guidance  # the file's name says what was done
+                plan.append(loaded.settings(int(count), chosen, cfg_scale, cfg_interval))
+        for values, drawn in ((config.defaults, [loaded.settings()]), (config, plan)):
+            values |= drawn[0].guidance  # the file's name says what differs from the run's own
+            values["sampler"] = ",".join(dict.fromkeys(settings.sampler for settings in drawn))
+            values["steps"] = ",".join(dict.fromkeys(str(settings.steps) for settings in drawn))
         measured = loaded.samples(plan[0], seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")

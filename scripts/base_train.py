@@ -127,7 +127,7 @@ eval_images = 1024  # >= 1: validation images per evaluation
 fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision and recall of samples like the grid's
 fid_images = 2000  # >= 10: samples for them
 fid_metric = "fid"  # fid|fd_classifier: in Inception's features (96 MB download), or those of a classifier of this set
-sample_steps = 25  # >= 1: steps of the sampler
+sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
 save_every = 0.04  # >= -1: steps between checkpoints
@@ -327,10 +327,11 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples: those of a model that learns its guidance get none on top
 
+sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-guidance = choose_guidance(config.given.get("cfg_scale"), cfg_interval, fault)
+guidance = choose_guidance(cfg_scale, cfg_interval, fault, config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not learns_guidance(config):
     config |= sample_settings.guidance

@@ -61,13 +61,16 @@ from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; 
 strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, from noise; 0 = none
 mask = ""  # an image file: white parts of from_images are kept
 # Sampler
-sampler = "auto"  # auto|{SAMPLERS}: auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 0  # >= 0: of the sampler; 0 = 50, of a flow map 4
+# Steps, sampler and guidance that are not given are those of the run's own grids
+sampler = "auto"  # auto|{SAMPLERS}: of a published file, auto = heun for flow matching, ddim for Gaussian diffusion
+steps = 0  # >= 0: of the sampler; 0 = the run's, 50 for a published file
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
-cfg_scale = 2.0  # [0, 100]: guidance away from the null class or from a weaker model; 1 = none
-cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
+cfg_scale = (
+    -1.0
+)  # -1 or [0, 100]: guidance away from the null class or a weaker model; 1 = none; -1 = the run's, else 2
+cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
 guide_model = ""  # a weaker model to guide away from: tag, folder or file; "" = this one, if one of the next is given
 guide_step = "newest"  # newest|best or >= 0: which of its checkpoints, or its step
@@ -80,7 +83,7 @@ batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
 config = configure(globals())
-APART = ("model", "checkpoint_step", "seed", "npz", "out", "device_type")  # not repeated in the name
+APART = ("model", "checkpoint_step", "seed", "respacing", "npz", "out", "device_type")  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,8 +101,9 @@ if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
-settings = loaded.settings(respacing or steps, sampler, config.given.get("cfg_scale"), cfg_interval, **others)
-config |= settings.guidance  # the name and the protocol say what was done
+settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)
+config |= settings.named  # the output's name says what differs from the run's own
+config.defaults |= loaded.settings(weak_model=others["weak_model"]).named
 samples = loaded.samples(settings, seed, classes, autoencoder, **{name: config[name] for name in READERS})
 codec = samples.codec
 if codec.undecodable:

@@ -32,7 +32,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, load_run
+from nanodiff.formats.load import Loaded, find_run, load_run, own_settings
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
@@ -87,18 +87,15 @@ def describe_run(path: Path) -> dict:
         num_classes = meta["model_config"]["num_classes"]
         has_condition = any(meta["model_config"].get(name) for name in FACTS)
         is_guided = not why_unguided(config, has_condition, meta["step"])
-        samplers = make_process(config, meta["data"]).samplers
+        process = make_process(config, meta["data"])
+        own = own_settings(config, process) | ({} if is_guided else {"cfg_scale": 1})
         emas = [*map(str, meta["ema_rates"]), "raw"]
         return {
             "weights": [(step, ema) for step, _ in reversed(checkpoints) for ema in emas],
             "classes": meta["data"]["class_names"] if num_classes else [],
             "is_guided": is_guided,
-            "samplers": ["auto", *samplers],
-            "cfg_scale": config["cfg_scale"] if is_guided else 1,
-            "cfg_interval": config.get("cfg_interval", "0,1"),
-            "sampler": config.get("sampler", "auto"),
-            "steps": config["sample_steps"],
-        }
+            "samplers": ["auto", *process.samplers],
+        } | own
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:

@@ -17,7 +17,7 @@ from webdriver import CHROMEDRIVER, Browser
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import CLASS_NAMES
-from nanodiff.formats.load import find_run
+from nanodiff.formats.load import find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import LocalServer
@@ -93,6 +93,8 @@ def test_the_page_starts_from_the_settings_of_the_runs_grids(base, run_script):
     by_row = [i // 8 for i in range(64)]
     *_, last = drawn(run_dir, classes=by_row, num_images=64)
     assert np.abs(picture(last) - grid).max() <= 1
+    own = load_run(str(run_dir), "cpu").settings().named  # in Python, sample and base_eval
+    assert own == {"sampler": "euler", "steps": 3, "cfg_scale": 30, "cfg_interval": "0.2,0.9"}
     for name, value in {"cfg_scale": 1, "cfg_interval": "0,1", "steps": 4, "seed": 1, "sampler": "heun"}.items():
         *_, other = drawn(run_dir, classes=by_row, num_images=64, **{name: value})
         assert np.abs(picture(other) - grid).max() > 2, name

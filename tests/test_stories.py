@@ -15,7 +15,7 @@ mkdir -p "$NANODIFF_BASE_DIR/runs/${BASH_REMATCH[1]}/checkpoints/step_000007"
 STORIES = {  # arguments before those of base_train, and how often the run is named after training
     "cpu": ([], 4),
     "cifar10": ([], 2),
-    "few_steps": ([], 4),
+    "few_steps": ([], 2),
     "finetune": ([], 1),
     "miniseries": ([], 1),
     "record": (["cpu", "1"], 2),

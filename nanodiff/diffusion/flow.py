@@ -63,7 +63,7 @@ class FlowMatching:
     is_gaussian = False  # t is continuous, in [0, 1]
     samplers = SAMPLERS
     default_sampler = "heun"
-    default_steps = 50
+    default_steps = 25
     done = 0.0  # the fraction of the training that lies behind
 
     def __init__(

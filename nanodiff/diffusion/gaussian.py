@@ -153,7 +153,6 @@ class GaussianDiffusion:
     is_gaussian = True
     samplers = SAMPLERS
     default_sampler = "ddim"
-    default_steps = 50
 
     def __init__(
         self,
@@ -172,6 +171,7 @@ class GaussianDiffusion:
         self.clip_denoised = clip_denoised
         self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
         model_t = np.arange(num_timesteps) * (self.t_end / num_timesteps)
+        self.default_steps = num_timesteps if objective == "x_prev" else min(25, num_timesteps)
         self.set_tables(make_betas(noise_schedule, num_timesteps), model_t)
 
     def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:

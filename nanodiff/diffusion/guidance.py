@@ -37,23 +37,20 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
     return ""
 
 
-def choose_guidance(cfg_scale: float | None, cfg_interval: str, fault: str) -> tuple[float, tuple[float, float]]:
-    """The guidance that samples get: cfg_scale, None for 2 where it can be, and an interval of t.
+def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> tuple[float, tuple[float, float]]:
+    """The guidance that samples get: its scale, and an interval of t.
 
-    `fault`: why the model cannot be guided, if so. Then both settings are ignored, and that is printed if they were
-    asked for.
+    `fault`: why the model cannot be guided, if so. Then both settings are ignored, and that is printed if they are
+    among those `given`.
     """
-    low, high = parse_interval(cfg_interval)
-    scale = 2.0 if cfg_scale is None else cfg_scale
-    if not 0 <= scale <= 100:
-        raise UserError(f"cfg_scale={scale}; accepted: 0 to 100")
-    if scale == 1:
-        fault = fault or "cfg_scale=1 is no guidance"
-    if not fault:
-        return scale, (low, high)
-    if (low, high) != (0, 1) or cfg_scale not in (None, 1):
-        ignored = f"cfg_scale={scale:g} and cfg_interval={cfg_interval} are ignored"
-        print0(f"samples are not guided: {ignored} for them, as {fault}")
+    interval = parse_interval(cfg_interval)
+    if not 0 <= cfg_scale <= 100:
+        raise UserError(f"cfg_scale={cfg_scale}; accepted: 0 to 100")
+    if cfg_scale != 1 and not fault:
+        return cfg_scale, interval
+    ignored = [f"{name}={given[name]}" for name in ("cfg_scale", "cfg_interval") if name in given]
+    if ignored and given.get("cfg_scale") != 1:
+        print0(f"samples are not guided and ignore {' and '.join(ignored)}: {fault or 'cfg_scale=1'}")
     return 1.0, (0.0, 1.0)
 
 

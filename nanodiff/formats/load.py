@@ -87,21 +87,26 @@ class Loaded:
         self,
         steps: int | str = 0,
         sampler: str = "auto",
-        cfg_scale: float | None = None,
-        cfg_interval: str = "0,1",
+        cfg_scale: float = -1.0,
+        cfg_interval: str = "",
         **others,
     ) -> SampleSettings:
-        """From the settings of scripts/sample.py, resolved for this model; `others` are fields of SampleSettings."""
+        """From the settings of scripts/sample.py; those not given are the run's own. `others`: see SampleSettings."""
         fields = [field.name for field in dataclasses.fields(SampleSettings)]
         if unknown := others.keys() - fields:
             accepted = fields + [*inspect.signature(self.sample).parameters][:-1] + [*READERS]
             raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
-        steps = steps or self.process.default_steps
+        own = own_settings(self.config, self.process)
+        steps = steps or own["steps"]
+        sampler = own["sampler"] if sampler == "auto" else sampler
         sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
         fault = self.why_unguided
         if others.get("weak_model") is not None:
-            fault = ""
-        guidance = choose_guidance(cfg_scale, cfg_interval, fault)
+            fault, own["cfg_scale"] = "", 2.0
+        given = {"cfg_scale": cfg_scale} if cfg_scale != -1 else {}
+        given |= {"cfg_interval": cfg_interval} if cfg_interval else {}
+        own |= given
+        guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], fault, given)
         return SampleSettings(steps, sampler, *guidance, **others)
 
     def samples(
@@ -146,6 +151,16 @@ class Loaded:
                 x0 = samples.draw(ids, codec.shape)
             images.append(codec.to_output(x0).transpose(0, 2, 3, 1))
         return np.concatenate(images)
+
+
+def own_settings(config: dict, process) -> dict:
+    """How a run with these settings samples in training; a published file has none, and gets 50 steps, guidance 2."""
+    return {
+        "steps": config.get("sample_steps", 50) or process.default_steps,
+        "sampler": config.get("sampler", "auto"),
+        "cfg_scale": config.get("cfg_scale", 2.0),
+        "cfg_interval": config.get("cfg_interval", "0,1"),
+    }
 
 
 def find_run(run: str) -> Path:

@@ -57,6 +57,8 @@ def inherited(config) -> dict:
     objective = config.given.get("objective", theirs["objective"])
     if objective.startswith("flow") == theirs["objective"].startswith("flow"):
         names += PROCESS
+    if objective == theirs["objective"] and theirs.get("cfg_scale", 1) != 1:  # samples were guided
+        names += ["sample_steps", "sampler", "cfg_scale", "cfg_interval"]
     if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
         theirs = theirs | ({} if own else {"guided_from": 0.0})
         names += ["guided_from", "cfg_scale", "cfg_interval"]

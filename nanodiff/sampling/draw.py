@@ -27,8 +27,12 @@ class SampleSettings:
     cfg_channels: int = 0  # 0 = x_t's
 
     @property
+    def named(self) -> dict:
+        """As the scripts' settings: for names and protocols."""
+        return {"sampler": self.sampler, "steps": self.steps} | self.guidance
+
+    @property
     def guidance(self) -> dict:
-        """What was done, as the scripts' settings: for names and protocols."""
         low, high = self.cfg_interval
         return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
 
@@ -144,11 +148,8 @@ class ModelSamples:
     @property
     def protocol(self) -> dict:
         strength = self.given.strength if self.given else 1.0
-        protocol = {
-            "sampler": self.settings.sampler,
-            "steps": self.settings.steps,
+        protocol = self.settings.named | {
             "network_evaluations": network_evaluations(self.model, self.process, self.settings, strength),
-            **self.settings.guidance,
             "classes": "all, balanced",
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
