@@ -166,15 +166,6 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far. On a CPU this works on Linux only."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
-
-
 # Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first key in the device's name wins.
 PEAK_FLOPS = {
     "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200 NVL": 836e12,

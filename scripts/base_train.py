@@ -47,20 +47,12 @@ from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
 from nanodiff.sampling.draw import SampleSettings, sample_grid
+from nanodiff.training.batch import automatic_batch, cut_batch
 from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.resume import (
-    automatic_batch,
-    cadence,
-    check_settings,
-    cut_batch,
-    last_step,
-    refuse_useless,
-    resume_point,
-    run_folder,
-)
+from nanodiff.training.resume import cadence, check_settings, last_step, refuse_useless, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
-from nanodiff.training import resume
+from nanodiff.training import batch
+from nanodiff.training.batch import automatic_batch
 from nanodiff.training.checkpoint import Saver, find_checkpoint
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.resume import largest_batch
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -217,8 +217,8 @@ def test_the_largest_batch_that_fits(device, monkeypatch):
     limit = 8
     if device.type == "cuda":
         limit = 2**20
-        monkeypatch.setattr(resume, "MEMORY_TRIED", 2**31 / torch.cuda.get_device_properties(device).total_memory)
-    found = largest_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), optim, limit)
+        monkeypatch.setattr(batch, "MEMORY_TRIED", 2**31 / torch.cuda.get_device_properties(device).total_memory)
+    found = automatic_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), optim, limit)
     if device.type == "cuda":
         assert 8 <= found < limit and limit % found == 0 and torch.cuda.memory_allocated() < 2**28
         torch.empty(2**32, dtype=torch.uint8, device=device)  # training has all of the memory

@@ -61,12 +61,10 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
     out = capsys.readouterr().out
     assert said in out and out.count(f"best loss_ema {losses[best]:.4f}, step {best}") >= 1
-    (run_dir / "best.json").write_text("[]")
-    assert load_run("a", "cpu", "best").step == best
     more = ("--num_iterations=7", "--eval_images=9", "--resume=changed", "--model_tag=a")
     run_script("base_train", *TINY, *every, "--ema_rates=0.5", *more)
     out = capsys.readouterr().out
-    assert "best.json is damaged" in out and "of 1024 images" in out and "does not compare with" in out
+    assert "of 1024 images" in out and "does not compare with" in out
     assert read_best(run_dir)["images"] == 9
     write_best(run_dir, read_best(run_dir) | {"step": 8})  # and was killed before it had saved the step
     load_run("a", "cpu")

@@ -111,8 +111,8 @@ class Saver:
 def is_better(found: dict, best: dict | None) -> bool:
     """Does an evaluation {step, metric, value, images} beat the best one so far? Lower is better. Figures by another
     metric or of another number of images do not compare: the best starts anew."""
-    if best and any(best.get(key) != found[key] for key in ("metric", "images")):
-        was, now = (f"{x['metric']} of {x.get('images', 'unknown')} images" for x in (best, found))
+    if best and any(best[key] != found[key] for key in ("metric", "images")):
+        was, now = (f"{x['metric']} of {x['images']} images" for x in (best, found))
         print0(f"best: {was} at step {best['step']} does not compare with {now}: starts anew")
         best = None
     return math.isfinite(found["value"]) and (best is None or found["value"] < best["value"])
@@ -126,18 +126,12 @@ def write_best(run_dir: Path, best: dict | None) -> None:
 
 
 def read_best(run_dir: Path) -> dict:
-    """step, metric and value of the best checkpoint; {} if none has been measured. If the file is damaged, what the
-    newest checkpoint knows."""
+    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured."""
     path = run_dir / "best.json"
-    try:
-        best = json.loads(path.read_bytes())
-        return best | {key: best[key] for key in ("step", "metric", "value")}
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError, KeyError, TypeError):
-        print0(f"{path} is damaged: the newest checkpoint says which is the best")
-    metas = [load_meta(checkpoint) for _, checkpoint in list_checkpoints(run_dir)[-1:]]
-    return metas[0]["loop"].get("best") or {} if metas else {}
+    with reading(path, "is damaged: delete it, and the next evaluation starts anew"):
+        return dict(json.loads(path.read_bytes()))
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

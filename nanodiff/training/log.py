@@ -24,9 +24,9 @@ class Meter:
     def __init__(self, process, device: torch.device, progress: dict):
         self.process, self.device = process, device
         self.progress = progress  # the counters that a resume restores
-        self.shapes = set()  # of images; the first step of each compiles, and is left out of speed and eta
+        self.shapes = set()  # of images; the first step of each compiles, and is left out of speeds
         self.parts = []  # current step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
-        self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for eta
+        self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for what is left
         self.restart()
 
     def restart(self) -> None:
@@ -125,18 +125,18 @@ class Meter:
         return found
 
     def console(self, line: dict, num_iterations: int) -> str:
-        """The line to print. eta goes by the wall clock, so evaluations and saves count."""
+        """The line to print. The minutes that are left go by the wall clock: evaluations and saves count."""
         step, dt_ms = line["step"], line["train/dt_ms"]
         seconds_per_step = dt_ms / 1000
         if self.wall_start and self.wall_steps:
             seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
-        eta_m = (num_iterations - step) * seconds_per_step / 60
+        minutes, left = line["total_training_time_s"] / 60, (num_iterations - step) * seconds_per_step / 60
         return (
             f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
             f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | "
-            f"grad {line['train/grad_norm']:.2f} | lr {line['train/lrm']:.2f} | dt {dt_ms:.1f} ms | "
-            f"img/s {line['train/images_per_sec']:,.0f} | mfu {line['train/mfu']:.1f} | "
-            f"{line['total_training_time_s'] / 60:.1f} m | eta {eta_m:.1f} m"
+            f"grad {line['train/grad_norm']:.2f} | lr x{line['train/lrm']:.2f} | dt {dt_ms:.1f} ms | "
+            f"img/s {line['train/images_per_sec']:,.0f} | mfu {line['train/mfu']:.0f}% | "
+            f"{minutes:.1f} of {minutes + left:.1f} min"
         )
 
 
@@ -158,16 +158,13 @@ def check_wandb(run: str) -> None:
 
 def record(path: Path, described: dict, step: int) -> None:
     """Write config.json. A run that resumes from `step` with other settings appends them to its list "changes"."""
-    config = described["config"]
-    try:
-        past = json.loads(path.read_bytes()) if step else described
-        changes = [change for change in past.get("changes", []) if change["step"] <= step]  # the run may have gone back
-        known = dict(past["config"])
-        for change in changes:
-            known |= change["config"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged: written anew
-        past, known, changes = described, config, []
-    past["changes"] = changes
+    config, past = described["config"], described | {"changes": []}
+    if step and path.exists():
+        past = json.loads(path.read_bytes())
+    changes = past["changes"] = [change for change in past["changes"] if change["step"] <= step]  # or it went back
+    known = dict(past["config"])
+    for change in changes:
+        known |= change["config"]
     changed = {key: value for key, value in config.items() if known.get(key) != value and key != "resume"}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
@@ -192,6 +189,7 @@ class RunLog:
         wandb_id: str | None,
     ):
         self.run_dir, self.file, self.wandb, self.wandb_id = run_dir, None, None, wandb_id
+        self.explained = False  # why losses in training and validation differ
         if get_dist()[0] > 0:
             return
         config = described["config"]
@@ -229,6 +227,9 @@ class RunLog:
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:
+            if not self.explained:
+                print0("val/loss compares runs: its t has the same distribution in all. Training's may have another")
+            self.explained = True
             parts.append(f"from image to noise {' '.join(quarters)}")
         if best:
             parts.append(f"best {best['metric'].removeprefix('val/')} {best['value']:.4f}, step {best['step']}")

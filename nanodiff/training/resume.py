@@ -1,16 +1,10 @@
-"""Where a run starts: its folder, the checkpoint it resumes from, the batch that fits."""
+"""Where a run starts: its folder, the checkpoint it resumes from, what it may change then."""
 
 import re
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from nanodiff.common import UserError, base_dir, from_first_rank, get_dist, is_out_of_memory, over_ranks, print0
-from nanodiff.conditions import some_conditions
-from nanodiff.device import reset_peak_memory
+from nanodiff.common import UserError, base_dir, from_first_rank, get_dist, print0
 from nanodiff.diffusion.guidance import learns_guidance
-from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.training.checkpoint import (
     find_checkpoint,
     is_same_command,
@@ -125,68 +119,3 @@ def cadence(every: float, num_iterations: int) -> int:
     if 0 < every < 1:
         return max(250, round(every * num_iterations))
     return int(every)
-
-
-def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
-    """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
-    device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
-    if total_batch_size % (device_batch_size * world):
-        micro = f"device_batch_size x ranks = {device_batch_size} x {world}"
-        raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {micro}")
-    return device_batch_size, total_batch_size // (device_batch_size * world)
-
-
-def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:
-    """Images per forward pass for a rank's `share` of the step: on CUDA as many as fit, elsewhere up to 64."""
-    device = next(model.parameters()).device
-    share = max(share, 1)
-    if device.type != "cuda":
-        return max(n for n in range(1, min(share, 64) + 1) if share % n == 0)
-    found = largest_batch(model, process, shape, autocast, optim, share)
-    reset_peak_memory(device)  # the run's own is to be reported
-    return found
-
-
-MEMORY_TRIED = 0.95  # of a GPU's
-
-
-def largest_batch(model, process, shape: tuple, autocast, optim, limit: int) -> int:
-    """The largest divisor of `limit`, a rank's share of the step, that fits into memory on every rank.
-
-    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, after
-    optimizer and averages have theirs. Takes as long as two to four steps. A collective.
-    """
-    device = next(model.parameters()).device
-    timesteps = make_timesteps("uniform", process)
-
-    def try_batch(n):
-        x0 = torch.randn(n, *shape, device=device)
-        cond = some_conditions(model.config, n, device)
-        t, _ = timesteps.sample(torch.rand(n, device=device))
-        with autocast:
-            loss = process.losses(model, x0, t, x0, cond)["loss"]
-        loss.mean().backward()
-
-    if device.type == "cuda":  # a margin for what is not tried here: gradients in exchange, the optimizer's temporaries
-        torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED, device)
-    fits = 0
-    for n in [n for n in range(1, limit + 1) if limit % n == 0]:
-        try:
-            try_batch(n)
-            refused = False
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            refused = is_out_of_memory(error)
-            if not refused:
-                raise
-        # Not in the except block: there the error's frames keep their tensors alive
-        optim.zero_grad()
-        if refused:
-            break
-        fits = n
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-    fits = int(over_ranks(fits, dist.ReduceOp.MIN, "the agreement on device_batch_size"))
-    if fits == 0:
-        raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")
-    return fits

@@ -1,0 +1,71 @@
+"""How a step's images are dealt out: to ranks, to micro-steps, as many at a time as fit into memory."""
+
+import torch
+import torch.distributed as dist
+
+from nanodiff.common import UserError, is_out_of_memory, over_ranks
+from nanodiff.conditions import some_conditions
+from nanodiff.diffusion.timesteps import make_timesteps
+
+# Of a GPU's, in the search; the rest is a margin for gradients in exchange and the optimizer's temporaries
+MEMORY_TRIED = 0.95
+
+
+def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
+    """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
+    device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
+    if total_batch_size % (device_batch_size * world):
+        micro = f"device_batch_size x ranks = {device_batch_size} x {world}"
+        raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {micro}")
+    return device_batch_size, total_batch_size // (device_batch_size * world)
+
+
+def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:
+    """Images per forward pass for a rank's `share` of the step: on CUDA as many as fit, elsewhere up to 64."""
+    device = next(model.parameters()).device
+    sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
+    if device.type != "cuda":
+        return max(n for n in sizes if n <= 64)
+    torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED, device)
+    found = largest_batch(model, process, shape, autocast, optim, sizes)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    torch.cuda.reset_peak_memory_stats(device)  # the run's own is to be reported
+    return found
+
+
+def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int]) -> int:
+    """The largest of the ascending `sizes` that fits into memory on every rank.
+
+    Tries forward and backward passes of the uncompiled model, which takes more memory than the compiled one, after
+    optimizer and averages have theirs. Takes as long as two to four steps. A collective.
+    """
+    device = next(model.parameters()).device
+    timesteps = make_timesteps("uniform", process)
+
+    def try_batch(n):
+        x0 = torch.randn(n, *shape, device=device)
+        cond = some_conditions(model.config, n, device)
+        t, _ = timesteps.sample(torch.rand(n, device=device))
+        with autocast:
+            loss = process.losses(model, x0, t, x0, cond)["loss"]
+        loss.mean().backward()
+
+    fits = 0
+    for n in sizes:
+        try:
+            try_batch(n)
+            refused = False
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            refused = is_out_of_memory(error)
+            if not refused:
+                raise
+        # Not in the except block: there the error's frames keep their tensors alive
+        optim.zero_grad()
+        if refused:
+            break
+        fits = n
+    fits = int(over_ranks(fits, dist.ReduceOp.MIN, "the agreement on device_batch_size"))
+    if fits == 0:
+        raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")
+    return fits
