@@ -106,11 +106,11 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
                 sums[1] += (mean**2 + std**2).sum((0, 2, 3))
             encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
             bar.update(len(ids))
-        latents = np.ascontiguousarray(np.concatenate(encoded))
+        latents = np.concatenate(encoded)
         if not np.isfinite(latents).all():
             which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
-        entry = write_npy(shard.file, [latents])
+        entry = write_npy(shard.file, latents)
         count = latents.size / channels * copies
         write_note(shard.note, {"entry": entry, "sums": sums.tolist(), "count": count})
 

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import numpy as np
@@ -89,22 +90,22 @@ def main():
         if need_mb > free_mb:
             raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
         per_class = np.zeros(len(images_in.class_names), np.int64)
-        num_dark = 0
+        skipped, counts = [], Counter()
         with Progress(images_in.num_images, "images", "preparing") as bar:
-            for note in make_parts(images_in, resolution, images_in.workers, writer.folder):
+            for note in make_parts(images_in, resolution, writer.folder):
                 for group in note["groups"]:
                     if images_in.class_names:
                         per_class += np.bincount(group["y"], minlength=len(per_class))
                     cond = {name: array[group["rows"]] for name, array in images_in.arrays.items()}
                     shape = (len(group["y"]), *group["shape"])
-                    writer.add_rows(group["split"], shape, np.array(group["y"]), **cond).shards += group["shards"]
-                num_dark += note["num_dark"]
-                bar.update(note["num_items"])
-        print_findings(images_in, per_class)
-        if num_dark:
-            print0(f"nearly black: {num_dark:,} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)")
-        if images_in.skipped:
-            write_atomic(writer.folder / "skipped.txt", "\n".join([*images_in.skipped, ""]).encode())
+                    writer.add(group["split"], shape, group["shards"], np.array(group["y"]), **cond)
+                skipped += note["skipped"]
+                counts.update(note["counts"])
+                bar.update(note["counts"]["items"])
+        if skipped:
+            print0(f"skipped {len(skipped):,} unreadable files (see skipped.txt): {skipped[0]}, ...")
+            write_atomic(writer.folder / "skipped.txt", "\n".join([*skipped, ""]).encode())
+        print_findings(images_in, per_class, counts)
         if not writer.num_images["train"]:
             raise UserError(f"path={path!r} holds no image that can be read for training")
 
@@ -122,11 +123,12 @@ def main():
     )
 
 
-def print_findings(images_in, per_class: np.ndarray) -> None:
-    if images_in.skipped:
-        print0(f"skipped {len(images_in.skipped):,} unreadable files (see skipped.txt): {images_in.skipped[0]}, ...")
-    if images_in.num_enlarged:
-        print0(f"enlarged {images_in.num_enlarged:,} images that are smaller than {resolution} pixels")
+def print_findings(images_in, per_class: np.ndarray, counts: Counter) -> None:
+    if counts["enlarged"]:
+        print0(f"enlarged {counts['enlarged']:,} images that are smaller than {resolution} pixels")
+    if counts["dark"]:
+        number = f"{counts['dark']:,}"
+        print0(f"nearly black: {number} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if images_in.class_names:

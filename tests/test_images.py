@@ -9,7 +9,6 @@ import pytest
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
 
 from nanodiff.common import UserError
-from nanodiff.data import decode as image_decode
 from nanodiff.data.archives import Options, classify, val_mask
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
@@ -61,9 +60,8 @@ def test_archives_hold_the_same_as_their_folder(tmp_path, kind, prefix):
 
 
 @pytest.mark.parametrize("resolution", [0, 5])
-def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution, monkeypatch):
-    monkeypatch.setattr(image_decode, "TASK_IMAGES", 16)  # several tasks
-    make_folder(tmp_path / "in", per_class=40)
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution):
+    make_folder(tmp_path / "in", per_class=70)  # three parts
     (tmp_path / "in" / "cat" / "3.png").write_bytes(b"broken")
     shards = {}
     for workers in (1, 2, 3):

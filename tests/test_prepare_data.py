@@ -18,7 +18,9 @@ from processes import FORK, Started
 from nanodiff.common import UserError
 from nanodiff.data.archives import Options
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.data.decode import decode_items
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
+from nanodiff.files import lock_file
 from nanodiff.models.dit import DiTConfig
 from nanodiff.png import encode_png
 
@@ -142,14 +144,11 @@ def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     for i in range(3, 300):  # five parts, so that it is under way when the signal comes
         os.link(tmp_path / "in" / "a" / f"{i % 3}.png", tmp_path / "in" / "a" / f"{i}.png")
     args = f"--path={tmp_path / 'in'}", "--resolution=128"
-    reader, writer = os.pipe()
-    first = Started("prepare_data", *args, "--name=toy", "--workers=2", context=FORK, before=lambda: os.dup2(writer, 1))
-    os.close(writer)
+    first = Started("prepare_data", *args, "--name=toy", "--workers=2", context=FORK)
     while not list((base / "data").glob(".toy.parts/notes/0*")) and first.codes() == [None]:
         time.sleep(0.002)
     first.kill()
-    with open(reader) as pipe:
-        pipe.read()  # returns when the workers, which hold the other end, are gone as well
+    lock_file(base / "data" / ".toy.lock", "", wait=True).close()  # once the workers, which hold it too, are gone
     assert first.codes() == [-signal.SIGKILL] and not (base / "data" / "toy").exists()
     done = {file: file.stat().st_mtime_ns for file in (base / "data").glob(".toy.parts/notes/0*")}
     assert 1 <= len(done) < 5, "it was not killed in time"
@@ -198,16 +197,14 @@ def test_some_classes_alone(tmp_path):
 def test_real_cifar10_from_a_tar():
     source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), Options(workers=2))
     assert source.num_images == 60_000 and source.class_names == CIFAR10_CLASSES
-    blocks = list(itertools.islice(source.blocks, 15))
-    images, is_val = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
-    labels = np.concatenate([cond["y"] for *_, cond in blocks])
-    source.blocks.close()
-    assert len(images) > 2000 and images.shape[1:] == (3, 32, 32)
-    assert not labels.any() and not is_val.any()  # the archive begins with train/airplane
+    done, skipped = decode_items(itertools.islice(source.items, 300), source.sizes)
+    source.items.close()
+    assert len(done) == 300 and not skipped and {item.payload.shape for item, _ in done} == {(3, 32, 32)}
+    assert not any(item.label or item.is_val for item, _ in done)  # the archive begins with train/airplane
     with tarfile.open(REAL / "cifar10-jpg.tar.gz", "r|gz") as tar:
         first = next(member for member in tar if member.isfile())
         expected = np.asarray(Image.open(tar.extractfile(first)))
-    np.testing.assert_array_equal(images[0].transpose(1, 2, 0), expected)
+    np.testing.assert_array_equal(done[0][0].payload.transpose(1, 2, 0), expected)
 
 
 @pytest.mark.skipif(not (REAL / "mnist").exists(), reason="shared/data/mnist is absent")

@@ -48,16 +48,13 @@ class Source:
     class_names: list[str]  # [] = unlabelled
     items: Iterator[Item]
     names: list[str] = field(default_factory=list)  # of image files
-    blocks: Iterator = ()  # of the decoded items, see decode.decode_all
     workers: int = 1  # processes that may decode them
     state: str = ""  # hash of the files' names, sizes and times
-    skipped: list[str] = field(default_factory=list)  # "name: reason" of unreadable files; grows with the blocks
-    num_enlarged: int = 0  # images smaller than the resolution; grows with the blocks
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the buckets
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
     range: tuple[float, float] = (0, 255)
-    num_clipped: int = 0  # values beyond the range; grows with the blocks
+    num_clipped: int = 0  # values beyond the range; grows with the items
 
 
 def val_mask(num: int, options: Options) -> np.ndarray:

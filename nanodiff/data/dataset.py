@@ -23,8 +23,8 @@ import shutil
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_
 FORMAT = 1
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
-MAX_SHARD_BYTES = 2**27  # a writer holds a shard of each split in memory
+MAX_SHARD_BYTES = 2**27
 MAX_FILES = 10_240  # open at a time: what macOS grants; a shard in use is one of them
 
 
@@ -234,8 +234,9 @@ def make_shapes(name: str) -> None:
         if is_set(writer.path):
             return
         for split in SPLITS:
-            for images, labels in draw_split(split, seed=0, resolution=SHAPES[name]):
-                writer.append(split, images, labels)
+            blocks = zip(*draw_split(split, seed=0, resolution=SHAPES[name]))
+            images, labels = (np.concatenate(arrays) for arrays in blocks)
+            writer.append(split, images, labels)
 
 
 def files_of(part: dict) -> list[dict]:
@@ -304,23 +305,20 @@ def raise_file_limit() -> int:
 # Writing
 
 
-def write_npy(path: Path, arrays: list[np.ndarray]) -> dict:
-    """Write contiguous arrays, end to end, as one .npy file, whole or not at all -> its entry in meta.json."""
-    num, shape = sum(len(array) for array in arrays), arrays[0].shape[1:]
-    header = np.lib.format.header_data_from_array_1_0(arrays[0])
-    header["shape"] = (num, *shape)
+def write_npy(path: Path, array: np.ndarray) -> dict:
+    """Write an array as an .npy file, whole or not at all -> its entry in meta.json."""
+    array = np.ascontiguousarray(array)
     with writing(path) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for array in arrays:
-            file.write(array.data)
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)  # np.save would not say which error stopped it
     entry = {
         "file": path.name,
-        "num_images": num,
+        "num_images": len(array),
         "bytes": path.stat().st_size,
         "sha256": sha256_of(path),
     }
-    if len(set(shape[1:])) == 2:  # () of labels
-        entry["size"] = shape[1:]
+    if len(set(array.shape[2:])) == 2:  # () of labels
+        entry["size"] = array.shape[2:]
     return entry
 
 
@@ -364,13 +362,13 @@ def publish_set(folder: Path, path: Path, meta: dict) -> None:
     shutil.rmtree(path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
 
 
-@dataclass
-class Bucket:
-    """Images of one size on their way to disk."""
+class Part(NamedTuple):
+    """Images of one size whose shards are written."""
 
-    images: list = field(default_factory=list)  # (1, C, H, W) arrays that are in no shard yet
-    shards: list = field(default_factory=list)  # entries of meta.json
-    rows: dict = field(default_factory=dict)  # name of a condition -> (n, ...) arrays, as stored
+    split: str
+    size: tuple[int, int]  # (H, W)
+    shards: list[dict]  # entries of meta.json
+    rows: dict[str, np.ndarray]  # name of a condition -> (n, ...), as stored
 
 
 class DatasetWriter:
@@ -403,7 +401,7 @@ class DatasetWriter:
             "splits": {},
         }
         self.num_images = dict.fromkeys(SPLITS, 0)
-        self._buckets = {split: {} for split in SPLITS}  # split -> (H, W) -> Bucket
+        self._parts = []
 
     def __enter__(self):
         self._lock = lock_set(self.path, self.overwrite, self.wait)
@@ -416,58 +414,50 @@ class DatasetWriter:
         self.folder = begin_parts(self.path, plan)
 
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
-        """Add (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
+        """Write (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
         len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
         if len(images) == 0:
             return
         assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
-        bucket = self.add_rows(split, images.shape, y, **cond)
-        bucket.images.extend(images.copy()[:, None])
-        shard_bytes = MAX_SHARD_BYTES // len(self._buckets[split]) - 128  # without the header
-        per_shard = max(1, shard_bytes // images[0].nbytes)
-        while len(bucket.images) > per_shard:
-            self._write_shard(split, bucket, per_shard)
+        per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
+        number = sum(len(part.shards) for part in self._parts if part.split == split)
+        shards = []
+        for k, shard in enumerate(in_batches(images, per_shard), number):
+            shards.append(write_npy(self.folder / f"{split}_images_{k:03d}.npy", shard))
+        self.add(split, images.shape, shards, y, **cond)
 
-    def add_rows(self, split: str, shape: tuple, y=None, **cond) -> "Bucket":
-        """Add the conditions of images of this shape (n, C, H, W) -> the bucket, which wants their shards."""
+    def add(self, split: str, shape: tuple, shards: list[dict], y=None, **cond) -> None:
+        """Add images of this shape (n, C, H, W) whose shards are in the folder, and their conditions."""
         num_images, channels, height, width = shape
-        if not any(self.num_images.values()):
+        if not self._parts:
             self.meta["channels"] = channels
             self.meta["resolution"] = self.meta["resolution"] or height
-        bucket = self._buckets[split].setdefault((height, width), Bucket())
         if self.meta["class_names"]:
             cond["y"] = y
-        for name, rows in cond.items():
-            assert len(rows) == num_images
-            bucket.rows.setdefault(name, []).append(to_stored(name, rows, self.meta))
+        rows = {name: to_stored(name, x, self.meta) for name, x in cond.items()}
+        assert all(len(x) == num_images for x in rows.values())
+        self._parts.append(Part(split, (height, width), shards, rows))
         self.num_images[split] += num_images
-        return bucket
-
-    def _write_shard(self, split: str, bucket: Bucket, num: int) -> None:
-        number = sum(len(other.shards) for other in self._buckets[split].values())
-        path = self.folder / f"{split}_images_{number:03d}.npy"
-        bucket.shards.append(write_npy(path, bucket.images[:num]))
-        del bucket.images[:num]
 
     def _finish(self) -> None:
         assert self.num_images["train"], "no images were appended"
-        for split, buckets in self._buckets.items():
-            if not buckets:
+        parts = sorted(self._parts, key=lambda part: (part.size[1] / part.size[0], part.size))  # tall ones first
+        for split in SPLITS:
+            if not self.num_images[split]:
                 continue
-            part = {"num_images": self.num_images[split], "labels": None, "shards": []}
+            entry = {"num_images": self.num_images[split], "labels": None, "shards": []}
             rows = {}
-            for size in sorted(buckets, key=lambda size: size[1] / size[0]):  # tall ones first
-                bucket = buckets[size]
-                if bucket.images:
-                    self._write_shard(split, bucket, len(bucket.images))
-                part["shards"] += bucket.shards
-                for name, arrays in bucket.rows.items():
-                    rows[name] = rows.get(name, []) + arrays
+            for part in parts:
+                if part.split == split:
+                    entry["shards"] += part.shards
+                    for name, x in part.rows.items():
+                        rows.setdefault(name, []).append(x)
             for name, arrays in rows.items():
-                part[FILES[name]] = write_npy(self.folder / f"{split}_{FILES[name]}.npy", arrays)
+                file = self.folder / f"{split}_{FILES[name]}.npy"
+                entry[FILES[name]] = write_npy(file, np.concatenate(arrays))
             if split == "train":
                 note_statistics(rows, self.meta)
-            self.meta["splits"][split] = part
+            self.meta["splits"][split] = entry
         publish_set(self.folder, self.path, self.meta)
 
     def __exit__(self, kind, error, traceback):

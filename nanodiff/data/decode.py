@@ -1,6 +1,5 @@
-"""Image files and arrays -> blocks of images of one size, decoded by worker processes."""
+"""Image files and arrays -> images of the sizes of a set, decoded by worker processes."""
 
-import functools
 import io
 import math
 import multiprocessing
@@ -18,8 +17,6 @@ import numpy as np
 
 from nanodiff.common import UserError
 
-TASK_BYTES = 2**22  # of files and pixels that a worker gets at a time
-TASK_IMAGES = 256
 EXIF_ORIENTATION = 0x0112
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
 
@@ -150,38 +147,6 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
 # Many images
 
 
-def decode_all(source, resolution: int, workers: int) -> Iterator:
-    """The images of a Source, in blocks of one shape.
-
-    -> images (n, C, H, W), is_val (n,) bool, {"y": labels (n,), ...} of all conditions. Adds to the source's `skipped`
-    and `num_enlarged`.
-    """
-    sizes = source.sizes
-    if resolution and not sizes:
-        sizes = [(resolution, resolution)]
-    tasks = make_tasks(source.items, 3 * resolution**2, TASK_IMAGES, TASK_BYTES)
-    first = None
-    for results in ordered_map(functools.partial(decode_task, sizes=sizes), tasks, workers):
-        by_shape = {}
-        for item, side in results:
-            image = item.payload
-            if isinstance(image, str):
-                source.skipped.append(f"{item.name!r}: {image}")
-                continue
-            first = first or item
-            if not sizes:
-                check_size(item, first)
-            if side < min(image.shape[1:]):
-                source.num_enlarged += 1
-            by_shape.setdefault(image.shape, []).append(item)
-        for items in by_shape.values():
-            images = np.stack([item.payload for item in items])
-            is_val = np.array([item.is_val for item in items], bool)
-            rows = [item.row for item in items]
-            cond = {name: array[rows] for name, array in source.arrays.items()}
-            yield images, is_val, cond | {"y": np.array([item.label for item in items], np.int64)}
-
-
 def make_tasks(
     items: Iterable[Item],
     image_bytes: int,
@@ -203,9 +168,10 @@ def make_tasks(
         yield task
 
 
-def decode_task(items: list[Item], sizes: list) -> list[tuple[Item, int]]:
-    """Items with the image as payload, or a str, the reason if it is unreadable; its shorter side before scaling."""
-    results = []
+def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]], list[str]]:
+    """-> the items with their image (C, H, W) as payload, each with its shorter side before scaling; and "name: reason"
+    of the unreadable ones."""
+    done, skipped = [], []
     with warnings.catch_warnings(action="ignore"):
         for item in items:
             try:
@@ -213,17 +179,23 @@ def decode_task(items: list[Item], sizes: list) -> list[tuple[Item, int]]:
             except UserError:
                 raise
             except Exception as error:  # Pillow raises nearly every kind on damaged files
-                image, side = (str(error) or type(error).__name__).splitlines()[0], 0
-            results.append((item._replace(payload=image), side))
-    return results
+                reason = str(error) or type(error).__name__
+                skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
+                continue
+            item = item._replace(payload=image)
+            done.append((item, side))
+            if not sizes:
+                first, _ = done[0]
+                check_size((item.name, image.shape), (first.name, first.payload.shape))
+    return done, skipped
 
 
-def check_size(item: Item, first: Item) -> None:
-    """UserError unless an image that keeps its size is a square of the first one's."""
-    _, height, width = item.payload.shape
-    if height != width or item.payload.shape != first.payload.shape:
-        _, first_height, first_width = first.payload.shape
-        sizes = f"{first.name!r} is {first_width}x{first_height}, {item.name!r} is {width}x{height}"
+def check_size(image: tuple[str, tuple], first: tuple[str, tuple]) -> None:
+    """UserError unless an image (its name and shape) that keeps its size is a square of the first one's."""
+    name, (channels, height, width) = image
+    first_name, first_shape = first
+    if height != width or [channels, height, width] != list(first_shape):
+        sizes = f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}"
         raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")
 
 

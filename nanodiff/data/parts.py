@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError
 from nanodiff.data.archives import Source
-from nanodiff.data.dataset import MAX_SHARD_BYTES, write_npy
-from nanodiff.data.decode import TASK_IMAGES, decode_all, make_tasks, ordered_map
+from nanodiff.data.dataset import MAX_SHARD_BYTES, SPLITS, write_npy
+from nanodiff.data.decode import check_size, decode_items, make_tasks, ordered_map
 from nanodiff.files import fsync_dir, write_atomic
 
 
@@ -32,54 +31,49 @@ def write_note(file: Path, note: dict) -> None:
     write_atomic(file, json.dumps(note).encode())
 
 
-def make_parts(source: Source, resolution: int, workers: int, folder: Path) -> Iterator[dict]:
-    """Write the images of a source, and yield the notes of its parts in order.
-
-    Adds to the source's `skipped` and `num_enlarged`. What is written does not depend on `workers`.
-    """
-    image_bytes = 3 * resolution**2 or MAX_SHARD_BYTES // TASK_IMAGES  # unknown before they are decoded
+def make_parts(source: Source, resolution: int, folder: Path) -> Iterator[dict]:
+    """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
+    number of workers."""
+    image_bytes = 3 * resolution**2 or 2**19  # a guess before they are decoded
     most = images_per_part(source.num_images, image_bytes)
     tasks = enumerate(make_tasks(source.items, 3 * resolution**2, most, MAX_SHARD_BYTES))
-    work = functools.partial(write_part, sizes=source.sizes, resolution=resolution, folder=folder)
+    work = functools.partial(write_part, sizes=source.sizes, folder=folder)
     first = None
-    for note in ordered_map(work, tasks, workers):
-        source.skipped += note["skipped"]
-        source.num_enlarged += note["num_enlarged"]
-        for group in note["groups"]:
-            here = note["name"], group["shape"]
-            first = first or here
-            if not resolution and here[1] != first[1]:
-                sizes = ", ".join(f"{name!r} is {shape[2]}x{shape[1]}" for name, shape in (first, here))
-                raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")
+    for note in ordered_map(work, tasks, source.workers):
+        if note["first"] and not source.sizes:
+            first = first or note["first"]
+            check_size(note["first"], first)
         yield note
 
 
-def write_part(task: tuple, sizes: list, resolution: int, folder: Path) -> dict:
+def write_part(task: tuple, sizes: list, folder: Path) -> dict:
     """Decode, write and hash the items of a part, unless that is done -> its note."""
     number, items = task
     file = folder / "notes" / f"{number:05d}.json"
     if file.is_file():
         return json.loads(file.read_bytes())
-    numbers = np.arange(1 + max(item.row for item in items))
-    part = Source(len(items), [], items, sizes=sizes, arrays={"rows": numbers})
-    blocks = {}  # (split, shape) -> [(images, y, rows)]
-    num_dark = 0
-    for images, is_val, cond in decode_all(part, resolution, 1):
-        if images.dtype == np.uint8:
-            num_dark += int(np.sum(images.max((1, 2, 3)) < 64))
-        for split, chosen in (("train", ~is_val), ("val", is_val)):
-            if chosen.any():
-                blocks.setdefault((split, images.shape[1:]), []).append(
-                    (images[chosen], cond["y"][chosen], cond["rows"][chosen])
-                )
-    groups, count = [], itertools.count()
-    for (split, shape), found in blocks.items():
-        images, y, rows = (np.concatenate(arrays) for arrays in zip(*found))
+    done, skipped = decode_items(items, sizes)
+    counts = {"items": len(items), "enlarged": 0, "dark": 0}
+    alike = {}  # (split, shape) -> items
+    for item, side in done:
+        image = item.payload
+        counts["enlarged"] += int(side < min(image.shape[1:]))
+        counts["dark"] += int(image.dtype == np.uint8 and image.max() < 64)
+        for split in SPLITS:
+            alike.setdefault((split, image.shape), [])
+        alike["val" if item.is_val else "train", image.shape].append(item)
+    groups, files = [], itertools.count()
+    for (split, shape), members in alike.items():
+        if not members:
+            continue
+        images = np.stack([item.payload for item in members])
         shards = []
-        for part_of in np.array_split(images, -(-images.nbytes // MAX_SHARD_BYTES)):
-            path = folder / f"{split}_images_{number:05d}_{next(count)}.npy"
-            shards.append(write_npy(path, [np.ascontiguousarray(part_of)]))
-        groups.append(dict(split=split, shape=shape, shards=shards, y=y.tolist(), rows=rows.tolist()))
-    note = dict(name=items[0].name, num_items=len(items), num_dark=num_dark, groups=groups)
-    write_note(file, note | dict(skipped=part.skipped, num_enlarged=part.num_enlarged))
+        for shard in np.array_split(images, -(-images.nbytes // MAX_SHARD_BYTES)):
+            path = folder / f"{split}_images_{number:05d}_{next(files)}.npy"
+            shards.append(write_npy(path, shard))
+        y = [int(item.label) for item in members]
+        rows = [item.row for item in members]
+        groups.append(dict(split=split, shape=shape, shards=shards, y=y, rows=rows))
+    first = done and (done[0][0].name, done[0][0].payload.shape)
+    write_note(file, dict(first=first, counts=counts, skipped=skipped, groups=groups))
     return json.loads(file.read_bytes())

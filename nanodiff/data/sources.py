@@ -12,7 +12,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
 from nanodiff.data.archives import CONTAINERS, Options, Source, look_up, open_unzipped, read_images, read_tar, val_mask
-from nanodiff.data.decode import Item, decode_all
+from nanodiff.data.decode import Item
 from nanodiff.files import download, reading
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -70,7 +70,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
         json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode()
     ).hexdigest()
     found.workers = options.workers if source in CONTAINERS else 1
-    found.blocks = decode_all(found, options.resolution, found.workers)
+    if options.resolution and not found.sizes:
+        found.sizes = [(options.resolution, options.resolution)]
     return found
 
 

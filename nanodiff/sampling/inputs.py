@@ -13,6 +13,7 @@ from nanodiff.conditions import IMAGES, from_stored, made_from, row_shapes
 from nanodiff.data.archives import Options
 from nanodiff.data.codec import load_codec, stored_images
 from nanodiff.data.dataset import match_labels, open_dataset
+from nanodiff.data.decode import decode_items
 from nanodiff.data.sources import open_source, read_vectors
 
 
@@ -140,11 +141,11 @@ def read_images(
     if path.is_dir():
         kind, options = "folder", Options(val_fraction=0, resolution=resolution)
     source = open_source(kind, str(path), options)
-    blocks = list(source.blocks)  # (images, is_val, conditions) each
-    if source.skipped:  # once the blocks are read
-        raise UserError(f"{setting}={where!r}: {source.skipped[0]}")
-    images = np.concatenate([block[0] for block in blocks])
-    labels = np.concatenate([block[2]["y"] for block in blocks])
+    done, skipped = decode_items(source.items, source.sizes)
+    if skipped:
+        raise UserError(f"{setting}={where!r}: {skipped[0]}")
+    images = np.stack([item.payload for item, _ in done])
+    labels = np.array([item.label for item, _ in done], np.int64)
     return images, labels, source.class_names
 
 

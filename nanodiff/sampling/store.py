@@ -61,7 +61,7 @@ class SampleStore:
 
     def write(self, k: int, images: np.ndarray) -> None:
         """Keep part k, uint8 (n, H, W, C), all of it or nothing."""
-        write_npy(self.path(k), [np.ascontiguousarray(images)])
+        write_npy(self.path(k), images)
 
     def read(self, k: int) -> np.ndarray:
         """Part k, memory-mapped."""
