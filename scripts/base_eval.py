@@ -31,7 +31,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.metrics import features
 from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
-from nanodiff.metrics.sample_files import open_samples
+from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.web.report import LiveReport
 
@@ -74,7 +74,7 @@ result = {"metric": metric}
 name, loaded, measured = data, None, None
 source = samples  # in messages
 if samples:
-    measured = open_samples(samples)
+    measured = Samples(samples)
     name = name or measured.data
     if model and not name:  # compare with the set that this run was trained on
         name = load_run(model, device, checkpoint_step, ema).data["name"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanodiff.common import UserError
-from nanodiff.metrics.sample_files import open_samples
+from nanodiff.metrics.sample_files import Samples
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), np.uint8)
 PIECES = [np.array(ids) for ids in (range(4), range(4, 20), range(17, 20), range(2, 3))]
@@ -18,7 +18,7 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
     images = IMAGES[..., :channels]
     drawn = {"steps": 7, "data": "shapes", "class_names": ["a", "b", "c"]}
     save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps(drawn))
-    file = open_samples(str(tmp_path / "s.npz"))
+    file = Samples(str(tmp_path / "s.npz"))
     assert file.num_images == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
     assert file.protocol["samples_protocol"] == drawn
     assert (file.data, file.class_names) == ("shapes", ["a", "b", "c"])
@@ -35,7 +35,7 @@ def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
         folder.mkdir(exist_ok=True)
         Image.fromarray(image).save(folder / f"{i:03d}.png")
     (tmp_path / "notes.txt").write_text("no image")
-    folder = open_samples(str(tmp_path))
+    folder = Samples(str(tmp_path))
     assert folder.num_images == 20 and folder.shape == (3, 6, 5)
     assert folder.class_names == ([] if classes == 1 else [f"class {k}" for k in range(4)])
     assert folder.num_classes == len(folder.class_names)
@@ -44,7 +44,7 @@ def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
         assert folder.labels(ids).tolist() == [i // 5 if classes > 1 else 0 for i in ids]
     Image.fromarray(IMAGES[0, :4]).save(tmp_path / "zoo.png" if classes == 1 else tmp_path / "class 3/zoo.png")
     with pytest.raises(UserError, match="zoo.png is 5x4, .*000.png 5x6"):
-        open_samples(str(tmp_path)).images(np.array([0, 20]))
+        Samples(str(tmp_path)).images(np.array([0, 20]))
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_wrong_files_are_refused(tmp_path, content, message):
     elif content is not None:
         np.savez(path, arr_0=content)
     with pytest.raises(UserError, match=message):
-        open_samples(str(path))
+        Samples(str(path))

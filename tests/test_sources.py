@@ -233,6 +233,7 @@ def test_mistakes_with_vectors(tmp_path, what):
         (np.eye(8).reshape(1, 8, 8), {"resolution": 4}, "only uint8 with 1 or 3 channels can be scaled, not float16"),
         (np.eye(8).reshape(1, 8, 8), {"range": "5,9"}, "values from 0 to 1; range=5,9 has none of them"),
         (np.ones((4, 3, 8, 8), np.uint8), {}, r"looks like \(N, C, H, W\)"),
+        (np.ones((4, 8, 8), np.complex64), {}, "complex64 of shape"),
         (np.ones((4, 8)), {}, r"accepted: numbers of shape \(N, H, W\)"),
     ],
 )

@@ -163,36 +163,43 @@ def read_idx(path: Path, options: Options) -> Source:
     return array_source(images, np.array(labels, np.int64) if labels else None, is_val)
 
 
-def npz_labels(path: Path, file) -> np.ndarray | None:
-    """Class numbers (N,) int64 in an open .npz of images, if it has some: in `labels` or, as ADM and EDM, `arr_1`."""
-    key = next((key for key in ("labels", "arr_1") if key in file), None)
-    if key is None:
-        return None
-    labels = file[key]
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
-        raise UserError(f"{path}: {key} does not hold class numbers 0, 1, ...")
-    return labels.astype(np.int64)
+def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz.
 
-
-def read_npz(path: Path, options: Options) -> Source:
-    """An .npy, or an .npz with `arr_0`: uint8 as it is, other numbers as fp16, where options.range is [-1, 1]."""
-    labels = None
+    An .npz may also have class numbers (N,) int64, in `labels` or, as ADM's and EDM's, `arr_1`; and scripts/sample.py's
+    protocol."""
+    labels, protocol = None, ""
     with reading(path, "is damaged or has no array arr_0"):
         images = np.load(path, mmap_mode="r", allow_pickle=False)
-        if path.suffix == ".npz":
-            labels = npz_labels(path, images)
-            images = images["arr_0"]
-        found = float(images.min()), float(images.max())  # NaN if there is one
+        if not isinstance(images, np.ndarray):
+            file = images
+            images = file["arr_0"]
+            key = next((key for key in ("labels", "arr_1") if key in file), None)
+            if key:
+                labels = file[key]
+            if "protocol" in file:
+                protocol = str(file["protocol"])
     if images.dtype.kind not in "uif" or images.ndim not in (3, 4):
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
+    if labels is not None:
+        if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
+            raise UserError(f"{path}: {key} does not hold class numbers 0, 1, ...")
+        if len(labels) != len(images):
+            raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
+        labels = labels.astype(np.int64)
+    return images, labels, protocol
+
+
+def read_arrays(path: Path, options: Options) -> Source:
+    """uint8 as it is, other numbers as fp16, where options.range is [-1, 1]."""
+    images, labels, _ = open_arrays(path)
     if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
         raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
-    if labels is not None and len(labels) != len(images):
-        raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
     is_val = val_mask(len(images), options)
     if images.dtype == np.uint8:
         return array_source(images, labels, is_val)
+    found = float(images.min()), float(images.max())  # NaN if there is one
     if not np.isfinite(found).all():
         raise UserError(f"{path} holds NaN or infinity")
     low, high = options.range or found
@@ -260,7 +267,7 @@ READERS = {
     "cifar10": read_cifar10,
     "mnist": read_idx,
     "idx": read_idx,
-    "npz": read_npz,
-    "npy": read_npz,
+    "npz": read_arrays,
+    "npy": read_arrays,
 }
 SOURCES = (*READERS, *CONTAINERS)
