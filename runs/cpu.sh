@@ -12,4 +12,10 @@ find_trained shapes_cpu "$@"
 python3 -m scripts.sample --model="$run" --num_images=400 --npz --out="$samples"
 python3 -m scripts.base_eval --metric=well_formed --samples="$samples" --data=shapes
 python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=shapes --reference_split=val
-python3 -m scripts.report "$run"  # the page, with these figures
+python3 -m scripts.report "$run" > /dev/null  # with these figures
+cat << END
+the picture:  ${samples%.npz}.png
+the report:   $folder/report.html
+the page:     $(command -v python3) -m scripts.sample_web --model=$run
+then:         $(command -v python3) -m scripts.sample --model=$run --classes=ring --num_images=16
+END

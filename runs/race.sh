@@ -59,6 +59,6 @@ for peer in "${peers[@]}"; do
     for samples in "$name"_*.npz; do
         python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
             --judge=runs/records/judge_cifar10.safetensors > "${samples%.npz}.txt"
-        echo "$(basename "$samples"): $(grep -E '^ *(fd_classifier|precision|recall) ' "${samples%.npz}.txt" | xargs)"
+        echo "$(basename "$samples"): $(grep '^fd_classifier' "${samples%.npz}.txt")"
     done
 done

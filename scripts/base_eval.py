@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import UserError, brief, gather_batches, get_dist, leave_together, over_ranks, print0
+from nanodiff.common import UserError, gather_batches, get_dist, leave_together, over_ranks, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -33,6 +33,7 @@ from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
+from nanodiff.sampling.draw import in_words
 from nanodiff.web.report import LiveReport
 
 model = ""  # tag or folder of a run; "" = the one written to last
@@ -62,6 +63,22 @@ judge = ""  # path of Inception's weights (fid), or of a classifier's, such as t
 # Only metric=fid
 reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
 config = configure(globals())
+FIGURES = {  # what is printed, the figure that was asked for first; the file has the rest
+    "loss": "validation loss {:.4f}",
+    "loss_q0": "by quarter of t from image to noise {:.4f}",
+    "loss_q1": "{:.4f}",
+    "loss_q2": "{:.4f}",
+    "loss_q3": "{:.4f}",
+    "total_bpd": "{:.4f} bits/dim",
+    "well_formed": "{:.1%} well formed",
+    "well_formed_of_real_images": "of real images {:.1%}",
+    "fid": "FID {:.3f} (of the reference itself 0)",
+    "fd_classifier": "fd_classifier {:.3f} (of the reference itself 0)",
+    "precision": "precision {:.3f}",
+    "recall": "recall {:.3f}",
+    "class_accuracy": "{:.1%} show their class",
+    "classifier_accuracy_on_real_images": "of real images {:.1%}",
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What to evaluate: a run or samples; and the name of its data set
@@ -71,6 +88,7 @@ device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may tra
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
+varied = ()  # what differs between rows of the result
 name, loaded, measured = data, None, None
 source = samples  # in messages
 if samples:
@@ -211,19 +229,17 @@ else:
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
 
-table = result.get("rows", [])
-for key, value in [pair for figures in (result, *table) for pair in figures.items()]:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
-for key, value in result.items():
-    if key != "rows":
-        print0(f"{key:>30}  {brief(value)}")
-if table:
-    head = [key for key, value in table[0].items() if not isinstance(value, dict)]
-    print0(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-for row in table:
-    cells = [f"{row[key]:.4g}" if isinstance(row[key], float) else str(row[key]) for key in head]
-    print0(f"| {' | '.join(cells)} |")
+for row in result.get("rows", [result]):
+    for key, value in (result | row).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
+    figures = [text.format(value) for key, text in FIGURES.items() if (value := (result | row).get(key)) is not None]
+    how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
+    print0(how + ", ".join(figures))
+words = [loaded.title if loaded and not samples else samples, in_words(result), f"{num_images:,} images"]
+if result.get("reference"):
+    words.append(f"against {result['reference']}")
+print0(", ".join(word for word in words if word))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name

@@ -13,7 +13,6 @@ Image i depends only on (seed, i) and its class. After a stop or a kill the same
 ranks, and writes the same bytes.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from nanodiff.common import (
     Progress,
     StopSignal,
     UserError,
-    brief,
     from_first_rank,
     get_dist,
     leave_together,
@@ -37,7 +35,7 @@ from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import apply_adapters, check_guide, load_run
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import parse_size
+from nanodiff.sampling.draw import in_words, parse_size
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.inputs import READERS
 from nanodiff.sampling.store import SampleStore
@@ -154,7 +152,7 @@ protocol |= {
     "device": device_name(device) if device.type == "cuda" else device.type,
     "torch": torch.__version__,
 }
-print0(f"protocol: {json.dumps(brief(protocol))}")
+print0(f"{loaded.title}: {in_words(protocol)}")
 if from_images and strength and not protocol["network_evaluations"]:
     print0(f"strength={strength} of {settings.steps} steps rounds to none: the samples are the given images")
 
@@ -192,9 +190,6 @@ if rank == 0 and stopped:
 elif rank == 0 and finished:
     print0(f"{num_images:,} images of this protocol are there already: {output}")
 elif rank == 0:
-    seconds = time.perf_counter() - start
-    rate = (num_images - before) / seconds
-    print0(f"drew {num_images - before:,} images in {seconds:,.1f} s, {rate:,.2f} per second")
     images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
     num_shown = len(images)
     columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
@@ -204,7 +199,8 @@ elif rank == 0:
         columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
-    print0(f"{num_shown} images{' (given, sample, given, ...)' if shown else ''}: {png}")
+    order = " (given, sample, given, ...)" if shown else ""
+    print0(f"{num_shown} images{order} in {time.perf_counter() - start:,.1f} s: {png}")
     if npz:
         store.write_npz(samples.labels(range(num_images)).numpy())
         print0(f"{num_images:,} images: {output}")

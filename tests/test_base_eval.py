@@ -166,12 +166,14 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
-def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_classifier):
+def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_classifier, capsys):
     """The figures that each has by itself; the report shows them."""
     same = ("--num_images=12", "--cfg_scale=1")
     table = evaluate(run_script, run_dir, "fd_classifier", *same, "--sampler=euler,heun", "--steps=1,3")
     found = [(row["sampler"], row["steps"], row["network_evaluations"]) for row in table["rows"]]
     assert found == [("euler", 1, 1), ("euler", 3, 3), ("heun", 1, 1), ("heun", 3, 5)]
+    line = f"  heun    3 steps (5 evaluations): fd_classifier {table['rows'][3]['fd_classifier']:.3f}"
+    assert line in capsys.readouterr().out
     assert "<th>heun, 3</th>" in (run_dir / "report.html").read_text()
     one = evaluate(run_script, run_dir, "fd_classifier", *same, "--sampler=heun", "--steps=3")
     assert table["rows"][3].items() <= one.items() and table["rows"][2]["fd_classifier"] != one["fd_classifier"]

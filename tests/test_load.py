@@ -58,7 +58,7 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     best = min(losses, key=losses.get)
     assert best < 6 and [step for step, _ in list_checkpoints(run_dir)] == [best, 6]
     assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
-    said = f"a: checkpoint of step 6 (newest); the best, by val/loss_ema, is that of step {best}"
+    said = f"the best checkpoint of a, by val/loss_ema, is that of step {best}"
     out = capsys.readouterr().out
     assert said in out and out.count(f"best loss_ema {losses[best]:.4f}, step {best}") >= 1
     more = ("--num_iterations=7", "--eval_images=9", "--resume=changed", "--model_tag=a")

@@ -111,11 +111,13 @@ def test_seed_class_and_weights_change_an_image(draw):
     assert_same(mixed[::2], first[::2])
 
 
-def test_what_is_written(runs, draw, run_script, tmp_path):
+def test_what_is_written(runs, run_script, tmp_path, capsys):
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
     args = ("--model=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=3", "--npz")
     run_script("sample", *TIMELESS, *args)
+    how = "heun, 3 steps (10 evaluations), guidance 1.5, seed 0"
+    assert f"flow, step 1, average 0.999: {how}\n" in capsys.readouterr().out
     with np.load(f"{out}.npz") as file:
         images, labels, protocol = file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
     assert images.shape == (20, 16, 16, 3) and images.dtype == np.uint8

@@ -70,6 +70,13 @@ class Loaded:
         return bool(droppable(self.model.config))
 
     @property
+    def title(self) -> str:
+        """Identifies the weights in a sentence."""
+        name = self.run_dir.name if self.run_dir else Path(self.source).name
+        weights = self.weights if re.match("raw|as", self.weights) else f"average {self.weights}"
+        return f"{name}, step {self.step:,}, {weights}"
+
+    @property
     def why_unguided(self) -> str:
         """Why it cannot guide itself away from its null condition; "" if it can."""
         return why_unguided(self.config, self.has_condition, self.step)
@@ -249,9 +256,9 @@ def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dic
         raise UserError(f"{path} holds no checkpoint")
     meta = load_meta(checkpoint)
     best = read_best(path)
-    is_kept = best.get("step") in dict(list_checkpoints(path))  # not if the run was killed while saving it
-    note = f"; the best, by {best['metric']}, is that of step {best['step']:,}" if is_kept else ""
-    print0(f"{path.name}: checkpoint of step {meta['step']:,}{' (newest)' if step == 'newest' else ''}{note}")
+    others = dict(list_checkpoints(path)).keys() - {meta["step"]}
+    if best.get("step") in others:  # it is not there if the run was killed while saving it
+        print0(f"the best checkpoint of {path.name}, by {best['metric']}, is that of step {best['step']:,}")
     rates = [str(rate) for rate in meta["ema_rates"]]
     ema = ema or (rates[0] if rates else "raw")
     if ema not in ("raw", *rates):

@@ -37,6 +37,18 @@ class SampleSettings:
         return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
 
 
+def in_words(protocol: dict) -> str:
+    """How images were drawn, by a protocol of ModelSamples; what it lacks is left out."""
+    words = []
+    if "sampler" in protocol:
+        words.append("{sampler}, {steps} steps ({network_evaluations} evaluations)".format(**protocol))
+    if "cfg_scale" in protocol:
+        scale, interval = protocol["cfg_scale"], protocol["cfg_interval"].replace(",", "..")
+        guidance = f"guidance {scale:g}" + (f" in {interval}" if interval != "0..1" else "")
+        words += [guidance if scale != 1 else "no guidance", f"seed {protocol['seed']}"]
+    return ", ".join(words)
+
+
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     """Class numbers from numbers and names, "ring,3" or ["ring", 3]; None for none given."""
     if isinstance(classes, str):
