@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -19,12 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, brief, print0
+from nanodiff.conditions import FIELDS
 from nanodiff.files import write_atomic
 
-READ_BYTES = 2**24  # of metrics.jsonl, 30,000 lines; of a longer file not every line is parsed
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # of a run; report.html holds them all
-BY_QUARTER = " by quarter of t, q0 next to the images"
+BY_QUARTER = " by quarter of t, from image to noise"
+WORDS = {"train/": "training ", "val/": "validation ", "_ema": " of the average", "grad_norm": "gradient norm"}
+WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "loss": ("Loss", "log"),
     "loss" + BY_QUARTER: ("Loss" + BY_QUARTER, "log"),
@@ -46,7 +47,6 @@ class Run:
     facts: dict  # config.json
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
-    every: int  # one line of training in so many was read
 
     @property
     def name(self) -> str:
@@ -58,32 +58,18 @@ def read_run(folder: Path, over_images: bool) -> Run:
     if not config.is_file():
         raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
     facts = json.loads(config.read_text())
-    logged, every = {}, 1
+    logged = {}
     metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        every += metrics.stat().st_size // READ_BYTES
-        for text in read_lines(metrics, every):
-            try:
-                line = json.loads(text)
-            except ValueError:  # a killed process leaves its last line torn
-                continue
-            for key, value in line.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    logged.setdefault(key, {})[line["step"]] = value
+    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:  # a killed process leaves its last line torn
+            continue
+        for key, value in line.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                logged.setdefault(key, {})[line["step"]] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
-    return Run(folder.resolve(), facts, logged, per_step, every)
-
-
-def read_lines(path: Path, every: int) -> Iterator[bytes]:
-    """Of the lines about training one in `every`, and the last; all others. Parsing takes longer than reading."""
-    skipped = b""
-    with open(path, "rb") as file:
-        for i, line in enumerate(file):
-            if i % every == 0 or b'"train/loss"' not in line:
-                yield line
-            else:
-                skipped = line
-    yield skipped
+    return Run(folder.resolve(), facts, logged, per_step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,6 +129,12 @@ def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
     return curves
 
 
+def in_words(key: str) -> str:
+    for part, words in WORDS.items():
+        key = key.replace(part, words)
+    return key
+
+
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
@@ -151,10 +143,10 @@ def charts(runs: list[Run]) -> str:
         title, axis = CHARTS.get(name, (name, ""))
         shown = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            page += chart(title, "step", axis, [(runs[0], key, key) for key in shown])
+            page += chart(title, "step", axis, [(runs[0], key, in_words(key)) for key in shown])
         else:
             for key in shown:
-                page += chart(key, "images", axis, [(run, key, run.name) for run in runs])
+                page += chart(in_words(key), "images", axis, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
 
@@ -190,9 +182,13 @@ def strip(run: Run) -> str:
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
-    last = len(shown) - 1
+    last, names = len(shown) - 1, ""
+    taken = [name for name in FIELDS if run.facts["model"][name]]
+    if taken == ["num_classes"] and run.facts["model"]["num_classes"] <= 10:  # a row of the grid for each
+        names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>
-{images}<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
+<div class="rows"><ol>{names}</ol>{images}</div>
+<input type="range" max="{last}" value="{last}" aria-label="step of the samples">
 <small>{len(shown)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
 
 
@@ -214,13 +210,11 @@ def cell(value) -> str:
     return escape(str(value))
 
 
-def table(head: list[str], columns: list[dict], differing: bool = False) -> str:
-    """A row for each key, or only for those whose values differ."""
-    rows = ""
-    if head:
-        rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
-    for key in dict.fromkeys(key for column in columns for key in column):
-        values = [cell(column.get(key)) for column in columns]
+def table(columns: dict[str, dict], differing: bool = False) -> str:
+    """Columns by their headings; a row for each key, or only for those whose values differ."""
+    rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
+        values = [cell(column.get(key)) for column in columns.values()]
         if len(set(values)) > 1 or (any(values) and not differing):
             cells = "".join(f"<td>{value}</td>" for value in values)
             rows += f"<tr><th>{escape(key)}</th>{cells}</tr>"
@@ -239,11 +233,9 @@ def flat(facts: dict, prefix: str = "") -> dict:
 
 
 def progress(run: Run) -> str:
-    latest = [run.facts, *run.facts.get("changes", [])][-1]
+    total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
     step = max(run.logged.get("step", [0]))
-    total = latest["num_iterations"]
-    thinned = f", with one line of training in {run.every:,} read" if run.every > 1 else ""
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}{thinned}</p>"
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}</p>"
 
 
 def evaluation(path: Path, run: Run) -> str:
@@ -257,45 +249,35 @@ def evaluation(path: Path, run: Run) -> str:
         if type(value) is float and not key.endswith(("cfg_scale", "eta")):
             measured[key] = protocol.pop(key)
     step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
-    shown = table([], [measured]) if measured else ""
-    if rows:
-        apart = ("sampler", "steps", "class_accuracy_of", "well_formed_of")
-        head = [key for key in rows[0] if key not in apart]
-        columns = []
-        for key in head:
-            columns.append({f"{row['sampler']}, {row['steps']}": row[key] for row in rows})
-        shown += table(head, columns)
-    return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{shown}
-<details><summary>Protocol</summary>{table([], [protocol])}</details>"""
+    columns = {"": measured} if measured else {}
+    for row in rows:
+        steps = f"{row.pop('sampler')}, {row.pop('steps')}"
+        columns[steps] = {key: value for key, value in row.items() if not isinstance(value, dict)}
+    return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{table(columns)}
+<details><summary>Protocol</summary>{table({"": protocol})}</details>"""
 
 
-def latest_facts(run: Run) -> dict:
-    """config.json as one level; what a resumed run changed as it is now, with the step from which it holds."""
-    facts = flat({key: value for key, value in run.facts.items() if key not in ("changed_from", "changes")})
-    known = dict(facts)
-    for change in run.facts.get("changes", []):
-        for key, value in flat(change).items():
-            if key != "step" and known.get(key) != value:
-                known[key] = value
-                facts[key] = f"{value} from step {change['step']:,}"
-    return facts
+def versions(run: Run) -> dict[str, dict]:
+    """{heading: all of config.json as one level}, as the run began and from each step at which a resume changed it."""
+    facts = {key: value for key, value in run.facts.items() if key not in ("config", "changed_from", "changes")}
+    facts = flat(run.facts["config"]) | flat(facts)
+    columns = {run.name: facts}
+    for change in run.facts["changes"]:
+        facts = facts | change["config"] | {"num_iterations": change["num_iterations"]}
+        columns[f"{run.name} from step {change['step']:,}"] = facts
+    return columns
 
 
 def settings(runs: list[Run]) -> str:
     """Settings that differ between runs or from the defaults; then all of config.json."""
-    names = [run.name for run in runs]
-    facts = [latest_facts(run) for run in runs]
-    differing = table(names, facts, differing=True)
+    columns = {}
+    for run in runs:
+        columns |= versions(run)
+    defaults = {}
     if len(runs) == 1:
-        config = runs[0].facts["config"]
-        head = ["default", "here"]
-        columns = [config | runs[0].facts["changed_from"], config]
-        for change in runs[0].facts.get("changes", []):  # the run resumed with other settings
-            head.append(f"from step {change['step']:,}")
-            columns.append(columns[-1] | change["config"])
-        differing = table(head, columns, differing=True)
-    return f"""<h2>What differs</h2>{differing}
-<details><summary>All settings, sizes, machine</summary>{table(names, facts)}</details>"""
+        defaults = {"default": columns[runs[0].name] | runs[0].facts["changed_from"]}
+    return f"""<h2>What differs</h2>{table(defaults | columns, differing=True)}
+<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,11 +288,11 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
     body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs)
-    strips = "".join(strip(run) for run in runs)
-    body += f'<div class="charts">{strips}{charts(runs)}</div>'
     for run in runs:
         for file in sorted(run.folder.glob("eval_*.json")):
             body += evaluation(file, run)
+    strips = "".join(strip(run) for run in runs)
+    body += f'<div class="charts">{strips}{charts(runs)}</div>'
     body += settings(runs)
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     page = template.replace("$body", body, 1).replace("$title", title, 1)
