@@ -228,7 +228,7 @@ class RunLog:
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:
             if not self.explained:
-                print0("val/loss compares runs: its t has the same distribution in all. Training's may have another")
+                print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
             self.explained = True
             parts.append(f"from image to noise {' '.join(quarters)}")
         if best:
