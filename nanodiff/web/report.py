@@ -24,7 +24,8 @@ from nanodiff.files import write_atomic
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
-WORDS = {"train/": "training ", "val/": "validation ", "_ema": " of the average", "grad_norm": "gradient norm"}
+WORDS = {"train/": "training ", "val/": "validation ", "_ema": " of the average"}
+WORDS |= {"lrm": "learning rate", "grad_norm": "gradient norm"}
 WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
 CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
     "loss": ("Loss", "log"),
