@@ -97,14 +97,6 @@ def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.masked_fill(is_nan, 0), is_nan.flatten(1).any(1).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
 
 
-ADDED = ("vector_null",)  # weights that older checkpoints lack; they, their averages and moments were zeros
-
-
-def fill_null(module, tensors: dict, *others) -> None:
-    """A hook of load_state_dict: checkpoints without `vector_null` were trained with a null of zeros."""
-    tensors.setdefault("vector_null", torch.zeros_like(module.vector_null, device="cpu"))
-
-
 def input_channels(config: Conditioned) -> int:
     """Of x_t with_images."""
     return config.in_channels * (2 if config.low_res else 1)

@@ -11,8 +11,6 @@ from tiny_runs import TINY, decode_png, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
 from nanodiff.data.codec import (
-    check_same_data,
-    describe_data,
     load_codec,
     make_codec,
     stored_images,
@@ -199,12 +197,3 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
         with pytest.raises(UserError) as error:
             run_script(script, *args)
         assert line in str(error.value), str(error.value)
-
-
-def test_a_run_that_began_with_another_order_of_the_images_is_told(base, capsys):
-    make_data()
-    facts = describe_data(open_dataset("tiny"))
-    check_same_data(facts, facts, "run")
-    assert not capsys.readouterr().out
-    check_same_data({key: value for key, value in facts.items() if key != "order"}, facts, "run")
-    assert "run was begun with an earlier version's order of the images" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, print0
-from nanodiff.conditions import FACTS, describe_conditions, facts_to_match, from_stored, mirror
+from nanodiff.common import UserError
+from nanodiff.conditions import describe_conditions, facts_to_match, from_stored, mirror
 from nanodiff.models.autoencoder import open_autoencoder
 
 
@@ -201,7 +201,6 @@ def describe_data(dataset, unit: int = 1) -> dict:
         "channels": dataset.channels,
         "resolution": dataset.resolution // unit,
         "sha256": dataset.sha256,
-        "order": "feistel",  # of the images in training, see dataloader.py
         **describe_conditions(dataset.meta),
     }
     if description["kind"] == "arrays":
@@ -231,8 +230,7 @@ def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> di
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
     """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
-    old = dict.fromkeys(FACTS, 0) | old  # a checkpoint that lacks one was trained without that condition
-    changed = [key for key in new if key not in ("name", "latents", "order") and new[key] != old.get(key)]
+    changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
     old_latents = old.get("latents", {})
     new_latents = new.get("latents", {})
     for key in ("sha256", "offset", "scale"):
@@ -240,8 +238,6 @@ def check_same_data(old: dict, new: dict, model_tag: str) -> None:
             changed.append(f"{key} of the latents")
     if changed:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
-    if old.get("order") != new["order"]:
-        print0(f"{model_tag} was begun with an earlier version's order of the images; from here on it is the new one")
 
 
 def make_codec(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
-from nanodiff.conditions import Conditioned, fill_null, input_channels, null_rows, with_images
+from nanodiff.conditions import Conditioned, input_channels, null_rows, with_images
 
 T_EMBED_DIM = 256  # sinusoids per timestep, cosines first
 
@@ -274,7 +274,6 @@ class DiT(nn.Module):
             self.vector_embed = nn.Linear(config.vector_dim, C, bias=False)
         if config.vector_dim:
             self.vector_null = nn.Parameter(torch.empty(C))
-            self.register_load_state_dict_pre_hook(fill_null)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final = Final(config)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodiff.common import UserError
-from nanodiff.conditions import Conditioned, fill_null, input_channels, null_rows, with_images
+from nanodiff.conditions import Conditioned, input_channels, null_rows, with_images
 from nanodiff.models.dit import run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
@@ -177,7 +177,6 @@ class UNet(nn.Module):
         if c.vector_dim:
             self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
             self.vector_null = nn.Parameter(torch.empty(emb))
-            self.register_load_state_dict_pre_hook(fill_null)
 
         def blocks(cin, cout, level):
             res = ResBlock(cin, cout, c)

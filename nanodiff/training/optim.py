@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError, collective
-from nanodiff.conditions import ADDED
 from nanodiff.device import choose_dtype, host_copy, why_not_compiled
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
@@ -225,7 +224,7 @@ class Buffer:
         own = torch.zeros_like(self.own)
         for name, p, offset in zip(self.names, self.params, self.offsets):
             first, end = max(offset, self.mine.start), min(offset + p.numel(), self.mine.stop)
-            if first < end and (name in named or name not in ADDED):
+            if first < end:
                 part = named[name].reshape(-1)[first - offset : end - offset]
                 own[first - self.mine.start : end - self.mine.start] = part
         return own
@@ -401,13 +400,12 @@ class Optimizer:
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
         mine = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names}
-        mine = {key for key in mine if key in state or key.split("/")[1] not in ADDED}
         for name in sorted({"step", *mine} ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])
         for buffer in self.buffers:
             for key, share in buffer.state.items():
-                named = {name: state[f"{key}/{name}"] for name in buffer.names if f"{key}/{name}" in state}
+                named = {name: state[f"{key}/{name}"] for name in buffer.names}
                 share.copy_(buffer.share_of(named))
 
 
