@@ -157,8 +157,8 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
         count += len(tokens)
         total += tokens.sum(0)
         squares += (tokens**2).sum(0)
-    mean = total / count
-    square = squares / count
+    mean = total / max(count, 1)  # none, if all sequences of this split are empty
+    square = squares / max(count, 1)
     variance = square - mean**2
     is_constant = variance <= 1e-14 * square  # by float64's rounding
     std = np.sqrt(np.where(is_constant, 1.0, variance))

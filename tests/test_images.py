@@ -184,6 +184,7 @@ WRONG_CSV = {
     "0.png;owl": r"line 1: found '0\.png;owl'; accepted: rows of file,class",
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
+    "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
     "0.png,owl\n2.png": r"line 2: found '2\.png'",
     "0.png,owl\n2.png,owl": r"no class .* for 1 of 3 images, such as 'x/1\.png'",
 }

@@ -203,6 +203,7 @@ WRONG_VECTORS = {
     "integers": (dict(names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
     "NaN": ("NaN", "vectors hold NaN, infinity"),
     "too large for fp16": (1e5, "beyond 65,504"),
+    "zeros": (0, "nothing but zeros"),
     "no vectors": (dict(names=["a"]), "vectors.*not a file in the archive"),
 }
 
@@ -234,6 +235,7 @@ def test_mistakes_with_vectors(tmp_path, what):
         (np.eye(8).reshape(1, 8, 8), {"range": "5,9"}, "values from 0 to 1; range=5,9 has none of them"),
         (np.ones((4, 3, 8, 8), np.uint8), {}, r"looks like \(N, C, H, W\)"),
         (np.ones((4, 8, 8), np.complex64), {}, "complex64 of shape"),
+        (np.ones((4, 8, 6)), {}, r"float64 of shape \(4, 8, 6\); accepted: squares"),
         (np.ones((4, 8)), {}, r"accepted: numbers of shape \(N, H, W\)"),
     ],
 )

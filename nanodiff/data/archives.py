@@ -223,7 +223,7 @@ def read_csv(labels: str) -> dict[str, str]:
     with reading(path, "is not a table in UTF-8"), open(path, encoding="utf-8-sig", newline="") as lines:
         rows = csv.reader(lines)
         for row in rows:
-            if {"file", "label"} <= set(row) and not table:
+            if row.count("file") == row.count("label") == 1 and not table:
                 file_column, label_column = row.index("file"), row.index("label")
                 continue
             if not row:

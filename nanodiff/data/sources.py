@@ -196,8 +196,13 @@ def read_arrays(path: Path, options: Options) -> Source:
     images, labels, _ = open_arrays(path)
     if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
         raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
+    is_bytes = images.dtype == np.uint8
+    is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
+    if images.shape[1] != images.shape[2] and not is_picture:
+        given = f"{images.dtype} of shape {images.shape}"
+        raise UserError(f"{path} holds {given}; accepted: squares, or uint8 with 1 or 3 channels, which can be scaled")
     is_val = val_mask(len(images), options)
-    if images.dtype == np.uint8:
+    if is_bytes:
         return array_source(images, labels, is_val)
     found = float(images.min()), float(images.max())  # NaN if there is one
     if not np.isfinite(found).all():
@@ -246,6 +251,8 @@ def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
 def add_vectors(source: Source, path: Path) -> None:
     """Give each item its row of the vectors in a file: by its name or, for arrays, in order."""
     names, vectors = read_vectors(path)
+    if not vectors.any():
+        raise UserError(f"vectors={str(path)!r} holds nothing but zeros")
     source.arrays["vectors"] = vectors
     num_vectors = len(vectors)
     items = source.items
