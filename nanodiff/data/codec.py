@@ -289,7 +289,7 @@ def adapted(description: dict, dataset, autoencoder: str) -> dict:
         if dataset.meta["kind"] == "images":
             unit = description["latents"]["downsample"]
     own = describe_data(dataset, unit)
-    keys = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
+    keys = ("name", "sha256", "order", "resolution", "sizes", "num_classes", "class_names")
     return description | {key: own[key] for key in keys if key in own}
 
 
