@@ -136,6 +136,7 @@ guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself le
 #                    cfg_interval, so that samples need none and cost half; 1 = never
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
+time_input = "1000t"  # 1000t|t|1-t: what the network sees; t, 1-t: as REPA's, SiT's
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved

@@ -81,7 +81,7 @@ try:
         save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
     else:
         settings = loaded.config | {"heads": model_config.heads}
-        told = {name: settings[name] for name in MISSING if name in settings}
+        told = {name: settings[name] for name in MISSING if name in settings and name != "time_input"}
         with writing(path) as file:
             torch.save({"ema": tensors, "nanodiff": told}, file)
 except OSError as e:

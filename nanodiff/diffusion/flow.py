@@ -10,6 +10,12 @@ import torch
 from nanodiff.conditions import null_condition
 from nanodiff.diffusion.guidance import told
 
+# How a network sees t
+TIMES = {
+    "1000t": lambda t: 1000.0 * t,  # the range that its embedding of t is made for
+    "t": lambda t: t,  # REPA
+    "1-t": lambda t: 1.0 - t,  # SiT
+}
 MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
 
 
@@ -64,6 +70,7 @@ class FlowMatching:
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 25
+    time_input = "1000t"  # of TIMES
     done = 0.0  # the fraction of the training that lies behind
 
     def __init__(
@@ -91,8 +98,8 @@ class FlowMatching:
         return channels
 
     def velocity(self, model, x_t, t, **cond):
-        """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]; the network sees 1000 t."""
-        out = model(x_t, 1000.0 * t, **cond).float()
+        """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]."""
+        out = model(x_t, TIMES[self.time_input](t), **cond).float()
         if self.prediction == "v":
             return out
         w = t.view(-1, 1, 1, 1)

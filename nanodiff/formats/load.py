@@ -195,8 +195,9 @@ def split_options(run: str) -> tuple[str, dict]:
             raise UserError(f"{run!r}: {name}={value}; accepted: {accepted}")
         options[name] = value
         run = run[: match.start()]
-    for name in MISSING.keys() & options.keys() - {"noise_schedule"}:
-        options[name] = literal_eval(options[name])
+    for name in MISSING.keys() & options.keys():
+        with suppress(ValueError, SyntaxError):  # a word
+            options[name] = literal_eval(options[name])
     return run, options
 
 
@@ -346,6 +347,7 @@ def check_guide(guide: Loaded, loaded: Loaded) -> None:
     def facts(model: Loaded) -> dict:
         found = {key: getattr(model.model.config, key) for key in inputs}
         found |= {key: model.config.get(key) for key in keys}
+        found["time_input"] = getattr(model.process, "time_input", "")
         return found | {key: model.data.get("latents", {}).get(key) for key in latents}
 
     theirs = facts(guide)

@@ -1,4 +1,4 @@
-"""Published weights: Meta's DiT, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
+"""Published weights: Meta's DiT, SiT, REPA, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
 `from_*` gives our config, read off names and shapes, and our state dict, or raises what a foreign dict makes it raise;
 `to_meta` gives the published state dict.
@@ -7,6 +7,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -47,12 +48,15 @@ MISSING = {
     "noise_schedule": "linear|cosine",
     "num_timesteps": r"[1-9]\d*",
     "rescale_timesteps": "True|False",
+    "objective": "eps|flow",  # Meta's form: DiT's, SiT's
+    "time_input": "1000t|t|1-t",  # objective=flow
 }
+SIT = re.compile("(?<![a-z])(sit|repa)(?![a-z])", re.IGNORECASE)
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 
 
 def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's DiT (training checkpoints too), diffusers' DiT or improved-diffusion's UNet.
+    """(meta, tensors) of Meta's DiT (training checkpoints too), SiT, diffusers' DiT or improved-diffusion's UNet.
 
     `told`: any of MISSING; the others are taken as in the published models, and meta["note"] says so.
     """
@@ -61,18 +65,27 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         tensors = tensors["ema"]
     heads = told.get("heads", 0)
     config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
-    held = {"image_size"}
+    options = {*config} & {*MISSING}
+    is_repa = "projectors.0.0.weight" in tensors
     if "x_embedder.proj.weight" in tensors:
         arch = "dit_classic"
-        model_config, tensors = from_meta(tensors, heads)
+        options |= {"heads", "objective"}
+        if "objective" not in told and (is_repa or SIT.search(path.name)):
+            raise UserError(f"{path} is read as DiT's unless told: {path.name},objective=flow; DiT's: objective=eps")
+        if told.get("objective") == "flow":
+            options = {"heads", "objective", "time_input"}
+            time_input = told.get("time_input", "t" if is_repa else "1-t")
+            config = {"time_input": time_input, "timesteps": "uniform", "label_drop": 0.1}
+            model_config, tensors = from_sit(tensors, heads, time_input)
+        else:
+            model_config, tensors = from_meta(tensors, heads)
     elif "pos_embed.proj.weight" in tensors:
         arch = "dit_classic"
         model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
-        held.add("heads")
     else:
         arch = "unet"
         model_config, tensors = from_improved_diffusion(tensors, told.get("image_size", 0), heads)
-        held = set()
+        options |= {"heads", "image_size"}
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
         if model_config.use_scale_shift_norm:
@@ -82,17 +95,17 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
             if not model_config.num_classes:
                 config["rescale_timesteps"] = True
     channels, num_classes = model_config.in_channels, model_config.num_classes
-    learns_variance = model_config.out_channels == 2 * channels
+    if "time_input" not in config:
+        learns_variance = model_config.out_channels == 2 * channels
+        config |= {"gaussian_loss": "mse", "variance": "learned_range" if learns_variance else "fixed_large"}
     config |= {
-        "objective": "eps",
-        "gaussian_loss": "mse",
-        "variance": "learned_range" if learns_variance else "fixed_large",
+        "objective": told.get("objective", "eps"),
         "low_res_size": model_config.low_res,
     }
-    for name in held & told.keys():
-        raise UserError(f"{path} says itself what its {name} is; accepted: no {name}=...")
+    for name in told.keys() - options:
+        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
     settings = config | model_settings(model_config) | {"image_size": model_config.image_size}
-    assumed = [f"{name}={settings[name]}" for name in MISSING if name not in held | told.keys()]
+    assumed = [f"{name}={settings[name]}" for name in MISSING if name in options - told.keys()]
     note = ""
     if assumed:
         told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
@@ -129,6 +142,18 @@ def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
     if not torch.allclose(table, sincos_table(config), atol=1e-4):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, flatten_patches(ours)
+
+
+def from_sit(state_dict: dict, heads: int, time_input: str) -> tuple[DiTConfig, dict]:
+    """For `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t, and for REPA's files.
+
+    Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
+    """
+    config, ours = from_meta({name: x for name, x in state_dict.items() if "projectors." not in name}, heads)
+    for name in ("final.linear.weight", "final.linear.bias"):
+        rows = ours[name].unflatten(0, (config.patch_size**2, -1))[:, : config.in_channels].flatten(0, 1)
+        ours[name] = -rows if time_input == "1-t" else rows
+    return dataclasses.replace(config, out_channels=config.in_channels), ours
 
 
 def classic_config(ours: dict, tokens: int, heads: int) -> DiTConfig:

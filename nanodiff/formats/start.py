@@ -26,8 +26,8 @@ from nanodiff.training.resume import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 PROCESS = (
-    "objective", "timesteps", "timestep_shift", "timestep_std", "label_drop", "gaussian_loss", "noise_schedule",
-    "num_timesteps", "variance", "rescale_timesteps",
+    "objective", "time_input", "timesteps", "timestep_shift", "timestep_std", "label_drop", "gaussian_loss",
+    "noise_schedule", "num_timesteps", "variance", "rescale_timesteps",
 )  # fmt: skip
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
@@ -190,7 +190,9 @@ def warn_of_process(loaded: Loaded, config: dict) -> None:
     keys = []
     if loaded.config["objective"].replace("_map", "") != config["objective"].replace("_map", ""):
         keys = ["objective"]
-    if not loaded.config["objective"].startswith("flow"):
+    if not loaded.process.is_gaussian:
+        keys += ["time_input"]
+    else:
         keys += ["noise_schedule", "num_timesteps", "variance"]
         if loaded.config["num_timesteps"] != 1000:  # else rescaling changes nothing
             keys += ["rescale_timesteps"]

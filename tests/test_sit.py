@@ -1,0 +1,85 @@
+"""SiT's and REPA's files: their own code's velocity, and a process that keeps their time wherever it goes."""
+
+import conftest
+import numpy as np
+import pytest
+import torch
+from figures import assert_figures, rule_weights, wave
+from tiny_runs import TINY, make_data, randomise
+
+from nanodiff.common import UserError
+from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.published import to_meta
+from nanodiff.models.dit import DiT, DiTConfig, sincos_table
+
+golden = conftest.golden("sit.json")
+
+
+def published(path, kind):
+    """The golden weights, as these repositories save them; returns the path."""
+    parameters = golden[kind]["parameters"]
+    if isinstance(parameters, str):
+        parameters = conftest.golden("dit.json")["parameters"]
+    weights = rule_weights(parameters)
+    for name in ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight"):
+        weights[name] *= 16
+    weights["pos_embed"] = sincos_table(DiTConfig(8, 4, 8, 2, 64, 2, 4))[None]  # the rule keeps it
+    torch.save({"ema": weights, "model": {}}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind, time_input", [("sit", "1-t"), ("repa", "t")])
+def test_the_velocity_is_the_published_one(tmp_path, capsys, kind, time_input):
+    """SiT's t is 1 at the image, where ours is 0, and its v points there."""
+    file = published(tmp_path / "last.pt", kind)
+    loaded = load_run(f"{file},objective=flow,heads=4", "cpu")
+    assert f"does not hold time_input={time_input}: taken as published" in capsys.readouterr().out
+    t, y = (torch.tensor(golden["inputs"][name]) for name in "ty")
+    sign = 1
+    if kind == "sit":
+        t, sign = 1 - t, -1
+    v = loaded.process.velocity(loaded.model, wave((3, 4, 8, 8)), t, y=y)
+    assert_figures(sign * v, golden[kind]["forward"], tolerance=1e-5)
+
+
+def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
+    """Their files are alike but for the name; REPA's has projectors."""
+    file = published(tmp_path / "SiT-S-4.pt", "sit")
+    for name in (file, published(tmp_path / "last.pt", "repa")):
+        with pytest.raises(UserError, match=r"\.pt,objective=flow; DiT's: objective=eps$"):
+            load_run(name, "cpu")
+    drawn = []
+    for objective in ("flow", "eps"):
+        loaded = load_run(f"{file},objective={objective},heads=4", "cpu")
+        drawn.append(loaded.sample(num_images=2, steps=4, cfg_scale=2, classes="1"))
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.1
+    with pytest.raises(UserError, match="read without num_timesteps=100; accepted: heads, objective, time_input"):
+        load_run(f"{file},objective=flow,num_timesteps=100", "cpu")
+    load_run(published(tmp_path / "composition.pt", "sit"), "cpu")  # no SiT, though "sit" is in its name
+
+
+def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path):
+    """Full training, its resume and export, adapters, and a flow map with its teacher."""
+    make_data()
+    config = DiTConfig(16, 3, 6, 4, 64, 1, 1, num_classes=8, block="classic")
+    torch.save(to_meta(randomise(DiT(config).state_dict()), config), tmp_path / "SiT.pt")
+    source = load_run(f"{tmp_path / 'SiT.pt'},objective=flow", "cpu")
+    tiny = [arg for arg in TINY if "depth" not in arg and "patch" not in arg]
+    train = ("base_train", *tiny, f"--init_from={tmp_path / 'SiT.pt'},objective=flow")
+    x, t, y = torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.tensor([1, 2])
+    v = source.process.velocity(source.model, x, t, y=y)
+    for tag, args in {"full": [], "lora": ["--lora_rank=2"], "map": ["--objective=flow_map"]}.items():
+        run_script(*train, *args, f"--model_tag={tag}")
+        done = run_script(*train, *args, f"--model_tag={tag}", "--num_iterations=1", "--resume=changed")
+        assert done["config"]["time_input"] == "1-t" and done["step"] == 1
+        found = load_run(f"{tag},step=0", "cpu")
+        torch.testing.assert_close(found.process.velocity(found.model, x, t, y=y), v)
+    path = run_script("export", "--model=full", "--checkpoint_step=0")["path"]
+    found = load_run(str(path), "cpu")
+    torch.testing.assert_close(found.process.velocity(found.model, x, t, y=y), v)
+    check_guide(found, source)
+    found.process.time_input = "t"
+    with pytest.raises(UserError, match="differ in time_input"):
+        check_guide(found, source)
+    teacher = done["process"].teacher
+    torch.testing.assert_close(teacher.process.velocity(teacher.model, x, t, y=y), v)
