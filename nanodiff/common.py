@@ -181,9 +181,8 @@ def leave_together() -> None:
 class StopSignal:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests a clean stop, the second kills the process."""
 
-    def __init__(self, after: str = "this step"):
+    def __init__(self):
         self.received = 0  # the signal's number
-        self.after = after
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._receive)
 
@@ -193,7 +192,7 @@ class StopSignal:
         self.received = number
         if get_dist()[0] == 0:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, f"stopping after {self.after}; again to kill\n".encode())  # print may be under way
+                os.write(2, b"stopping after this step; again to kill\n")  # print may be under way
 
     def agreed(self) -> int:
         """The largest signal number of any rank, or 0; a collective."""

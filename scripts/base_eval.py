@@ -155,10 +155,8 @@ else:
         for chosen in sampler.split(","):
             for count in counts:
                 plan.append(loaded.settings(int(count), chosen, cfg_scale, cfg_interval))
-        for values, drawn in ((config.defaults, [loaded.settings()]), (config, plan)):
-            values |= drawn[0].guidance  # the file's name says what differs from the run's own
-            values["sampler"] = ",".join(dict.fromkeys(settings.sampler for settings in drawn))
-            values["steps"] = ",".join(dict.fromkeys(str(settings.steps) for settings in drawn))
+        config |= plan[0].named if len(plan) == 1 else plan[0].guidance
+        config.defaults |= loaded.settings().named  # the file's name says what differs from the run's own
         measured = loaded.samples(plan[0], seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanodiff.common import UserError
-from nanodiff.data.dataloader import DataLoader, shuffled
+from nanodiff.data.dataloader import AHEAD, DataLoader, shuffled
 
 
 class Memory:
@@ -134,11 +134,11 @@ def test_close_ends_the_thread_and_reading_ahead_is_bounded():
     data = Memory(10)
     data.labels = lambda indices: reads.append(1) or np.asarray(indices)
     before = threading.active_count()
-    loader = DataLoader(data, 2, 2, 0, 1, 0, prefetch=3)
+    loader = DataLoader(data, 2, 2, 0, 1, 0)
     next(loader)
     assert loader.data_wait >= 0
     time.sleep(0.3)  # it would run away in this time
-    assert len(reads) <= 1 + 3 + 1  # taken, queued, in hand
+    assert len(reads) <= 1 + AHEAD + 1  # taken, queued, in hand
     loader.close()
     loader.close()
     assert threading.active_count() == before

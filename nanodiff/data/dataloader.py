@@ -11,6 +11,7 @@ import torch
 
 from nanodiff.common import UserError
 
+AHEAD = 4  # batches that the thread reads ahead
 ROUNDS = 8  # of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
 
 
@@ -46,8 +47,7 @@ class DataLoader:
     `.data_wait`: seconds that the last next() waited.
     """
 
-    def __init__(self, dataset, device_batch_size, total_batch_size, rank, world, seed, start_step=0, device="cpu",
-                 prefetch=4):  # fmt: skip
+    def __init__(self, dataset, device_batch_size, total_batch_size, rank, world, seed, start_step=0, device="cpu"):
         if world > len(dataset):
             raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset
@@ -62,8 +62,8 @@ class DataLoader:
         self._micro_steps = total_batch_size // (device_batch_size * world)
         self._numbers = itertools.count(start_step * self._micro_steps)  # of micro-steps
         self._thread = ThreadPoolExecutor(1, "dataloader")
-        self._ahead = deque()  # batches that the thread reads
-        for _ in range(prefetch):
+        self._ahead = deque()
+        for _ in range(AHEAD):
             self._read_ahead()
 
     def __next__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
