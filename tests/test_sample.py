@@ -384,6 +384,8 @@ def test_meta_files(draw, tmp_path, training_checkpoint):
     ours = to_meta(loaded.model.state_dict(), loaded.model.config)
     assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
     args = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
+    own = load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu").settings().named
+    assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 2, "cfg_interval": "0,1"}  # a file has no settings
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
 
