@@ -24,7 +24,9 @@ import io
 import operator
 import os
 import re
+import shutil
 import sys
+import textwrap
 import tokenize
 from contextlib import suppress
 from pathlib import Path
@@ -141,7 +143,10 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
         while comments.get(last_row + 1, "").startswith("#   "):
             last_row += 1
             comment.append(comments[last_row].strip("# "))
-        heading = [line for row in above if (line := comments.get(row, "").strip("#-= "))]
+        heading = []
+        for row in above:  # to the last row without a comment, comments are for readers of the source
+            heading = [*heading, comments[row].strip("#-= ")] if row in comments else []
+        heading = [line for line in heading if line]
         if heading:
             condition = ONLY.search(" ".join(heading))
             only = condition and (condition[1], condition[2] or condition[3])
@@ -166,7 +171,7 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
     values = {}
     try:
         nodes = ast.parse(found[0].read_bytes()).body
-    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, OSError) as error:
         line = f" line {error.lineno}" if getattr(error, "lineno", None) else ""
         raise ValueError(f"preset {path!r}{line}: {getattr(error, 'msg', None) or error}") from None
     for node in nodes:
@@ -176,7 +181,7 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
         try:
             (target,) = node.targets
             name, value = target.id, ast.literal_eval(node.value)
-        except (AttributeError, ValueError, TypeError, RecursionError, MemoryError):
+        except (AttributeError, ValueError, TypeError):
             raise ValueError(f"{where}only assignments of literals are accepted, such as depth = 12") from None
         values[name] = check(name, lookup(settings, name, where), value, where)
     return values
@@ -212,13 +217,18 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
 
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
+    """Usage, and three examples: the docstring's second paragraph. Then the settings, as wide as the terminal."""
     script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
-    lines = [globals_.get("__doc__") or "", f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)"]
+    title, *more = globals_["__doc__"].strip().split("\n\n")
+    lines = [f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)", "", title]
+    for examples in more[:1]:
+        lines += ["", *examples.splitlines()[:3]]
+    lines += ["", "settings, with default and type; accepted values, if limited, a colon, the meaning:"]
     for name, s in settings.items():
         lines += ["", *s.heading] if s.heading else []
-        lines.append(f"  {f'--{name}={s.default}':<38} {s.kind:<5}  {s.comment[0]}".rstrip())
-        lines += [" " * 48 + line for line in s.comment[1:]]
-    return "\n".join(lines).strip()
+        text = " ".join([f"  {f'--{name}={s.default}':<28} {s.kind:<5}", *s.comment])
+        lines.append(textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=" " * 37))
+    return "\n".join(lines)
 
 
 def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> Config:

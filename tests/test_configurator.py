@@ -16,6 +16,8 @@ from configurator import configure
 TABLE = {"euler": 1, "heun": 2}
 
 # ----------------------------------------------------------------
+# Settings: this is for readers of the source
+
 # Model
 depth = 12  # >= 1: layers
 width = 64 * 4  # derived from an expression
@@ -182,7 +184,8 @@ def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--depth=3", "-h", "--nonsense"]])
-def test_help_prints_every_setting_with_default_and_comment(script, capsys, argv):
+def test_help_prints_every_setting_with_default_and_comment(script, capsys, monkeypatch, argv):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
         script(*argv)
     out, err = capsys.readouterr()
@@ -193,7 +196,9 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, argv
     assert rows[0].split(None, 2) == ["--depth=12", "int", ">= 1: layers"]
     assert lines.index("Model") < lines.index(rows[0]) < lines.index("Run") < lines.index(rows[-1])
     assert "auto|euler|heun: the names of a table" in out and "and a second line of help" in out
-    assert "A program." in out and "_private" not in out and "after" not in out
+    assert all(len(line) <= 100 for line in lines[1:])
+    assert lines[0].startswith("usage: ") and lines[2] == "A program." and "for readers" not in out
+    assert "_private" not in out and "after" not in out
 
 
 def test_the_defaults_that_help_shows_are_accepted(script):
