@@ -76,14 +76,14 @@ def test_run_time_packages():
 
 
 def test_the_readme_shows_the_loop_as_it_is():
-    """README's loop is Python; each of its lines is one of base_train.py, in its order, less the comments."""
+    """README's loop is Python; each of its lines is one of base_train.py, in its order, whatever the comments."""
     readme = (ROOT / "README.md").read_text()
     loop = readme.split("## The loop")[1].split("```python\n")[1].split("```")[0]
     ast.parse(textwrap.dedent(loop))
-    shown = loop.splitlines()
-    script = [line.split("  #")[0].rstrip() for line in (ROOT / "scripts" / "base_train.py").read_text().splitlines()]
+    script = (ROOT / "scripts" / "base_train.py").read_text()
+    shown, script = ([line.split("  #")[0].rstrip() for line in text.splitlines()] for text in (loop, script))
     rest = iter(script)
-    assert len(shown) >= 15
+    assert len(shown) >= 9
     assert [line for line in shown if line not in rest] == []  # `in` moves the iterator on: the order counts
 
 
