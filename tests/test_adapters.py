@@ -69,17 +69,14 @@ def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
     assert_identical(adapters(base, "parts")[0], adapters(base, "whole")[0])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
     """One takes 16 images at a time, the two take 4."""
     args = (*TINY, "--weight_decay=0.1", "--lora_targets=qkv")
     run_script("base_train", *args, "--model_tag=one")
-    run_process("base_train", *args, "--device_batch_size=4", "--model_tag=two")
+    run_process("base_train", *args, "--device_batch_size=4", "--model_tag=two", ranks=2)
     assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
-    # and a checkpoint of two ranks goes on with one
-    for tag in ("one", "two"):
-        run_script("base_train", *args, f"--model_tag={tag}", "--num_iterations=7", "--resume=changed")
-    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
-    assert_same(adapters(base, "two", 7)[0], adapters(base, "one", 7)[0], rtol=1e-2, atol=1e-4)
+    assert_same(adapters(base, "two")[0], adapters(base, "one")[0], rtol=1e-2, atol=1e-4)
 
 
 def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_script):
@@ -135,14 +132,6 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
     done = run_script("base_train", *again, "--init_from=a", "--model_tag=b", "--num_iterations=1")
     assert done["lora"]["classes"] == [] and done["class_names"] == [*CLASS_NAMES, "star"]
     assert load_run("b", "cpu").step == 1
-
-
-def test_training_learns(base, old, run_script):
-    """A few percent of the weights bring the loss of a random model far down."""
-    done = run_script("base_train", *TINY, "--num_iterations=40", "--warmup_ratio=0", "--warmdown_ratio=0.5")
-    loss = losses(base, "old_tuned_lora")
-    assert np.mean(loss[-10:]) < 0.8 * np.mean(loss[:10])
-    assert done["num_trained"] < 0.05 * done["num_params"] and done["progress"]["best"]
 
 
 def test_epochs_and_what_is_saved_after_each(base, old, run_script):
