@@ -70,10 +70,6 @@ def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
     grids = (tiny / "runs" / tag / "samples" / "step_000006.png" for tag in ("one", "two"))
     one, two = (decode_png(path.read_bytes()).astype(int) for path in grids)
     assert np.abs(one - two).mean() < 1  # each rank drew half of the grid; two steps of DDIM enlarge rounding in places
-    for tag in ("one", "two"):  # a checkpoint of two ranks goes on with one
-        seven = ("--num_iterations=7", "--resume=changed", "--eval_every=-1", "--sample_every=-1")
-        run_script("base_train", *TINY, *more, *seven, f"--model_tag={tag}")
-    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
 
 
 @pytest.mark.parametrize("iterations", [0, 1])
@@ -194,21 +190,6 @@ def test_learning_rate_warms_up_and_down(tiny, run_script):
     assert lrm == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--dropout=0.3",), ("--arch=unet", "--patch_size=2"), ("--optimizer=adamw", "--muon_lr=0.1"),
-        ("--objective=eps", "--timestep_shift=3"), ("--timesteps=uniform", "--timestep_std=0.7"),
-    ],
-)  # fmt: skip
-def test_a_setting_that_would_do_nothing_is_refused(tiny, run_script, capsys, more):
-    with pytest.raises((SystemExit, UserError)) as refusal:
-        run_script("base_train", *TINY, *more)
-    said = capsys.readouterr().err or str(refusal.value)
-    assert getattr(refusal.value, "code", 2) == 2
-    assert more[-1][2:].split("=")[0] in said and said.count("\n") <= 1
-
-
 def test_a_set_without_validation_split_trains(base, run_script, capsys):
     with DatasetWriter("tiny", CLASS_NAMES) as writer:
         writer.append("train", *draw_shapes(24, seed=1))
@@ -228,25 +209,18 @@ def test_training_learns(tiny, run_script):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--arch=unet", "--num_res_blocks=1", "--low_res_size=8"),
-        ("--arch=unet", "--num_res_blocks=1", "--objective=v", "--dropout=0.1", "--class_cond=False"),
-        (
-            "--arch=dit_classic",
-            "--objective=eps",
-            "--variance=learned_range",
-            "--gaussian_loss=rescaled_kl",
-            "--bpd_every=0",
-        ),
-        ("--low_res_size=4", "--objective=x_prev", "--variance=learned", "--sampler=ddpm", "--sample_steps=25"),
-        ("--objective=x0", "--noise_schedule=linear", "--variance=fixed_large", "--ema_rates=", "--checkpointing"),
+        "--arch=unet --num_res_blocks=1 --low_res_size=8",
+        "--arch=unet --num_res_blocks=1 --objective=v --dropout=0.1 --class_cond=False",
+        "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl --bpd_every=0",
+        "--low_res_size=4 --objective=x_prev --variance=learned --sampler=ddpm --sample_steps=25",
+        "--objective=x0 --noise_schedule=linear --variance=fixed_large --ema_rates= --checkpointing",
     ],
 )
 def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     """One step, a grid, and one more step after a resume equal two steps in one go, dropout included."""
-    tiny_args = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in more)]
-    args = (*tiny_args, "--total_batch_size=8", "--warmup_ratio=0", "--warmdown_ratio=0", "--sample_steps=2", *more)
-    if any("--objective" in arg for arg in more):
-        args += ("--num_timesteps=25",)
+    args = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in more)]
+    args += ["--total_batch_size=8", "--warmup_ratio=0", "--warmdown_ratio=0", "--sample_steps=2", *more.split()]
+    args += ["--num_timesteps=25"] * ("--objective" in more)
     end = ("--eval_every=0", "--eval_images=4", "--sample_every=0")
     run_script("base_train", *args, *end, "--num_iterations=1", "--model_tag=a")
     run_script("base_train", *args, "--eval_every=-1", "--num_iterations=2", "--resume=changed", "--model_tag=a")
