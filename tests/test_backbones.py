@@ -70,22 +70,17 @@ def test_images_do_not_see_each_other(config):
     torch.testing.assert_close(model(x, t, y), alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("low_res", [0, 4])
-def test_flops_are_those_of_the_counter(config, low_res):
-    model, (x, t, y) = build(config, low_res=low_res), inputs(2)
+@pytest.mark.parametrize("more", [{}, {"low_res": 4}, {"vector_dim": 7}, {"vector_dim": 7, "vector_len": 5}])
+def test_flops_are_those_of_the_counter(config, more):
+    if "vector_len" in more and isinstance(config, UNetConfig):
+        pytest.skip("a UNet takes one vector")
+    model, (x, t, y) = build(config, **more), inputs(2)
+    given = {"low_res": x[:, :, ::4, ::4]} if "low_res" in more else {}
+    if "vector_dim" in more:
+        given["vectors"] = torch.ones(2, 5, 7) if "vector_len" in more else torch.ones(2, 7)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x, t, y, low_res=x[:, :, ::4, ::4] if low_res else None)
+        model(x, t, y, **given)
     assert model.estimate_flops() == pytest.approx(3 * counter.get_total_flops() / 2, rel=1e-6)
-
-
-def test_bf16_autocast_stays_near_fp32(config):
-    model, (x, t, y) = build(config), inputs()
-    exact = model(x, t, y)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(x, t, y)
-    assert (out.float() - exact).norm() / exact.norm() < 0.03
-    out.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_checkpointing_changes_no_gradient(config):
