@@ -17,14 +17,13 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features, well_formed
-from nanodiff.metrics.losses import batches_of_rank
 from nanodiff.sampling import draw
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("made")
-    make_runs(base, a=[])
+    make_runs(base, eps=["--objective=eps", "--num_timesteps=5", "--variance=learned_range"], a=[])
     return base
 
 
@@ -108,29 +107,6 @@ def test_bits_per_dim(base, run_script):
         assert terms["vb"].sum() + one["prior_bpd"] == pytest.approx(one["total_bpd"])
     two = evaluate(run_script, run_dir, "bpd", "--num_images=3", "--batch_size=2")
     assert two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [3, 1])
-def test_two_ranks_share_the_images_of_one_batch(n, base, run_script):
-    """In batches of 24 both ranks have some of three images, and the second none of one: bits/dim of one rank."""
-    make_data()
-    run_dir = make_run(run_script, "a", "--objective=eps", "--num_timesteps=5", "--variance=learned_range")
-    arguments = (f"--num_images={n}", "--batch_size=24")
-    one = evaluate(run_script, run_dir, "bpd", *arguments)
-    on_ranks(lambda rank: run_script("base_eval", *TIMELESS, "--metric=bpd", *arguments) and None)
-    two = json.loads(newest(run_dir, "eval_bpd_000001_*.json").read_text())
-    assert two["num_images"] == n and two["total_bpd"] == pytest.approx(one["total_bpd"], rel=1e-4)
-
-
-def test_no_rank_has_all_images_of_a_batch(base, monkeypatch):
-    make_data()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    dealt = []
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        dealt.append(np.concatenate(batches_of_rank(open_dataset("tiny", "val"), np.arange(3), 24)).tolist())
-    assert dealt == [[0, 1], [2]]
 
 
 def test_well_formed_end_to_end(run_dir, run_script, monkeypatch, tmp_path):
@@ -221,19 +197,6 @@ def test_figures_of_what_is_not_finite_are_refused(run_dir, run_script, quick_cl
     assert not list(run_dir.glob("eval_*"))
 
 
-def test_super_resolution(base, run_script, quick_classifier, tmp_path):
-    """From the validation set, or the same images in a file, with the classes of the images."""
-    make_data()
-    run_dir = make_run(run_script, "sr", "--low_res_size=8")
-    val = evaluate(run_script, run_dir, "fd_classifier", *FEW)
-    write_npz(tmp_path / "small.npz", open_dataset("tiny", "val"))
-    file = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--low_res={tmp_path}/small.npz")
-    for key in ("fd_classifier", "class_accuracy_of"):
-        assert val[key] == pytest.approx(file[key])
-    given = {CLASS_NAMES[k] for k in open_dataset("tiny", "val").labels(range(12))}
-    assert val["class_accuracy_of"].keys() == given
-
-
 def test_models_without_classes_or_colours(base, run_script, quick_classifier):
     with DatasetWriter("tiny", CLASS_NAMES) as writer:
         for split in ("train", "val"):
@@ -298,12 +261,19 @@ def test_mistakes(run_dir, run_script, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "metric, args",
-    [("loss", ["--batch_size=5"]), ("fd_classifier", ["--num_images=13", "--steps=2", "--batch_size=4"])],
+    [
+        ("loss", ["--batch_size=5"]),
+        ("fd_classifier", ["--num_images=13", "--steps=2", "--batch_size=4"]),
+        ("bpd", ["--num_images=3", "--batch_size=24"]),  # both ranks have some of a batch
+        ("bpd", ["--num_images=1", "--batch_size=24"]),  # the second has none
+    ],
 )
 def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier, metric, args):
+    run_dir = run_dir.with_name("eps" if metric == "bpd" else "a")
+    args = [f"--metric={metric}", f"--model={run_dir.name}", *args]
     one = evaluate(run_script, run_dir, metric, *args)
     (open_dataset("tiny").path / "stats_classifier_train.npz").unlink(missing_ok=True)
-    on_ranks(lambda rank: run_script("base_eval", *TIMELESS, f"--metric={metric}", *args) and None)
+    on_ranks(lambda rank: run_script("base_eval", *TIMELESS, *args) and None)
     two = json.loads(newest(run_dir, f"eval_{metric}_000001_*.json").read_text())
     assert {k: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for k, v in one.items()} == two
 
