@@ -12,18 +12,17 @@ import torch
 from conftest import ROOT
 from processes import run_process
 from test_sample_web import drawn, picture
-from tiny_runs import assert_identical, decode_png, make_autoencoder
+from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data.archives import Options, choose_sizes
 from nanodiff.data.codec import Pixels, describe_data
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
-from nanodiff.data.sources import open_source
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
-from nanodiff.models.dit import DiTConfig, position_table, rotation_table
+from nanodiff.models.dit import DiTConfig, position_table
 
 PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
 
@@ -75,14 +74,6 @@ def test_photographs_taken_both_ways_get_both_shapes():
     assert choose_sizes(ratios, Options(64, side_unit=4, bucket_images=1000)) == [(64, 64)]
 
 
-@pytest.mark.skipif(not PHOTOS.exists(), reason="shared/data/imagenet200-jpg.tar.gz is absent")
-def test_real_photographs_get_more_than_one_shape():
-    pytest.importorskip("PIL")
-    for options in (Options(64, side_unit=4), Options(256, side_unit=32)):  # the second is the README's
-        source = open_source("auto", str(PHOTOS), options)
-        assert len(source.sizes) > 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
@@ -96,15 +87,6 @@ def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows,
     omega = 10000.0 ** -(torch.arange(8) / 8)
     parts = [f((x[..., None] * omega).expand(rows, cols, 8)) for x in (across, down) for f in (torch.sin, torch.cos)]
     torch.testing.assert_close(table, torch.cat(parts, -1))
-
-
-def test_rope_of_a_rectangle_depends_on_offsets_only():
-    model = build_model(DiTConfig(8, 3, 3, 2, 32, 1, 2), "cpu", 0)
-    block, rotation = model.blocks[0], rotation_table(model.config, 2, 7)
-    one = torch.randn(1, 1, 3, 2, 16)
-    q, k, _ = block.rotate(one.expand(1, 14, 3, 2, 16), rotation)
-    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, 2, 7, 2, 7)
-    torch.testing.assert_close(scores[:, :, 2:, :, 2:], scores[:, :, :-2, :, :-2], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["dit", "dit_classic", "unet"])
@@ -165,11 +147,6 @@ def photos(base, tmp_path, run_script):
     return open_dataset("photos")
 
 
-def losses(tag):
-    lines = (base_dir() / "runs" / tag / "metrics.jsonl").read_text().splitlines()
-    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
-
-
 def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos, capsys):
     assert set(photos.buckets) == {(20, 12), (16, 16), (12, 20)}
     assert len(photos) == 21 and verify(photos)[0] == 2 + 3 + len(open_dataset("photos", "val").buckets)
@@ -182,13 +159,13 @@ def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos, capsys):
     assert sum(n for *_, n in facts["sizes"]) == 21 and facts["resolution"] == 16
 
 
-def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exact(photos, run_script):
+def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exact(base, photos, run_script):
     run_script("base_train", *RUN, "--model_tag=one")
-    assert len(set(losses("one"))) == 7
+    assert len(set(losses(base, "one"))) == 7
     run_script("base_train", *RUN, "--model_tag=micro", "--device_batch_size=1")
     run_process("base_train", *RUN, "--model_tag=two", "--device_batch_size=2", ranks=2)
-    np.testing.assert_allclose(losses("micro"), losses("one"), rtol=1e-5)
-    np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
+    np.testing.assert_allclose(losses(base, "micro"), losses(base, "one"), rtol=1e-5)
+    np.testing.assert_allclose(losses(base, "two"), losses(base, "one"), rtol=1e-5)
     folder = base_dir() / "runs"
     shutil.copytree(folder / "one", folder / "again")
     shutil.rmtree(folder / "again" / "checkpoints" / "step_000007")  # the newest is now of step 6, within an epoch
@@ -253,7 +230,7 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tm
     assert mine.shape == (8, 12, 20, 3) and (mine != other).any()
 
 
-def test_latents_keep_the_buckets(photos, run_script, tmp_path):
+def test_latents_keep_the_buckets(base, photos, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
     run_script("cache_latents", "--data=photos", f"--autoencoder={vae}", "--name=latents", "--device_type=cpu")
     latents = open_dataset("latents")
@@ -262,7 +239,7 @@ def test_latents_keep_the_buckets(photos, run_script, tmp_path):
     args = (*RUN, "--patch_size=1", "--num_iterations=3")
     run_script("base_train", *args, "--data=latents", "--model_tag=cached", "--latent_norm=scale")
     run_script("base_train", *args, f"--autoencoder={vae}", "--model_tag=live")  # encodes the same images
-    np.testing.assert_allclose(losses("cached"), losses("live"), rtol=0.01)  # fp16
+    np.testing.assert_allclose(losses(base, "cached"), losses(base, "live"), rtol=0.01)  # fp16
 
 
 def test_mistakes_with_buckets(photos, run_script, tmp_path):

@@ -84,17 +84,19 @@ def test_another_table_of_positions_is_refused():
 # Rotary positions
 
 
-def test_rope_depends_on_offsets_only():
+@pytest.mark.parametrize("height, width", [(8, 8), (4, 7)])
+def test_rope_depends_on_offsets_only(height, width):
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
     model = build(image_size=16)
-    block, table = model.blocks[0], rotation_table(model.config, 8, 8)
+    block, table = model.blocks[0], rotation_table(model.config, height, width)
     g = torch.Generator().manual_seed(0)
     one = torch.randn(1, 1, 3, 2, 32, generator=g)
-    q, k, _ = block.rotate(one.expand(1, 64, 3, 2, 32), table)  # the same token everywhere
-    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, 8, 8, 8, 8)
+    q, k, _ = block.rotate(one.expand(1, height * width, 3, 2, 32), table)  # the same token everywhere
+    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, height, width, height, width)
     for rows, cols in [(1, 0), (0, 1), (2, 3)]:
         moved = scores[:, rows:, cols:, rows:, cols:]
-        torch.testing.assert_close(moved, scores[:, : 8 - rows, : 8 - cols, : 8 - rows, : 8 - cols], rtol=0, atol=1e-4)
+        from_corner = scores[:, : height - rows, : width - cols, : height - rows, : width - cols]
+        torch.testing.assert_close(moved, from_corner, rtol=0, atol=1e-4)
     assert (scores[:, 0, 0, 0, 3] - scores[:, 0, 0, 0, 0]).abs().max() > 1e-2  # columns count
     assert (scores[:, 0, 0, 3, 0] - scores[:, 0, 0, 0, 3]).abs().max() > 1e-2  # and rows, differently
 
