@@ -47,19 +47,7 @@ def one_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(os, "environ", {})
     yield monkeypatch
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def test_deterministic_cuda(one_gpu):
-    init_device("cuda")
-    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
-    init_device("cuda", deterministic=True)
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cudnn.benchmark
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
 
 
 def test_memory_grows_in_segments_unless_the_user_says_otherwise(one_gpu):
@@ -72,15 +60,6 @@ def test_memory_grows_in_segments_unless_the_user_says_otherwise(one_gpu):
         init_device("cuda")
         one_gpu.delenv(name)
     assert len(asked) == 1
-
-
-def test_ranks_share_the_cores_that_compile(one_gpu):
-    one_gpu.setattr("nanodiff.device.join_ranks", lambda *args: None)
-    one_gpu.setattr(os, "cpu_count", lambda: 64)
-    one_gpu.setenv("WORLD_SIZE", "16")
-    one_gpu.setenv("LOCAL_WORLD_SIZE", "8")
-    init_device("cuda")
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "8" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
 def test_what_triton_lacks_is_named(monkeypatch, tmp_path):

@@ -58,24 +58,6 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
     assert pointers == [p.data_ptr() for p in model.parameters()]
 
 
-def test_state_round_trip_continues_the_same(tmp_path):
-    model = random_model()
-    optim = make_optimizer(model, "adamw")
-    ema = EMA(model, optim, "0.9,0.999")
-    for step in (1, 2):
-        randomize(model, step)
-        ema.update(step)
-    torch.save(ema.state_dict(), tmp_path / "ema.pt")
-    other = EMA(model, optim, "0.9,0.999")
-    other.load_state_dict(torch.load(tmp_path / "ema.pt", weights_only=True))
-    randomize(model, 3)
-    for e in (ema, other):
-        e.update(3)
-    for rate, averages in ema.state_dict().items():
-        assert set(averages) == {name for name, _ in model.named_parameters()}
-        assert all(torch.equal(average, other.state_dict()[rate][name]) for name, average in averages.items())
-
-
 def test_rates():
     assert parse_rates("0.999, 0.9999") == (0.999, 0.9999) and parse_rates("") == ()
     model = Vector(1.0)

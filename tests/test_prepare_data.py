@@ -21,7 +21,6 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.data.decode import decode_items
 from nanodiff.data.sources import CIFAR10_CLASSES, open_source
 from nanodiff.files import lock_file
-from nanodiff.models.dit import DiTConfig
 from nanodiff.png import encode_png
 
 REAL = ROOT.parent / "shared" / "data"
@@ -111,12 +110,6 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
         prepare(**settings)
     assert "\n" not in str(error.value)
     assert all(p.name.endswith(".lock") for p in base.glob("data/*"))
-
-
-def test_the_command_that_is_printed_has_a_patch_for_every_size():
-    for size in (*range(4, 140), 251, 600, 4096):
-        config = DiTConfig.from_depth(4, image_size=size, in_channels=3, out_channels=3, num_classes=0)
-        assert size % config.patch_size == 0
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])

@@ -46,16 +46,6 @@ def entry(shape, begin, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_round_trip(tmp_path):
-    tensors, metadata = one_of_each(), {"step": "500", "a b": 'quote " and \\ and é'}
-    save_safetensors(tensors, tmp_path / "x.safetensors", metadata)
-    loaded, loaded_metadata = load_safetensors(tmp_path / "x.safetensors")
-    assert_same(loaded, tensors)
-    assert loaded_metadata == metadata
-    save_safetensors({}, tmp_path / "x.safetensors")
-    assert load_safetensors(tmp_path / "x.safetensors") == ({}, {})
-
-
 def test_the_official_library_and_we_read_each_other(tmp_path):
     official = pytest.importorskip("safetensors.torch", reason="the official library")
     tensors = one_of_each()
