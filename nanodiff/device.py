@@ -17,7 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, get_dist, join_ranks
+from nanodiff.common import UserError, get_dist
+from nanodiff.dist import join_ranks
 
 
 def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool = False) -> torch.device:

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from configurator import configure
-from nanodiff.common import UserError, gather_batches, get_dist, leave_together, over_ranks, print0
+from nanodiff.common import UserError, get_dist, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import StopSignal, UserError, draw_rows, from_first_rank, get_dist, make_generator, print0
+from nanodiff.common import UserError, draw_rows, get_dist, make_generator, print0
 from nanodiff.conditions import conditioning, droppable, from_stored
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
@@ -39,6 +39,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, i
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
+from nanodiff.dist import StopSignal, from_first_rank
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import save_adapters
 from nanodiff.formats.load import load_weights

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, collective, get_dist, in_batches, leave_together, print0
+from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES
 from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import begin_parts, lock_set, open_dataset, publish_set, set_path, write_npy
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.device import init_device
+from nanodiff.dist import collective, leave_together
 from nanodiff.files import sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
 

@@ -20,18 +20,10 @@ from pathlib import Path
 import torch
 
 from configurator import configure
-from nanodiff.common import (
-    Progress,
-    StopSignal,
-    UserError,
-    from_first_rank,
-    get_dist,
-    leave_together,
-    over_ranks,
-    print0,
-)
+from nanodiff.common import Progress, UserError, get_dist, print0
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import apply_adapters, check_guide, load_run
 from nanodiff.png import encode_png, make_grid

@@ -16,16 +16,8 @@ import torch
 from processes import FORK, Started
 
 from nanodiff import common
-from nanodiff.common import (
-    BLOCK,
-    LostRank,
-    Progress,
-    StackedGenerator,
-    StopSignal,
-    collective,
-    draw_rows,
-    make_generator,
-)
+from nanodiff.common import BLOCK, LostRank, Progress, StackedGenerator, draw_rows, make_generator
+from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]

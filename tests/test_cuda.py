@@ -14,9 +14,10 @@ from processes import run_process
 from test_base_train import metrics, weights
 from tiny_runs import assert_identical, make_data, randomise
 
-from nanodiff.common import BLOCK, StopSignal, draw_rows, gather_objects, join_ranks, leave_together, over_ranks
+from nanodiff.common import BLOCK, draw_rows
 from nanodiff.device import autocast_to, host_copy, init_device
 from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.dist import StopSignal, gather_objects, join_ranks, leave_together, over_ranks
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig

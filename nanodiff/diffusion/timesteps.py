@@ -11,7 +11,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, collective
+from nanodiff.common import UserError
+from nanodiff.dist import collective
 
 
 def unit(t, process):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import from_first_rank, get_dist, print0
+from nanodiff.common import get_dist, print0
+from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
 
 

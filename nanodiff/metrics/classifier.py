@@ -12,9 +12,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import Progress, UserError, from_first_rank, get_dist, make_generator, print0
+from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
 from nanodiff.device import choose_dtype
+from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.network import Network

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, make_generator, over_ranks
+from nanodiff.common import UserError, make_generator
+from nanodiff.dist import over_ranks
 from nanodiff.files import reading
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, gather_batches, get_dist, make_generator, print0
+from nanodiff.common import UserError, get_dist, make_generator, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
+from nanodiff.dist import gather_batches
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (

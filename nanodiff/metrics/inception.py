@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, base_dir, from_first_rank, get_dist
+from nanodiff.common import UserError, base_dir, get_dist
+from nanodiff.dist import from_first_rank
 from nanodiff.files import download, load_tensors, sha256_of
 from nanodiff.metrics.network import Network
 

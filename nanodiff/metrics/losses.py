@@ -5,10 +5,11 @@ import math
 import numpy as np
 import torch
 
-from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator, over_ranks, rank_batches
+from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.timesteps import quartile_sums
+from nanodiff.dist import over_ranks, rank_batches
 
 
 def validation_t(u: torch.Tensor, process) -> torch.Tensor:

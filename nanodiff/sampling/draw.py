@@ -6,10 +6,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, gather_batches, get_dist, in_batches
+from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches
 from nanodiff.conditions import IMAGES, conditioning, from_stored, row_shapes, some_conditions
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.guidance import make_denoiser
+from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
 from nanodiff.sampling.given import Known
 

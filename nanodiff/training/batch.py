@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import UserError, is_out_of_memory, over_ranks
+from nanodiff.common import UserError, is_out_of_memory
 from nanodiff.conditions import some_conditions
 from nanodiff.diffusion.timesteps import make_timesteps
+from nanodiff.dist import over_ranks
 
 # Of a GPU's, in the search; the rest is a margin for gradients in exchange and the optimizer's temporaries
 MEMORY_TRIED = 0.95

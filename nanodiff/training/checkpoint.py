@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, collective, print0, wait_for_first_rank
+from nanodiff.common import UserError, print0
 from nanodiff.device import free_host_memory
+from nanodiff.dist import collective, wait_for_first_rank
 from nanodiff.files import Hashed, fsync_dir, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 STEP_DIR = re.compile(r"step_(\d{6,})")

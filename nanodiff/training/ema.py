@@ -4,8 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from nanodiff.common import UserError, collective
+from nanodiff.common import UserError
 from nanodiff.device import host_copy
+from nanodiff.dist import collective
 from nanodiff.training.optim import Optimizer
 
 

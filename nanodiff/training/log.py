@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, gather_objects, get_dist, leave_together, over_ranks, print0
+from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
+from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, write_atomic
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import go_back, trim_metrics

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from nanodiff.common import UserError, collective
+from nanodiff.common import UserError
 from nanodiff.device import choose_dtype, host_copy, why_not_compiled
+from nanodiff.dist import collective
 
 # Polar Express, the first 5 of 8 rows, then the last (Amsel et al. 2025, arXiv:2505.16932, listing 1): each polynomial
 # a x + b x^3 + c x^5 is minimax for the output of those before it on singular values in [1e-3, 1]. After five, ripples

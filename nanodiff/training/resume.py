@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from nanodiff.common import UserError, base_dir, from_first_rank, get_dist, print0
+from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.dist import from_first_rank
 from nanodiff.training.checkpoint import (
     find_checkpoint,
     is_same_command,

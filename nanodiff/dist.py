@@ -1,0 +1,144 @@
+"""The ranks of a run: they join, exchange, wait for one another, stop and leave together, and share batches."""
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanodiff.common import LostRank, Progress, excepthook, get_dist
+
+
+def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
+    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
+        # count restarts differently, so runs/multinode.sh gives each attempt a new store
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
+    dist.init_process_group(backend, **group)
+    # init_process_group's own excepthook swallows ours
+    sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
+
+
+@contextlib.contextmanager
+def collective(name: str):
+    """Names a collective (context or decorator): a hang or a dead rank is reported as LostRank, "all-gather of the
+    weights failed after 600 s". NCCL's watchdog ends the process itself."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as e:
+        # "Application timeout caused pair closure": another collective in flight timed out
+        is_lost = isinstance(e, dist.DistError) or re.search("gloo|pair closure", str(e))
+        if isinstance(e, LostRank) or not is_lost:  # the inner collective has named itself
+            raise
+        cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
+        rank, _, world = get_dist()
+        waited = f"after {time.monotonic() - start:.1f} s of waiting"
+        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or died: {cause}") from e
+
+
+def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, what: str = "a sum over ranks") -> torch.Tensor:
+    """A number or a tensor on the CPU, reduced over ranks; the same on every rank. `what` names it if it fails."""
+    x = torch.as_tensor(x)
+    if not dist.is_initialized():
+        return x
+    x = x.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+    with collective(what):
+        dist.all_reduce(x, op)
+    return x.cpu()
+
+
+@collective("the gathering of results")
+def gather_objects(value) -> list:
+    """[value of each rank] on the first rank, [] on the others."""
+    rank, _, world = get_dist()
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world if rank == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+waits = itertools.count()
+
+
+def wait_for_first_rank() -> None:
+    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. Asks the store:
+    in a collective the others would give up after the ranks' timeout. A first rank that dies ends the wait."""
+    if not dist.is_initialized():
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"first_rank/{next(waits)}"
+    if get_dist()[0] == 0:
+        store.set(key, "here")
+    while not store.check([key]):
+        time.sleep(0.02)
+
+
+def from_first_rank(value, what: str = "a result"):
+    """The first rank's `value`, on every rank, however long that takes."""
+    shared = [value]
+    if dist.is_initialized():
+        with collective(f"the broadcast of {what}"):
+            wait_for_first_rank()
+            dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def leave_together() -> None:
+    """Leave the process group once all ranks are done: gloo may otherwise abort one still working."""
+    if dist.is_initialized():
+        with collective("the wait for all ranks to finish"):
+            wait_for_first_rank()
+            dist.barrier()
+        dist.destroy_process_group()
+
+
+class StopSignal:
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) requests a clean stop, the second kills the process."""
+
+    def __init__(self):
+        self.received = 0  # the signal's number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number, frame):
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        if get_dist()[0] == 0:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"stopping after this step; again to kill\n")  # print may be under way
+
+    def agreed(self) -> int:
+        """The largest signal number of any rank, or 0; a collective."""
+        return int(over_ranks(self.received, dist.ReduceOp.MAX, "the agreement to stop"))
+
+
+def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
+    """This rank's batches: every world-th, from its own number on."""
+    rank, _, world = get_dist()
+    return batches[rank::world]
+
+
+def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
+    """[compute(ids) for each batch], shared among the ranks; on the first rank, [] on the others."""
+    world = get_dist()[2]
+    own = []
+    with Progress(-(-sum(map(len, batches)) // world), "images", label) as bar:
+        for ids in rank_batches(batches):
+            own.append(compute(ids))
+            bar.update(len(ids))
+    of_rank = gather_objects(own)
+    return [of_rank[i % world][i // world] for i in range(len(batches)) if of_rank]
