@@ -19,9 +19,10 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES
-from nanodiff.data.codec import check_sides, describe_latents, to_model_range
 from nanodiff.data.dataset import begin_parts, lock_set, open_dataset, publish_set, set_path, write_npy
+from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
+from nanodiff.data.pixels import to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import collective, leave_together
 from nanodiff.files import sha256_of, write_atomic

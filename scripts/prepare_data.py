@@ -25,9 +25,8 @@ import numpy as np
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
-from nanodiff.data.archives import Options
 from nanodiff.data.parts import make_parts
-from nanodiff.data.sources import SOURCES, open_source  # noqa: F401 (a setting names SOURCES)
+from nanodiff.data.sources import SOURCES, Options, open_source  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------

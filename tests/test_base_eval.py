@@ -12,8 +12,8 @@ from tiny_runs import TIMELESS, TINY, logged, make_data, make_run, make_runs
 
 from nanodiff.common import UserError
 from nanodiff.data import dataset
-from nanodiff.data.codec import to_model_range
 from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.pixels import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features, well_formed

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.data.archives import Options, choose_sizes
-from nanodiff.data.codec import Pixels, describe_data
+from nanodiff.data.buckets import choose_sizes
+from nanodiff.data.codec import describe_data
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
+from nanodiff.data.pixels import Pixels
 from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
@@ -34,7 +34,7 @@ PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
 def test_sizes_have_one_area_and_every_ratio_has_one_near():
     ratios = np.exp(np.linspace(np.log(9 / 16), np.log(16 / 9), 1000))
     for resolution, unit in ((32, 2), (64, 4), (256, 16), (512, 32)):
-        sizes = np.array(choose_sizes(ratios, Options(resolution, side_unit=unit)))
+        sizes = np.array(choose_sizes(ratios, resolution, unit))
         assert len(sizes) == 7 and [resolution, resolution] in sizes.tolist() and not (sizes % unit).any()
         np.testing.assert_allclose(sizes.prod(1), resolution**2, rtol=0.09)
         assert (sizes[:, ::-1][::-1] == sizes).all()  # a tall size for each wide one
@@ -50,12 +50,12 @@ def test_no_other_buckets_with_enough_images_crop_less(seed):
     """Least cropped of all sets of buckets that keep the minimum; never worse than a square."""
     rng = np.random.default_rng(seed)
     ratios = np.exp(rng.normal(size=rng.integers(20, 300)) * rng.uniform(0.05, 0.6))
-    for options in (Options(64, side_unit=4), Options(64, side_unit=4, bucket_images=30), Options(256, side_unit=32)):
-        sizes = choose_sizes(ratios, options)
-        minimum = options.bucket_images or min(64, len(ratios) // 10)
-        every = choose_sizes(np.exp(np.linspace(-0.6, 0.6, 1000)), replace(options, bucket_images=1))
+    for resolution, unit, minimum in ((64, 4, 0), (64, 4, 30), (256, 32, 0)):
+        sizes = choose_sizes(ratios, resolution, unit, minimum)
+        minimum = minimum or min(64, len(ratios) // 10)
+        every = choose_sizes(np.exp(np.linspace(-0.6, 0.6, 1000)), resolution, unit, 1)
         assert set(sizes) <= set(every) and len(every) >= 5
-        square = (options.resolution, options.resolution)
+        square = (resolution, resolution)
         assert crop_of(ratios, sizes) <= crop_of(ratios, [square])
         for number in range(1, len(every) + 1):
             for others in itertools.combinations(every, number):
@@ -69,9 +69,9 @@ def test_no_other_buckets_with_enough_images_crop_less(seed):
 def test_photographs_taken_both_ways_get_both_shapes():
     """Neither the squares in between nor the few panoramas hide them."""
     ratios = np.array([4 / 3] * 90 + [3 / 4] * 60 + [1] * 10 + [16 / 9] * 5)
-    sizes = choose_sizes(ratios, Options(64, side_unit=4))
+    sizes = choose_sizes(ratios, 64, 4)
     assert {height > width for height, width in sizes} == {True, False}
-    assert choose_sizes(ratios, Options(64, side_unit=4, bucket_images=1000)) == [(64, 64)]
+    assert choose_sizes(ratios, 64, 4, 1000) == [(64, 64)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

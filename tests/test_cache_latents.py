@@ -10,8 +10,8 @@ from processes import Started, run_process
 from tiny_runs import make_autoencoder, make_data
 
 from nanodiff.common import UserError
-from nanodiff.data.codec import to_model_range
 from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.pixels import to_model_range
 from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 
 

@@ -10,14 +10,9 @@ from image_helpers import prepare
 from tiny_runs import TINY, decode_png, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
-from nanodiff.data.codec import (
-    load_codec,
-    make_codec,
-    stored_images,
-    to_model_range,
-    to_uint8,
-)
+from nanodiff.data.codec import load_codec, make_codec, stored_images
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
+from nanodiff.data.pixels import to_model_range, to_uint8
 from nanodiff.models.autoencoder import open_autoencoder
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
 
 from nanodiff.common import UserError
-from nanodiff.data.archives import Options, classify, val_mask
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
+from nanodiff.data.labels import classify, val_mask
 from nanodiff.png import encode_png
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
@@ -39,8 +39,8 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
     with pytest.raises(UserError, match="no split 'val'"):
         open_dataset("toy", "val")
     prepare(tmp_path / "in", val_fraction=0.25, seed=4)
-    mask = val_mask(20, Options(val_fraction=0.25, seed=4))
-    assert mask.sum() == 5 and not np.array_equal(mask, val_mask(20, Options(val_fraction=0.25, seed=5)))
+    mask = val_mask(20, 0.25, seed=4)
+    assert mask.sum() == 5 and not np.array_equal(mask, val_mask(20, 0.25, seed=5))
     np.testing.assert_array_equal(everything()[0], ordered[~mask])
     np.testing.assert_array_equal(everything(split="val")[0], ordered[mask])
 

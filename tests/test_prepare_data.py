@@ -16,10 +16,9 @@ from image_helpers import archive, everything, idx, make_folder, prepare, report
 from processes import FORK, Started
 
 from nanodiff.common import UserError
-from nanodiff.data.archives import Options
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.data.decode import decode_items
-from nanodiff.data.sources import CIFAR10_CLASSES, open_source
+from nanodiff.data.sources import CIFAR10_CLASSES, Options, open_source
 from nanodiff.files import lock_file
 from nanodiff.png import encode_png
 

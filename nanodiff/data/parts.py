@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.data.archives import Source
 from nanodiff.data.dataset import MAX_SHARD_BYTES, SPLITS, write_npy
 from nanodiff.data.decode import check_size, decode_items, make_tasks, ordered_map
+from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, write_atomic
 
 

@@ -1,18 +1,21 @@
-"""Image sources: detection by path, CIFAR-10's download, readers of arrays (CIFAR-10, IDX, .npz, .npy), vectors."""
+"""Image sources: detection by path, readers of image files, CIFAR-10, IDX, .npz and .npy, vectors."""
 
 import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.data import shapes
-from nanodiff.data.archives import CONTAINERS, Options, Source, look_up, open_unzipped, read_images, read_tar, val_mask
-from nanodiff.data.decode import Item
+from nanodiff.data.buckets import choose_sizes
+from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_unzipped, read_tar
+from nanodiff.data.decode import Item, aspect_ratio, import_pillow
+from nanodiff.data.labels import classify, find_labels, look_up, val_mask
 from nanodiff.files import download, reading
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -20,6 +23,38 @@ CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1
 CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+
+
+@dataclass
+class Options:
+    """Settings of scripts/prepare_data.py."""
+
+    resolution: int = 0
+    labels: str = "auto"
+    val_fraction: float = 0.05
+    seed: int = 0
+    workers: int = 1
+    side_unit: int = 0  # of the buckets; 0 = no buckets
+    bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
+    vectors: str = ""  # file of a vector per image
+    range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
+
+
+@dataclass
+class Source:
+    """Images to prepare."""
+
+    num_images: int
+    class_names: list[str]  # [] = unlabelled
+    items: Iterator[Item]
+    names: list[str] = field(default_factory=list)  # of image files
+    workers: int = 1  # processes that may decode them
+    state: str = ""  # hash of the files' names, sizes and times
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
+    dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
+    range: tuple[float, float] = (0, 255)
+    num_clipped: int = 0  # values beyond the range; grows with the items
 
 
 def detect(path: Path) -> str:
@@ -73,6 +108,32 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
+
+
+def read_images(path: Path, kind: str, options: Options) -> Source:
+    """The images of one of CONTAINERS."""
+    import_pillow()
+    found, fetch = CONTAINERS[kind](path)
+    images = sorted({name for name in found if is_image(name)})
+    if not images:
+        raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
+    labels = find_labels(options.labels, path, found, fetch)
+    names, class_names, numbers, is_val = classify(images, labels)
+    sizes = []
+    if options.side_unit:
+        ratios = np.array([aspect_ratio(payload) for _, payload in fetch(names)])
+        ratios = ratios[ratios > 0]  # without the NaN of unreadable files
+        sizes = choose_sizes(ratios, options.resolution, options.side_unit, options.bucket_images)
+    if is_val is None:
+        is_val = val_mask(len(names), options.val_fraction, options.seed)
+    index = {name: i for i, name in enumerate(names)}
+
+    def items():
+        for name, payload in fetch(names):
+            i = index[name]
+            yield Item(name, payload, numbers[i], is_val[i])
+
+    return Source(len(names), class_names, items(), names, sizes=sizes)
 
 
 def read_shapes(path: Path, options: Options) -> Source:
@@ -159,7 +220,7 @@ def read_idx(path: Path, options: Options) -> Source:
     if len(labels) not in (0, len(images)):
         raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
     if len(files) == 1:
-        is_val = val_mask(len(images), options)
+        is_val = val_mask(len(images), options.val_fraction, options.seed)
     return array_source(images, np.array(labels, np.int64) if labels else None, is_val)
 
 
@@ -201,7 +262,7 @@ def read_arrays(path: Path, options: Options) -> Source:
     if images.shape[1] != images.shape[2] and not is_picture:
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: squares, or uint8 with 1 or 3 channels, which can be scaled")
-    is_val = val_mask(len(images), options)
+    is_val = val_mask(len(images), options.val_fraction, options.seed)
     if is_bytes:
         return array_source(images, labels, is_val)
     found = float(images.min()), float(images.max())  # NaN if there is one

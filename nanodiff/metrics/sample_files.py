@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, in_batches
-from nanodiff.data.archives import Options, read_images
 from nanodiff.data.decode import decode
-from nanodiff.data.sources import open_arrays
+from nanodiff.data.sources import Options, open_arrays, read_images
 from nanodiff.files import reading
 
 

@@ -10,11 +10,10 @@ import torch
 
 from nanodiff.common import UserError
 from nanodiff.conditions import IMAGES, from_stored, made_from, row_shapes
-from nanodiff.data.archives import Options
 from nanodiff.data.codec import load_codec, stored_images
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.decode import decode_items
-from nanodiff.data.sources import open_source, read_vectors
+from nanodiff.data.sources import Options, open_source, read_vectors
 
 
 @dataclass

@@ -1,0 +1,129 @@
+"""The codec of latents: what an autoencoder makes of images, once for a set or at each step."""
+
+from types import SimpleNamespace
+
+import torch
+
+from nanodiff.common import UserError
+from nanodiff.data.pixels import Pixels, to_model_range, to_uint8, visible
+from nanodiff.models.autoencoder import open_autoencoder
+
+
+class Latents(Pixels):
+    """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
+
+    A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), and again for the mirrored
+    image if the set has it (`copies`). `autoencoder` encodes images; without it, `path` overrides the decoder's path in
+    the description.
+    """
+
+    def __init__(self, description: dict, device, autoencoder=None, path: str = ""):
+        super().__init__(description)
+        self.device = device
+        self.info = description["latents"]
+        self.image_size = description["resolution"] * self.info["downsample"]
+        offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
+        self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
+        self.autoencoder = autoencoder
+        self.path = path or self.info["path"]
+        if autoencoder is None:
+            try:
+                open_matching(self.path, self.info)
+            except UserError as error:
+                if path:
+                    raise
+                self.undecodable = f"{error}; give --autoencoder=PATH"
+
+    def to_x0(self, stored, flip=None, randn_like=None):
+        if stored.dtype == torch.uint8:
+            with torch.autocast(stored.device.type, enabled=False):
+                mean, std = self.autoencoder.encode(to_model_range(stored, flip))
+        else:
+            sizes = (self.info["copies"], self.info["parts"], -1)
+            copies = stored.float().unflatten(1, sizes)  # (N, copies, parts, C, h, w)
+            latent = copies[:, 0]  # (N, parts, C, h, w)
+            if flip is not None:
+                flip = flip.to(stored.device).view(-1, 1, 1, 1, 1)
+                latent = torch.where(flip, copies[:, 1], latent)
+            mean, std = latent[:, 0], latent[:, -1]
+        z = mean
+        if randn_like and self.info["parts"] == 2:
+            z = mean + std * randn_like(mean)
+        return (z - self.offset) / self.scale
+
+    def to_pixels(self, x0):
+        if self.undecodable:
+            return self.preview(x0)
+        autoencoder = self._open()  # not kept: training needs the memory
+        z = x0.float().to(self.device) * self.scale + self.offset
+        with torch.autocast(self.device.type, enabled=False):
+            images = [to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)]
+        return torch.cat(images)
+
+    def to_output(self, x0):
+        return self.to_pixels(x0).numpy()
+
+    def preview(self, x0):
+        return to_uint8(visible(x0) / 2).cpu()
+
+    def keep_loaded(self):
+        if not self.undecodable:
+            self.autoencoder = self._open()
+
+    def _open(self):
+        return self.autoencoder or open_matching(self.path, self.info).to(self.device)
+
+
+def open_matching(path: str, info: dict):
+    """The autoencoder at `path`; UserError unless it made the latents that `info` describes."""
+    if not path:
+        raise UserError("the model's file does not say which autoencoder made its latents (--autoencoder)")
+    model = open_autoencoder(path)
+    if info["sha256"] and model.sha256 != info["sha256"]:
+        made_by = f"{info['autoencoder']} (SHA-256 {info['sha256'][:16]}...)"
+        raise UserError(f"these latents were made by {made_by}, not by {model.name} ({model.sha256[:16]}...)")
+    if model.latent_channels != len(info["offset"]):
+        raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {len(info['offset'])}")
+    return model
+
+
+def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> dict:
+    """description["latents"] for latents of this autoencoder, normalised by its published scale and shift."""
+    return {
+        "autoencoder": autoencoder.name,
+        "sha256": autoencoder.sha256,
+        "path": path,
+        "source": source,
+        "downsample": autoencoder.downsample,
+        "parts": autoencoder.parts,
+        "copies": copies,
+        "offset": [autoencoder.shift] * autoencoder.latent_channels,
+        "scale": [1 / autoencoder.scale] * autoencoder.latent_channels,
+    }
+
+
+def latents_of(description: dict, autoencoder: str) -> dict:
+    """description["latents"]; published weights lack it, and may be used with an `autoencoder` or without."""
+    if "latents" in description:
+        return dict(description["latents"])
+    if autoencoder:
+        return describe_latents(open_autoencoder(autoencoder), autoencoder, "")
+    unknown = SimpleNamespace(
+        name="",
+        sha256="",
+        latent_channels=description["channels"],
+        downsample=8,
+        parts=1,
+        shift=0.0,
+        scale=1.0,
+    )
+    return describe_latents(unknown, "", "")
+
+
+def check_sides(dataset, autoencoder) -> None:
+    """UserError unless this autoencoder can encode the images of the set."""
+    unit, kind = autoencoder.downsample, dataset.meta["kind"]
+    sides = {dataset.resolution}.union(*dataset.buckets)
+    if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):
+        given = f"{kind}, {dataset.channels} channels, sides of {', '.join(map(str, sorted(sides)))} px"
+        raise UserError(f"data={dataset.name!r} holds {given}; accepted: images, 3 channels, multiples of {unit} px")
