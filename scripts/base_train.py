@@ -504,6 +504,8 @@ while True:
     t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
     process.done = step / num_iterations  # learned guidance starts late
 
+    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast them in every micro-step
+        optim.cast_weights(raw_model)
     # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad over all of them
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size

@@ -260,6 +260,7 @@ class Optimizer:
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -buffer.place)
         self.unsent = self.exchange_order.copy()
         self.last_micro_step = False
+        self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
         if self.world == 1:
             return
         for buffer in self.buffers:
@@ -274,6 +275,15 @@ class Optimizer:
             while self.unsent and self.unsent[0].missing == 0:
                 self.unsent.pop(0).reduce_grads()
 
+    def cast_weights(self, model: torch.nn.Module) -> None:
+        """Have the blocks' linear layers compute with bf16 copies of their weights, until sync_grads. The copies are
+        nodes of autograd, through which every backward of the step reaches the weights."""
+        self.wait_weights()
+        for name, layer in model.named_modules():
+            if name.startswith(BLOCKS) and isinstance(layer, torch.nn.Linear):
+                self.in_fp32.append((layer, layer.weight))
+                layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
+
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def sync_grads(self, stop: bool = False) -> tuple[float, bool]:
@@ -282,6 +292,9 @@ class Optimizer:
         Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
         any rank asked to stop.
         """
+        for layer, weight in self.in_fp32:
+            layer.weight = weight
+        self.in_fp32.clear()
         for buffer in self.unsent:
             buffer.reduce_grads()
         for buffer in self.buffers:
