@@ -51,7 +51,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
-steps = "0"  # of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
+steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
 cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
@@ -89,7 +89,7 @@ device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may tra
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
-varied = ()  # what differs between rows of the result
+varied = ()  # the settings that differ between rows of the result
 name, loaded, measured = data, None, None
 source = samples  # in messages
 if samples:
@@ -197,7 +197,7 @@ else:
         if metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
             result["classifier_accuracy_on_real_images"] = float(network.accuracy)
 
-    rows = []  # of figures, for each sampler and number of steps
+    rows = []  # figures, one row for each sampler and number of steps
     varied = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
     for measured in plan:
         row = {key: measured.protocol[key] for key in varied}

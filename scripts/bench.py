@@ -93,7 +93,7 @@ def describe(arm: dict, device) -> str:
 
 
 def arguments(arm: dict, num_iterations: int) -> list[str]:
-    """base_train's, for an arm."""
+    """The settings of base_train for an arm."""
     n = arm["batch_size"]
     settings = {name: arm[name] for name in RULES if name != "batch_size"} | dict.fromkeys(QUIET, -1)
     settings |= dict(data=open_dataset(data).path, total_batch_size=n, device_batch_size=n, model_tag="arm")
@@ -106,7 +106,7 @@ def arguments(arm: dict, num_iterations: int) -> list[str]:
 
 
 def take_turn(arm: dict) -> dict:
-    """num_params, memory_gb and, of each step, the metrics of a run of base_train, in a process of its own."""
+    """Run base_train in a process of its own; return num_params, memory_gb, and the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "scripts.base_train", *arguments(arm, WARM_UP + steps)]
         environment = os.environ | {"NANODIFF_BASE_DIR": folder}

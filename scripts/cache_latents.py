@@ -29,8 +29,8 @@ from nanodiff.files import sha256_of, write_atomic
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
-autoencoder = ""  # its weights: a file, either of an encoder/decoder pair, or a folder
-name = ""  # of the latent set; "" = DATA_AUTOENCODER
+autoencoder = ""  # weights of the autoencoder: a file, one of an encoder/decoder pair, or a folder
+name = ""  # name of the latent set; "" = DATA_AUTOENCODER
 flip = False  # also encode the mirrored images, so that training can use --flip
 batch_size = 16  # >= 1: images at a time on each rank
 overwrite = False  # replace a set of the same name
@@ -95,7 +95,7 @@ mine = [shard for shard in shards[rank::world] if not shard.note.is_file()]
 with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as bar:
     for shard in mine:
         encoded = []  # (B, channels, h, w) fp16
-        sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # of z and z^2, by channel
+        sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
         for ids in in_batches(shard.rows, batch_size):
             images = torch.from_numpy(splits[shard.split].images(ids)).to(device)
             images = to_model_range(images)

@@ -27,7 +27,7 @@ model = ""  # tag or folder of a run, or an exported or published file; "" = the
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
-lora_scale = 1.0  # their strength
+lora_scale = 1.0  # strength of the adapters
 form = "safetensors"  # safetensors|meta: what to write
 out = ""  # path of the file; "" = exports/ in the run's folder
 overwrite = False  # replace a file of that name

@@ -45,7 +45,7 @@ classes = ""  # class numbers or names, comma-separated, used in turn; "" = all,
 size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
-seed = 0  # >= 0: of the images
+seed = 0  # >= 0: seed of the images
 # From given images
 from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; "" = from noise
 strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, from noise; 0 = none
@@ -53,13 +53,11 @@ mask = ""  # an image file: white parts of from_images are kept
 # Sampler
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # auto|{SAMPLERS}: of a published file, auto = heun for flow matching, ddim for Gaussian diffusion
-steps = 0  # >= 0: of the sampler; 0 = the run's, 50 for a published file
+steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
-cfg_scale = (
-    -1.0
-)  # -1 or [0, 100]: guidance away from the null class or a weaker model; 1 = none; -1 = the run's, else 2
+cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class or a weaker model; 1 = none; -1 = the run's or 2
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
 guide_model = ""  # a weaker model to guide away from: tag, folder or file; "" = this one, if one of the next is given
@@ -71,7 +69,7 @@ out = ""  # path of the output, without suffix; "" = samples/ in the run's folde
 # Machine
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best present
-dtype = "auto"  # auto|bfloat16|float16|float32: of the matrix products
+dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 config = configure(globals())
 APART = ("model", "checkpoint_step", "seed", "respacing", "npz", "out", "device_type")  # not repeated in the name
 GRID_IMAGES = 256  # the most that a grid shows

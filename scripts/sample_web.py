@@ -50,7 +50,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 MOST_IMAGES = 64
 MOST_STEPS = 1000
 MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
-FRAME_SIZE = 64  # pixels an image in them
+FRAME_SIZE = 64  # pixels per image in these pictures
 RANGES = {  # of numbers in a request
     "num_images": (1, MOST_IMAGES),
     "steps": (1, MOST_STEPS),
@@ -107,7 +107,7 @@ def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
 
 @functools.lru_cache(maxsize=1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
-    """The model and samples of it. `times` of the checkpoint change when a run starts anew."""
+    """The model and its samples. `times` are those of the checkpoint's files: they change when a run starts anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     enlarged = low_res if loaded.model.config.low_res else ""
     return loaded, loaded.samples(SampleSettings(), low_res=enlarged, autoencoder=autoencoder)

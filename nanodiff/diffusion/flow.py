@@ -16,11 +16,12 @@ TIMES = {
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
 }
-MIN_T = 0.05  # v from a predicted x0 divides by t; below this, errors in x0 would count over 400-fold
+MIN_T = 0.05  # v = (x_t - x0) / t: dividing by less would weigh an error of x0 over 1 / 0.05^2 = 400 times in the loss
 
 
-# Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0); velocity(x, t) is the network's,
-# floats 1 >= t > t_next >= 0. A new sampler is one such function and its entry in SAMPLERS.
+# Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) evaluates the
+# network; t and t_next are floats, 1 >= t > t_next >= 0; generator has randn_like, as the module torch does. A new
+# sampler is one such function and its entry in SAMPLERS.
 
 
 def euler(velocity, x, t, t_next, generator=torch):
@@ -62,7 +63,8 @@ class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
-    `timestep_shift` s moves t towards the noise in both, by `shift`. `timestep_std`: of logit(t), if t is logit-normal.
+    `timestep_shift` s moves t towards the noise in both, see `shift`. `timestep_std`: the standard
+    deviation of logit(t), if t is logit-normal.
     `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns after `guided_from` of its training.
     """
 
@@ -71,7 +73,7 @@ class FlowMatching:
     default_sampler = "heun"
     default_steps = 25
     time_input = "1000t"  # of TIMES
-    done = 0.0  # the fraction of the training that lies behind
+    done = 0.0  # the fraction of the training that is over
 
     def __init__(
         self,
@@ -122,8 +124,8 @@ class FlowMatching:
         From `guided_from` of the training on, the model learns its own classifier-free guidance of scale w (GFT, Chen
         et al. 2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
-        which the model meets where v(x_t, t, y) is null + w (class - null) of plain training. The bracket is 0 where
-        the label is dropped.
+        whose solution is v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training:
+        guidance of scale w. The bracket is 0 where the label is dropped.
         """
         w = t.view(-1, 1, 1, 1)
         x_t = self.noised(x0, w, noise)

@@ -31,7 +31,7 @@ class FlowMap(FlowMatching):
     Each moment of the quarter is counted by the first term if m lies below it, else by v, with odds that add up to 1:
     so the exact map is its own mean target, where v over all of m - r, an Euler step, would shrink it (data of
     deviation 0.15 to 0.09 in one jump). The last term has mean 0 and takes most of the noise out.
-    At r = t this is u <- v(x_t, t), which keeps the other samplers alive.
+    At r = t this is u <- v(x_t, t), so euler, heun and sde still work.
     """
 
     samplers = SAMPLERS
@@ -51,7 +51,7 @@ class FlowMap(FlowMatching):
     def velocity(self, model, x_t, t, r=None, **cond):
         """Given r (N,) <= t, the mean velocity between t and r; without, the flow model's v at t."""
         if r is not None:
-            cond["h"] = 50.0 * (t - r)  # fewer waves than t gets: u is smooth in r
+            cond["h"] = 50.0 * (t - r)  # in [0, 50]: 20 times slower waves than t gets, as u changes slowly with r
         return super().velocity(model, x_t, t, **cond)
 
     def teacher_velocity(self, x_t, t, **cond):
@@ -65,9 +65,8 @@ class FlowMap(FlowMatching):
         return torch.where(self.is_guided(t), guided, v)
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
-        """{"loss", "t": (N,)}: of u from the t that was used; without `draw`, the plain loss of v, for validation.
-
-        draw(like) are numbers uniform in [0, 1), a row for each image."""
+        """{"loss": (N,), "t": (N,)}: the loss of u, and the t that the jumps began at. Without `draw`, in validation:
+        the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row for each image."""
         if draw is None:
             return super().losses(model, x0, t, noise, cond)
         u_r, u_m, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)

@@ -34,8 +34,8 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """Timesteps to keep, ascending, as in IDDPM's code: "" all; "250" that many, evenly; "10,15,20" that many from each
-    third; "ddim50" every k-th, if an integer k gives 50."""
+    """Timesteps to keep, ascending, as in IDDPM's code. "": all; "250": that many, evenly spaced; "10,15,20": that many
+    from each third; "ddim50": every k-th, if an integer k gives 50."""
     if not spec:
         return list(range(num_timesteps))
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
@@ -295,7 +295,7 @@ class GaussianDiffusion:
         return {"mean": mean, "log_variance": log_variance, "x0": x0}
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
-        """p_mean_variance in sampling and bits/dim."""
+        """p_mean_variance at the model's output, clipped as in sampling and bits/dim."""
         out = self.predict(model, x_t, t, **cond)
         return self.p_mean_variance(out, x_t, t, self.clip_denoised)
 
@@ -309,8 +309,9 @@ class GaussianDiffusion:
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
-        kl: term t of the bound; rescaled_kl: T times it, averaging over t to the whole bound. mse: of the prediction,
-        plus vb for a learned variance (IDDPM eq. 16), which vb alone trains; rescaled_mse: vb times T / 1000.
+        kl: term t of the bound. rescaled_kl: T times that, whose mean over t is the whole bound. mse: the squared error
+        of the prediction, plus vb if the variance is learned (IDDPM eq. 16); the gradient of vb reaches only the
+        variance. rescaled_mse: likewise, with vb times T / 1000.
         """
         C = x0.shape[1]
         x_t = self.q_sample(x0, t, noise)
@@ -334,7 +335,7 @@ class GaussianDiffusion:
     def bits_per_dim(self, model, x0, cond, generator=torch) -> dict[str, torch.Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
-        total_bpd, prior_bpd (N,); vb, xstart_mse and mse (of eps) (N, T), t = T-1 first.
+        total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (the error of eps) are (N, T), t = T-1 first.
         """
         columns = []  # for each timestep (vb, xstart_mse, mse), each (N,)
         T = self.num_timesteps

@@ -29,7 +29,7 @@ def learns_guidance(config: dict, step: float = math.inf) -> bool:
 
 
 def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
-    """Why a model of `step` of a run with these settings cannot be guided by itself; "" if it can."""
+    """Why the model that a run with these settings has at `step` cannot guide itself; "" if it can."""
     if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice
     if not has_condition or config["label_drop"] == 0:
@@ -55,12 +55,12 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> t
 
 
 def make_denoiser(model, cond: dict, settings):
-    """denoiser(x_t, model_t) -> prediction, with the model's other inputs `cond` bound: see conditioning.
+    """denoiser(x_t, model_t) -> prediction. Binds the model's other inputs, `cond` (see conditioning), and guides it.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
-    (strong - weak). Both apply where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724), to the
-    first cfg_channels of the prediction; None: x_t's channels, so that a learned variance is unguided.
+    (strong - weak). Both apply only where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). They guide
+    the first cfg_channels of the prediction; 0 means as many as x_t has, which leaves out a learned variance.
     """
     cfg_scale = settings.cfg_scale
     weak_model = settings.weak_model
@@ -86,7 +86,7 @@ def make_denoiser(model, cond: dict, settings):
 
 
 def told(denoiser, at: float):
-    """The denoiser, told the t of all images, from 0 to 1: to read it from a tensor, the host would wait for a GPU."""
+    """Tell a denoiser the t of all images, in [0, 1]. Reading it from the tensor would make the host wait for a GPU."""
     return functools.partial(denoiser, at=at) if hasattr(denoiser, "takes_at") else denoiser
 
 

@@ -52,13 +52,13 @@ def logit_normal(u, process):
 
 
 class Timesteps(torch.nn.Module):
-    """A distribution, restricted to t / T in [low, high]. A module for its state_dict: state lies in buffers."""
+    """A distribution of t, restricted to t / T in [low, high]. A torch module, so that buffers can hold its state."""
 
     def __init__(self, draw, process, low: float = 0.0, high: float = 1.0):
         super().__init__()
         self.draw = draw
         self.process = process
-        # The range of u in which draw, which grows with it, gives such t
+        # draw grows with u, so these t come from one range of u
         t, _ = draw((torch.arange(100_000) + 0.5) / 100_000, process)
         t = unit(t, process)
         self.low = (t < low).float().mean().item()
@@ -81,7 +81,8 @@ class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
     Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
-    On a GPU nothing here waits for it: losses are read when next asked for, by when the step must have waited once.
+    Nothing here waits for a GPU: update() only starts to copy the losses, and they are read in the next step, which
+    begins after the host has waited anyway.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):

@@ -43,7 +43,7 @@ def identity(loaded) -> dict:
 
 
 def check_base(lora: dict, origin: dict, source) -> None:
-    """UserError unless the adapters of `source` were trained on the weights `origin`."""
+    """Raise UserError unless the adapters of `source` were trained on the weights `origin`."""
     if lora["sha256"] != origin["sha256"]:
         theirs, ours = f"{lora['name']} ({lora['sha256'][:16]}...)", f"{origin['name']} ({origin['sha256'][:16]}...)"
         raise UserError(f"{source} holds adapters for other weights: {theirs}, not {ours}")

@@ -66,7 +66,7 @@ class Loaded:
 
     @property
     def has_condition(self) -> bool:
-        """Labels or vectors, say."""
+        """Does it take labels, vectors or another condition that training drops?"""
         return bool(droppable(self.model.config))
 
     @property
@@ -98,7 +98,7 @@ class Loaded:
         cfg_interval: str = "",
         **others,
     ) -> SampleSettings:
-        """From the settings of scripts/sample.py; those not given are the run's own. `others`: see SampleSettings."""
+        """SampleSettings from scripts/sample.py's, by default the run's own. `others`: fields of SampleSettings."""
         fields = [field.name for field in dataclasses.fields(SampleSettings)]
         if unknown := others.keys() - fields:
             accepted = fields + [*inspect.signature(self.sample).parameters][:-1] + [*READERS]
@@ -144,7 +144,7 @@ class Loaded:
     ) -> np.ndarray:
         """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
-        `settings`: those of the method `settings`, and inputs (low_res, vectors).
+        `settings`: arguments of the method `settings`, and files of conditions (low_res, vectors).
         """
         inputs = {name: settings.pop(name) for name in READERS if name in settings}
         samples = self.samples(self.settings(**settings), seed, classes, autoencoder, **inputs)
@@ -161,7 +161,7 @@ class Loaded:
 
 
 def own_settings(config: dict, process) -> dict:
-    """How a run with these settings samples in training; a published file has none, and gets 50 steps, guidance 2."""
+    """How a run with these settings draws its grids. A published file has no such settings: 50 steps, guidance 2."""
     return {
         "steps": config.get("sample_steps", 50) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
@@ -225,7 +225,7 @@ def read_meta(run: str) -> dict:
 
 
 def newest_meta(run_dir: Path) -> dict:
-    """{} for a run without a readable checkpoint."""
+    """The meta of a run's newest readable checkpoint; {} if there is none."""
     for _, checkpoint in reversed(list_checkpoints(run_dir)):
         with suppress(UserError):
             return load_meta(checkpoint)
@@ -235,15 +235,15 @@ def newest_meta(run_dir: Path) -> dict:
 def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loaded:
     """Load a model to sample from or to evaluate.
 
-    `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, diffusers' folder or that of
-    its pipeline; options may follow, see OPTIONS. Of a run, `step` chooses the checkpoint: "newest", "best" or a
-    number; `ema` chooses the weights: a rate, "raw", or "" for the first rate.
+    `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, or the folder of a diffusers
+    model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest", "best" or
+    a number, and `ema` the weights: a rate, "raw", or "" for the first rate.
     """
     return build(*read_model(run, step, ema), device)
 
 
 def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dict, dict, dict]:
-    """(meta, tensors, where they come from: fields of Loaded); see load_run."""
+    """(meta, tensors, origin); origin holds the fields of Loaded that say where they come from. See load_run."""
     path, options = find_model(run)
     step, ema = options.get("step", step), options.get("ema", ema)
     if path.is_file():

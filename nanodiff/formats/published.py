@@ -177,19 +177,19 @@ def classic_config(ours: dict, tokens: int, heads: int) -> DiTConfig:
 
 
 def flatten_patches(ours: dict) -> dict:
-    """The patch embedding as a linear layer: (C, ch, p, p) -> (C, ch*p*p)."""
+    """Turn the patch embedding, a convolution, into a linear layer: (C, ch, p, p) -> (C, ch*p*p)."""
     return ours | {"patch_embed.weight": ours["patch_embed.weight"].flatten(1)}
 
 
 def to_meta(state_dict: dict, config: DiTConfig) -> dict:
-    """The state dict of facebookresearch/DiT for a classic DiT."""
+    """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
     theirs = {rename(name, META): value for name, value in state_dict.items()}
     patches = theirs["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
     return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
 
 
 def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
-    """For a DiTTransformer2DModel and its config.json."""
+    """Config and state dict from a DiTTransformer2DModel and its config.json."""
     ours = {}
     for name, value in state_dict.items():
         name = to_ours(name.split(".norm1.emb.")[-1], DIFFUSERS)  # each of their blocks holds a copy of emb

@@ -73,10 +73,10 @@ def is_adapter_file(meta: dict) -> bool:
 
 
 def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
-    """What init_from names, and the description by which the run is to see its data (see Dataset.seen_by).
+    """Load the model that init_from names; return also the description by which the run sees data (Dataset.seen_by).
 
-    A resumed run, of this `meta`, needs its source no more, unless it learns from it (flow maps) or its checkpoints
-    lack the base (adapters). Only a teacher is put on `device`.
+    A resumed run, whose checkpoint has this `meta`, no longer needs its source, except as a teacher (flow maps) or as
+    the base of its adapters. Only a teacher is put on `device`.
     """
     if not config["init_from"]:
         return None, None
@@ -131,7 +131,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
 def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -> dict:
     """Freeze `model`, filled by start_from, but for adapters and the rows of the classes that `loaded` lacks.
 
-    Returns a checkpoint's meta["lora"]: on what base, and how the adapters were made.
+    Returns a checkpoint's meta["lora"]: which base the adapters belong to, and how they were made.
     """
     known = loaded.class_names
     same = {"objective": loaded.config["objective"], "trainable": "", "class_cond": bool(known)}
@@ -171,7 +171,7 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
 
 
 def check_shape(model, loaded: Loaded) -> None:
-    """UserError that names the settings with which `model` would have the loaded one's shape."""
+    """Raise UserError unless `model` has the loaded one's shape; it names the settings that would give that."""
     theirs, ours = model_settings(loaded.model.config), model_settings(model.config)
     if "attention_resolutions" in theirs:  # in pixels, at the image size of the new run
         ratio = model.config.image_size / loaded.model.config.image_size
@@ -186,7 +186,7 @@ def check_shape(model, loaded: Loaded) -> None:
 
 
 def warn_of_process(loaded: Loaded, config: dict) -> None:
-    """Say what the model must relearn, since its process differs from that of the settings `config`."""
+    """Print what the model must relearn, if its process differs from that of the settings `config`."""
     keys = []
     if loaded.config["objective"].replace("_map", "") != config["objective"].replace("_map", ""):
         keys = ["objective"]

@@ -29,7 +29,7 @@ class SampleSettings:
 
     @property
     def named(self) -> dict:
-        """As the scripts' settings: for names and protocols."""
+        """By the names of the scripts' settings, for file names and protocols."""
         return {"sampler": self.sampler, "steps": self.steps} | self.guidance
 
     @property
@@ -39,7 +39,7 @@ class SampleSettings:
 
 
 def in_words(protocol: dict) -> str:
-    """How images were drawn, by a protocol of ModelSamples; what it lacks is left out."""
+    """Say in words how images were drawn, from the protocol of ModelSamples. Facts that it lacks are left out."""
     words = []
     if "sampler" in protocol:
         words.append("{sampler}, {steps} steps ({network_evaluations} evaluations)".format(**protocol))
@@ -86,8 +86,8 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
 def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None, given=None):
     """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0). `given(i)`: the Known that
-    images i start from.
+    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0). `given(rows)` returns the
+    Known that these images start from.
     """
     device = next(model.parameters()).device
     images = []
@@ -122,8 +122,8 @@ def network_evaluations(model, process, settings: SampleSettings, strength: floa
 
 @dataclass
 class ModelSamples:
-    """Samples of a model, drawn on demand: sample i is a function of (seed, i) and its class, the same for
-    every script. The caller enters autocast."""
+    """Samples of a model, drawn on demand. Sample i depends only on (seed, i) and its conditions, in every script. The
+    caller enters autocast."""
 
     model: torch.nn.Module
     process: object
@@ -178,7 +178,7 @@ class ModelSamples:
         return self.turns[torch.as_tensor(ids) % len(self.turns)]
 
     def batches(self, ids, batch_size: int) -> list[np.ndarray]:
-        """Each batch has one shape."""
+        """Split ids into batches in which all samples have one shape."""
         by_shape = {}
         for i in ids:
             by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
@@ -218,11 +218,11 @@ def enlarged(image, codec):
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
-    """A grid (H, W, C) uint8 of fixed noise and classes, one class per row if there are at most ten. Other conditions,
-    and the labels beside them, are those of `val_set`.
+    """A grid (H, W, C) uint8 from fixed noise and classes: one class per row if there are at most ten.
 
-    Images among them, as super-resolution's, are shown: image, sample, truth. With bucketed data each row has one
-    shape. All ranks draw; None except on the first.
+    Other conditions, and the labels beside them, come from `val_set`. If one is an image, as in super-resolution, the
+    grid shows triples: condition, sample, truth. With bucketed data each row has one shape. All ranks draw; returns
+    None except on the first.
     """
     config = model.config
     rank, _, world = get_dist()

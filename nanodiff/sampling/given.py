@@ -28,7 +28,7 @@ class Known:
 
 
 class GivenImages:
-    """Sample i starts from image i of an .npz (arr_0) or a folder, modulo their number. `mask`: path of an image."""
+    """Images of an .npz (arr_0) or a folder: sample i starts from image i, modulo their number. `mask`: an image."""
 
     def __init__(self, where: str, strength: float, mask: str, codec, device):
         if codec.undecodable:
@@ -61,7 +61,7 @@ class GivenImages:
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
-    """(side, side) bool of an image file, cropped and scaled as its picture is: white is known, transparent is not."""
+    """(side, side) bool from an image file, cropped and scaled like the images: white parts are kept, others drawn."""
     file = Path(path).expanduser()
     with reading(file, "is no image"):
         image = center_crop(to_rgb(open_image(str(file)), "black"), side, side)

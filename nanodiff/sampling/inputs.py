@@ -33,8 +33,10 @@ class Inputs:
 
 
 def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[str, Inputs]:
-    """All that a Loaded model takes besides classes. `where`: {name: file, folder or val}; "" is val, or train if there
-    is none."""
+    """Open the conditions that a Loaded model takes besides classes.
+
+    `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
+    """
     taken = [name for name in row_shapes(loaded.model.config) if name != "y"]
     for name, place in where.items():
         if place and name not in taken:
@@ -53,7 +55,7 @@ def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[st
 
 
 def rows_of(dataset, name: str, codec, config, device) -> Inputs:
-    """A condition's rows in a set, with the labels beside them. A set's images are read only for what is an image."""
+    """The rows of a condition in a set, with their labels. Only conditions that are images read the set's images."""
 
     def read(numbers):
         if name not in IMAGES:
@@ -86,7 +88,7 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
 
 
 def read_vector_file(where: str, loaded, codec) -> Inputs:
-    """A file of vectors as it was given to prepare_data, .npy or .npz; the names in it do not matter."""
+    """Vectors of an .npy or .npz, as prepare_data takes them; names in the file are ignored."""
     _, array = read_vectors(Path(where).expanduser())
     shape = row_shapes(loaded.model.config)["vectors"]
     if array.shape[1:] != shape or not len(array):
@@ -97,7 +99,7 @@ def read_vector_file(where: str, loaded, codec) -> Inputs:
     return Inputs(rows.__getitem__, len(rows), None, with_hash(where, array))
 
 
-READERS = {"low_res": read_low_res, "vectors": read_vector_file}  # a condition that comes from a file has one
+READERS = {"low_res": read_low_res, "vectors": read_vector_file}  # for each condition that can come from a file
 
 
 def own_set(loaded, name: str, where: str):
@@ -130,7 +132,7 @@ def read_images(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Images (n, C, H, W), labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`.
 
-    uint8, or fp16 for arrays of which value_range becomes [-1, 1].
+    Images are uint8; arrays of other numbers become fp16, with value_range mapped to [-1, 1].
     """
     path = Path(where).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
@@ -149,7 +151,7 @@ def read_images(
 
 
 def with_hash(where: str, *arrays: np.ndarray) -> str:
-    """For protocols: a file's path may stay while its content changes."""
+    """Describe a file in a protocol by path and content, as the content may change under one path."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())

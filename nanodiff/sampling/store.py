@@ -17,9 +17,9 @@ from nanodiff.files import fsync_dir, lock_file, reading, writing
 class SampleStore:
     """The images 0 ... num_images - 1 of the file `output`, drawn in parts of `size` consecutive images.
 
-    Parts lie beside `output` in a hidden folder named by a hash of `protocol`, all that the images depend on. So the
-    same command finds what it has drawn, after a kill and on any number of ranks, and the file is the same, byte for
-    byte. Only rank 0 calls `open`, `write_npz` and `close`; the ranks share a file system.
+    Parts lie beside `output` in a hidden folder named by a hash of `protocol`, which holds all that the images depend
+    on. Rerunning the command continues from the parts on disk, on any number of ranks, and writes the same bytes. Only
+    rank 0 calls `open`, `write_npz` and `close`; the ranks share a file system.
     """
 
     def __init__(self, output: Path, protocol: dict, num_images: int, size: int):
@@ -60,7 +60,7 @@ class SampleStore:
         return self.num_images - sum(len(self.ids(k)) for k in self.missing())
 
     def write(self, k: int, images: np.ndarray) -> None:
-        """Keep part k, uint8 (n, H, W, C), all of it or nothing."""
+        """Write part k, (n, H, W, C), atomically."""
         write_npy(self.path(k), images)
 
     def read(self, k: int) -> np.ndarray:
@@ -77,7 +77,7 @@ class SampleStore:
         return images[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
-        """Write `output`: arr_0 (N, H, W, C) uint8 as ADM's evaluations read it, labels (N,), and protocol (JSON text).
+        """Write `output`: arr_0 (N, H, W, C), as ADM's evaluations read it, labels (N,), and protocol (JSON text).
 
         The bytes are those of numpy.savez, with one part in memory at a time.
         """
