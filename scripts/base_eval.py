@@ -9,6 +9,7 @@ Evaluate a trained model, or images in a file or a folder.
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
     python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # a row for each
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
+    python -m scripts.base_eval --metric=features --features=A.npy --reference_features=B.npy    # of any network
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 
@@ -29,7 +30,7 @@ from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name
 from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run
-from nanodiff.metrics import features
+from nanodiff.metrics import features as metrics
 from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.sample_files import Samples
@@ -38,7 +39,7 @@ from nanodiff.sampling.draw import in_words
 from nanodiff.web.report import LiveReport
 
 model = ""  # tag or folder of a run; "" = the one written to last
-metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier: what to measure
+metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|features: what to measure
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
@@ -63,6 +64,9 @@ judge = ""  # path of Inception's weights (fid), or of a classifier's, such as t
 #             two machines compare; "" = downloaded, or trained on the set, once
 # Only metric=fid
 reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
+# Only metric=features
+features = ""  # .npy of features (N, D) by any network, of the images to measure
+reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
 FIGURES = {  # what is printed, the figure that was asked for first; the file has the rest
     "loss": "validation loss {:.4f}",
@@ -75,6 +79,7 @@ FIGURES = {  # what is printed, the figure that was asked for first; the file ha
     "well_formed_of_real_images": "of real images {:.1%}",
     "fid": "FID {:.3f} (of the reference itself 0)",
     "fd_classifier": "fd_classifier {:.3f} (of the reference itself 0)",
+    "fd_features": "fd_features {:.4g} (of the reference itself 0)",
     "precision": "precision {:.3f}",
     "recall": "recall {:.3f}",
     "class_accuracy": "{:.1%} show their class",
@@ -91,18 +96,18 @@ autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
 varied = ()  # the settings that differ between rows of the result
 name, loaded, measured = data, None, None
-source = samples  # in messages
+source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
     name = name or measured.data
     if model and not name:  # compare with the set that this run was trained on
         name = load_run(model, device, checkpoint_step, ema).data["name"]
-else:
+elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described() | {"dtype": str(compute_dtype).removeprefix("torch.")}
-if not name and not reference:
+if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +144,13 @@ elif metric == "bpd":
         np.savez(path, **terms)
         print0(f"vb, xstart_mse and mse by timestep, T-1 first: {path}")
 
+elif metric == "features":
+    found = metrics.file_features(features, num_images)
+    known = metrics.file_features(reference_features)
+    if rank == 0:
+        result |= metrics.compare("fd_features", found, known) | {"reference": reference_features}
+        result["num_images"] = num_images = len(found.logits)
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples: those given, or the model's, drawn one batch at a time
 
@@ -172,7 +184,7 @@ else:
         raise UserError(f"metric={metric}: {source} has no classes")
     labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if not reference:
-        dataset = features.image_set(name, reference_split)
+        dataset = metrics.image_set(name, reference_split)
         result["data"] = dataset.name
         if metric == "well_formed" and dataset.name not in SHAPES:
             raise UserError(f"metric=well_formed: data={dataset.name!r}; accepted: {', '.join(SHAPES)}")
@@ -184,13 +196,13 @@ else:
     batches = measured.batches(np.arange(num_images), batch_size)
 
     if metric != "well_formed":
-        network = features.load_network(metric, name, device, judge)
+        network = metrics.load_network(metric, name, device, judge)
         result["network"] = network.title
         if reference:
-            known = features.Features(*load_stats(Path(reference).expanduser(), network.num_features))
+            known = metrics.Features(*load_stats(Path(reference).expanduser(), network.num_features))
             result["reference"] = reference
         elif is_distance:
-            known = features.reference_features(dataset, network)
+            known = metrics.reference_features(dataset, network)
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
@@ -205,13 +217,13 @@ else:
             if metric == "well_formed":
                 images = gather_batches(measured.images, batches, "samples")
             else:
-                found = features.collect_features(measured.images, batches, network, "samples")
+                found = metrics.collect_features(measured.images, batches, network, "samples")
         if bad := int(over_ranks(measured.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
         if rank == 0 and metric == "well_formed":
             row |= measure_form(np.concatenate(images), labels.numpy())
         if rank == 0 and is_distance:
-            row |= features.compare(metric, found, known)
+            row |= metrics.compare(metric, found, known)
         if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
             right = (found.logits.argmax(1) == labels).double()  # (N,)
             row["class_accuracy"] = float(right.mean())
@@ -235,20 +247,19 @@ for row in result.get("rows", [result]):
     figures = [text.format(value) for key, text in FIGURES.items() if (value := (result | row).get(key)) is not None]
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
-words = [loaded.title if loaded and not samples else samples, in_words(result), f"{num_images:,} images"]
+words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
 if result.get("reference"):
     words.append(f"against {result['reference']}")
 print0(", ".join(word for word in words if word))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name
-folder, stem = None, ""
-if samples:
-    folder, stem = measured.path.parent, measured.path.stem
-elif loaded:
+folder, stem = Path(source).expanduser().parent, Path(source).stem
+if loaded:
     folder, stem = loaded.run_dir, f"{loaded.step:06d}"
 if rank == 0 and folder:
-    apart = ("model", "metric", "checkpoint_step", "samples", "batch_size", "device_type")  # they change no figure
+    # They change no figure, or are in the stem
+    apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:
         write_atomic(path, json.dumps(result, indent=1).encode())

@@ -142,6 +142,32 @@ def test_a_file_of_samples_has_the_figures_of_the_run_that_drew_it(run_dir, run_
         assert {key: read[key] for key in figures} == {key: drawn[key] for key in figures}
 
 
+def test_features_of_any_network_have_the_figures_of_our_own(base, run_script, quick_classifier, tmp_path, monkeypatch):
+    """Given those that our classifier gives. Other files are refused by name."""
+    make_data(train=30)
+    monkeypatch.chdir(tmp_path)
+    write_npz(tmp_path / "s.npz", open_dataset("tiny", "val"))
+    judged = evaluate_file(run_script, tmp_path / "s.npz", "fd_classifier", "--data=tiny")
+    network = features.load_network("fd_classifier", "tiny", torch.device("cpu"))
+    for split in ("train", "val"):
+        dataset = open_dataset("tiny", split)
+        np.save(f"{split}.npy", network.features(dataset.images(range(len(dataset))))[0].numpy())
+    both = ("base_eval", "--metric=features", "--features=val.npy")
+    run_script(*both, "--reference_features=train.npy")
+    found = json.loads(newest(tmp_path, "eval_features_val*.json").read_text())
+    for name in ("fd", "kd"):
+        assert found[f"{name}_features"] == pytest.approx(judged[f"{name}_classifier"], rel=1e-6)
+    for name in ("precision", "recall", "num_images"):
+        assert found[name] == judged[name]
+    wide, few, nan = np.ones((20, 99)), np.ones((9, 256)), np.full((20, 256), np.nan)
+    for array, fault in (wide, "256 features against 99"), (few, "has shape"), (few[0], "has shape"), (nan, "finite"):
+        np.save("bad.npy", array)
+        with pytest.raises(UserError, match=fault):
+            run_script(*both, "--reference_features=bad.npy")
+    with pytest.raises(UserError, match="features '' cannot be read"):
+        run_script(*both)
+
+
 def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_classifier, capsys):
     """The figures that each has by itself; the report shows them."""
     same = ("--num_images=12", "--cfg_scale=1")

@@ -6,14 +6,16 @@ A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): n
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, get_dist, make_generator, print0
+from nanodiff.common import UserError, get_dist, in_batches, make_generator, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import gather_batches
+from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (
@@ -29,7 +31,8 @@ from nanodiff.sampling.inputs import rows_of
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
-KERNEL_DISTANCES = {"fid": "kid", "fd_classifier": "kd_classifier"}  # metric -> name of its kernel distance
+# Frechet distance -> kernel distance
+KERNEL_DISTANCES = {"fid": "kid", "fd_classifier": "kd_classifier", "fd_features": "kd_features"}
 
 
 @dataclass
@@ -95,6 +98,17 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     return Features(stats.mu, stats.sigma, some[shuffled], logits[order])
 
 
+def file_features(path: str, num_images: int = 0) -> Features | None:
+    """Of the first `num_images`, or all, features (N, D) in an .npy, by any network; see collect_features."""
+    with reading(f"features {path!r}", "are no array"):
+        rows = np.load(Path(path).expanduser(), allow_pickle=False)[: num_images or None]
+        rows = torch.from_numpy(rows.astype(np.float32))
+    if rows.ndim != 2 or len(rows) < 10 or not rows.isfinite().all():
+        raise UserError(f"{path} has shape {tuple(rows.shape)}; accepted: finite numbers (N, D), N at least 10")
+    network = SimpleNamespace(num_features=rows.shape[1], features=lambda x: (x, x[:, :0]))
+    return collect_features(rows.__getitem__, in_batches(np.arange(len(rows)), 1000), network)
+
+
 def reference_features(dataset: Dataset, network) -> Features | None:
     """Features of a split, computed once by all ranks; returned on the first, None on the others.
 
@@ -123,6 +137,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 def compare(metric: str, samples: Features, reference: Features) -> dict:
     """The Frechet distance. Kernel distance, precision and recall if the reference keeps features; for "fid" also the
     Inception score."""
+    if samples.mu.shape != reference.mu.shape:
+        raise UserError(f"{metric}: {len(samples.mu)} features against {len(reference.mu)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     if reference.some is not None:
         n = min(len(samples.some), len(reference.some))
