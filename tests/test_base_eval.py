@@ -290,6 +290,7 @@ def test_mistakes(run_dir, run_script, monkeypatch):
     [
         ("loss", ["--batch_size=5"]),
         ("fd_classifier", ["--num_images=13", "--steps=2", "--batch_size=4"]),
+        ("fd_classifier", ["--num_images=13", "--steps=2", "--batch_size=16"]),  # one rank draws nothing
         ("bpd", ["--num_images=3", "--batch_size=24"]),  # both ranks have some of a batch
         ("bpd", ["--num_images=1", "--batch_size=24"]),  # the second has none
     ],

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import on_ranks
 from tiny_runs import make_data
 
 from nanodiff.common import UserError, in_batches
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
-from nanodiff.device import init_device
 from nanodiff.metrics import cache
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier
@@ -66,27 +64,6 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
     torch.testing.assert_close(other.logits, logits, rtol=1e-4, atol=1e-5)  # in the order of the images
     with torch.autocast("cpu", torch.bfloat16):  # as while a model is sampled
         assert torch.equal(network.features(images)[0], x)
-
-
-@pytest.mark.slow
-def test_two_ranks_compute_what_one_computes(base):
-    make_data()
-    network, images, dataset = make_network(), draw_shapes(41, seed=0)[0], open_dataset("tiny")
-
-    def work(rank):
-        init_device("cpu")
-        few = collect(images[:3], network)  # one rank has nothing to do
-        found = collect(images, network, 4)
-        known, again = (reference_features(dataset, network) for _ in range(2))
-        return [x and vars(x) for x in (few, found, known, again)]
-
-    first, second = on_ranks(work)
-    few, found, known, again = (SimpleNamespace(**x) for x in first)
-    close(found, collect(images, network))
-    close(few, collect(images[:3], network))
-    close(known, collect(dataset.images(range(24)), network), names=("mu", "sigma", "some"))
-    assert torch.equal(known.sigma, again.sigma)  # read from the file
-    assert second == [None] * 4
 
 
 def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base, monkeypatch):

@@ -1,12 +1,11 @@
 """Vectors beside the images as a condition: what they mean, and that they go wherever labels go."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from processes import run_process
-from tiny_runs import assert_identical, losses, make_run, metrics, randomise, run_script, weights
+from test_base_train import TINY
+from tiny_runs import assert_identical, make_run, metrics, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
 from nanodiff.conditions import conditioning, from_stored, mirror
@@ -19,10 +18,6 @@ from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.sampling.draw import SampleSettings
 from scripts.sample_web import describe_run
 
-TINY = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
-    "--eval_images=20 --sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip"
-).split()  # fmt: skip
 SHAPE = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=4)
 
 
@@ -107,16 +102,6 @@ def test_before_training_vectors_change_nothing_and_then_they_do(arch, vector_le
         torch.testing.assert_close(alone, both[i], rtol=1e-4, atol=1e-4)
 
 
-def test_flops_count_the_tokens():
-    """All products of a block take L more tokens, and attention (T + L)^2 pairs."""
-    T, C, L, D = 16, 64, 5, 7
-    plain, longer = dit().estimate_flops(), dit(vector_dim=D, vector_len=L).estimate_flops()
-    block = sum(p.numel() for name, p in dit().blocks[0].named_parameters() if p.ndim == 2 and "ada" not in name)
-    attention = 4 * C * ((T + L) ** 2 - T**2)
-    assert longer - plain == 3 * (2 * (attention + 2 * block * L) + 2 * C * D * L)
-    assert dit(vector_dim=D).estimate_flops() - plain == 3 * 2 * C * D
-
-
 def test_a_unet_takes_no_sequence(base, run_script):
     make_set(words)
     tiny = [arg for arg in TINY if "patch_size" not in arg]
@@ -149,9 +134,8 @@ def test_null_differs_from_every_given_value():
             torch.testing.assert_close(model(x_t, t, vectors=given), model(x_t, t, vectors=null))
 
 
-@pytest.mark.parametrize("vectors_of", [one_hot, words])
-def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script, vectors_of):
-    make_set(vectors_of)
+def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
+    make_set(words)
     args = (*TINY, "--device_batch_size=8", "--eval_every=2", "--warmup_ratio=0", "--warmdown_ratio=0")
     run_script("base_train", *args, "--model_tag=parts", "--num_iterations=2")
     run_script("base_train", *args, "--model_tag=parts", "--num_iterations=4", "--resume=changed")
@@ -159,15 +143,6 @@ def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script, vectors_of):
     assert_identical(weights(base, "parts", 4), weights(base, "whole", 4))
     assert metrics(base, "parts") == metrics(base, "whole")
     assert weights(base, "whole", 4)["model.pt"]["vector_embed.weight"].abs().max() > 0  # it learns
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_same_model_as_one(base, run_script):
-    make_set(words)
-    more = ("--device_batch_size=4", "--num_iterations=3")
-    run_script("base_train", *TINY, *more, "--model_tag=one")
-    run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
-    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
 
 
 def make_unlabelled_run():
@@ -236,18 +211,8 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
-    os.chdir(tmp_path)
-    lora = (
-        "--init_from=a",
-        "--lora_rank=2",
-        "--data=tiny",
-        "--num_iterations=2",
-        "--sample_every=-1",
-        "--compile=False",
-        "--device_type=cpu",
-    )
-    done = run_script("base_train", *lora, "--total_batch_size=8", "--model_tag=lora", "--dtype=float32")
-    assert done["step"] == 2
+    args = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
+    assert run_script("base_train", *args, "--init_from=a", "--lora_rank=2", "--model_tag=lora")["step"] == 6
     run_script("export", "--model=a", "--form=safetensors", f"--out={tmp_path / 'a.safetensors'}")
     again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")
     assert_identical(again.model.state_dict(), first.model.state_dict())
