@@ -1,6 +1,5 @@
 """Guidance in the loss and flow maps: against closed forms, and as whole runs."""
 
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -120,9 +119,7 @@ def test_an_untrained_map_is_its_flow_model():
     assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
-    reported = process.losses(student, x0, t, noise, {}, torch.rand_like)[
-        "t"
-    ]  # so that means by quarter of t are right
+    reported = process.losses(student, x0, t, noise, {}, torch.rand_like)["t"]  # for means by quarter of t
     assert torch.equal(1000 * reported, used[-1]) and (reported != t).any()
 
 
@@ -171,11 +168,9 @@ def test_the_map_of_gaussian_data():
         x0 = MEAN + STD * torch.randn(512, 1, 1, 1, generator=g)
         noise = torch.randn(512, 1, 1, 1, generator=g)
         t = torch.rand(512, generator=g)
-        loss = process.losses(student, x0, t, noise, {}, lambda like: torch.rand(like.shape, generator=g))[
-            "loss"
-        ].mean()
+        rand = lambda like: torch.rand(like.shape, generator=g)
         adam.zero_grad()
-        loss.backward()
+        process.losses(student, x0, t, noise, {}, rand)["loss"].mean().backward()
         adam.step()
     z = torch.linspace(-1.5, 1.5, 9).view(-1, 1, 1, 1)
     with torch.no_grad():
@@ -249,23 +244,6 @@ def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys)
         assert (images != loaded.sample(num_images=2, steps=4, sampler="heun")).any()
         with pytest.raises(UserError, match="flow map, which jumps"):
             check_guide(loaded, loaded)
-
-
-@pytest.mark.parametrize(
-    "mistake, said",
-    [
-        (("--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes or vectors, label_drop > 0"),
-        (("--guided_from=0.5", "--class_cond=False"), "guided_from=0.5 needs classes"),
-        (("--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
-        (("--guided_from=0.5", "--objective=eps"), "guided_from"),
-        (("--objective=flow_map",), "flow_map tunes a flow run.*init_from"),
-        (("--objective=flow_map", "--arch=unet", "--patch_size=0"), "flow map needs arch=dit"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(tiny, run_script, mistake, said, capsys):  # noqa: F811
-    with pytest.raises((UserError, SystemExit)) as refusal:
-        run_script("base_train", *TINY, *mistake)
-    assert re.search(said, f"{refusal.value} {capsys.readouterr().err}")
 
 
 def test_the_learned_guidance_is_fixed_on_resume(tiny, run_script, more):  # noqa: F811

@@ -54,6 +54,12 @@ MISTAKES = [
     ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
+    ((*TRAIN, "--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes or vectors, label_drop > 0"),
+    ((*TRAIN, "--guided_from=0.5", "--class_cond=False"), "guided_from=0.5 needs classes"),
+    ((*TRAIN, "--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
+    ((*TRAIN, "--guided_from=0.5", "--objective=eps"), "guided_from"),
+    ((*TRAIN, "--objective=flow_map"), "flow_map tunes a flow run"),
+    ((*UNET, "--objective=flow_map"), "flow map needs arch=dit"),
     # settings that would do nothing
     ((*TRAIN, "--dropout=0.3"), "dropout"),
     ((*TRAIN, "--arch=unet"), "patch_size"),
