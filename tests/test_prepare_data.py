@@ -1,28 +1,22 @@
-"""Mistakes get one line, the output is whole or absent, and real data sets come out as they are known."""
+"""Mistakes get one line, and the output is whole or absent."""
 
 import gzip
-import itertools
 import os
 import shlex
 import signal
 import sys
-import tarfile
 import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from image_helpers import archive, everything, idx, make_folder, prepare, report, write_cifar, write_mnist
 from processes import FORK, Started
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
-from nanodiff.data.decode import decode_items
-from nanodiff.data.sources import CIFAR10_CLASSES, Options, open_source
 from nanodiff.files import lock_file
 from nanodiff.png import encode_png
 
-REAL = ROOT.parent / "shared" / "data"
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
 
 
@@ -182,27 +176,3 @@ def test_some_classes_alone(tmp_path):
         prepare(path, labels="folder", name="none", classes="a,d")
     with pytest.raises(UserError, match="give this part of a set a --name of its own"):
         prepare(path, labels="folder", name="", classes="a")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (REAL / "cifar10-jpg.tar.gz").exists(), reason="shared/data/cifar10-jpg.tar.gz is absent")
-def test_real_cifar10_from_a_tar():
-    source = open_source("auto", str(REAL / "cifar10-jpg.tar.gz"), Options(workers=2))
-    assert source.num_images == 60_000 and source.class_names == CIFAR10_CLASSES
-    done, skipped = decode_items(itertools.islice(source.items, 300), source.sizes)
-    source.items.close()
-    assert len(done) == 300 and not skipped and {item.payload.shape for item, _ in done} == {(3, 32, 32)}
-    assert not any(item.label or item.is_val for item, _ in done)  # the archive begins with train/airplane
-    with tarfile.open(REAL / "cifar10-jpg.tar.gz", "r|gz") as tar:
-        first = next(member for member in tar if member.isfile())
-        expected = np.asarray(Image.open(tar.extractfile(first)))
-    np.testing.assert_array_equal(done[0][0].payload.transpose(1, 2, 0), expected)
-
-
-@pytest.mark.skipif(not (REAL / "mnist").exists(), reason="shared/data/mnist is absent")
-def test_real_mnist_digits():
-    prepare(REAL / "mnist", val_fraction=0)
-    images, labels = everything()
-    assert images.shape == (10_000, 1, 28, 28)
-    assert np.bincount(labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert images.mean() / 255 == pytest.approx(0.1325, abs=1e-3)
