@@ -43,17 +43,11 @@ def test_published_weights_and_outputs(case):
         assert_figures(out, case["forward"], tolerance)
 
 
-@pytest.mark.parametrize(
-    "settings, count",
-    [((4, 32), 52_546_438), ((4, 64), 121_063_942), ((6, 64, 1000), 273_049_350)],
-    ids=["CIFAR-10", "ImageNet-64", "ImageNet-64 class-conditional"],
-)
-def test_published_parameter_counts(settings, count):
-    """Nichol and Dhariwal's published models; and each one's config is read back from its state dict."""
-    depth, size, *classes = settings
+def test_published_parameter_count():
+    """Nichol and Dhariwal's class-conditional ImageNet-64 (others: test_presets), whose config is read back."""
     with torch.device("meta"):
-        model = UNet(UNetConfig.from_depth(depth, size, out_channels=6, num_classes=sum(classes), null_class=False))
-    assert sum(p.numel() for p in model.parameters()) == count
+        model = UNet(UNetConfig.from_depth(6, 64, out_channels=6, num_classes=1000, null_class=False))
+    assert sum(p.numel() for p in model.parameters()) == 273_049_350
     assert from_improved_diffusion(model.state_dict())[0] == model.config
 
 
