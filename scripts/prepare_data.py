@@ -88,16 +88,14 @@ def main():
         free_mb = shutil.disk_usage(writer.folder).free / 1e6
         if need_mb > free_mb:
             raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
-        per_class = np.zeros(len(images_in.class_names), np.int64)
-        skipped, counts = [], Counter()
+        skipped, counts, per_class = [], Counter(), Counter()
         with Progress(images_in.num_images, "images", "preparing") as bar:
             for note in make_parts(images_in, resolution, writer.folder):
                 for group in note["groups"]:
-                    if images_in.class_names:
-                        per_class += np.bincount(group["y"], minlength=len(per_class))
+                    per_class.update(group["y"])
                     cond = {name: array[group["rows"]] for name, array in images_in.arrays.items()}
                     shape = (len(group["y"]), *group["shape"])
-                    writer.add(group["split"], shape, group["shards"], np.array(group["y"]), **cond)
+                    writer.add(group["split"], shape, [group["shard"]], np.array(group["y"]), **cond)
                 skipped += note["skipped"]
                 counts.update(note["counts"])
                 bar.update(note["counts"]["items"])
@@ -122,7 +120,7 @@ def main():
     )
 
 
-def print_findings(images_in, per_class: np.ndarray, counts: Counter) -> None:
+def print_findings(images_in, per_class: Counter, counts: Counter) -> None:
     if counts["enlarged"]:
         print0(f"enlarged {counts['enlarged']:,} images that are smaller than {resolution} pixels")
     if counts["dark"]:
@@ -131,7 +129,7 @@ def print_findings(images_in, per_class: np.ndarray, counts: Counter) -> None:
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if images_in.class_names:
-        found = [f"{name} {n:,}" for name, n in zip(images_in.class_names, per_class)]
+        found = [f"{name} {per_class[label]:,}" for label, name in enumerate(images_in.class_names)]
         print0(f"classes: {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}")
 
 

@@ -1,13 +1,12 @@
 """Sets made in parts that outlive a kill: a worker decodes, writes and hashes a part, then leaves a note of it.
 
 data/.<name>.parts/            renamed to data/<name> at the end
-    train_images_00007_0.npy   shards of part 7
+    train_images_00007_0.npy   a shard of part 7
     notes/00007.json           their entries in meta.json, labels, ...: the part is done
     notes/plan.json            what the set is made from; parts of another plan are made again
 """
 
 import functools
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,9 +39,10 @@ def make_parts(source: Source, resolution: int, folder: Path) -> Iterator[dict]:
     work = functools.partial(write_part, sizes=source.sizes, folder=folder)
     first = None
     for note in ordered_map(work, tasks, source.workers):
-        if note["first"] and not source.sizes:
-            first = first or note["first"]
-            check_size(note["first"], first)
+        if note["groups"] and not source.sizes:
+            here = note["groups"][0]["name"], note["groups"][0]["shape"]
+            first = first or here
+            check_size(here, first)
         yield note
 
 
@@ -62,18 +62,13 @@ def write_part(task: tuple, sizes: list, folder: Path) -> dict:
         for split in SPLITS:
             alike.setdefault((split, image.shape), [])
         alike["val" if item.is_val else "train", image.shape].append(item)
-    groups, files = [], itertools.count()
+    groups = []
     for (split, shape), members in alike.items():
-        if not members:
-            continue
-        images = np.stack([item.payload for item in members])
-        shards = []
-        for shard in np.array_split(images, -(-images.nbytes // MAX_SHARD_BYTES)):
-            path = folder / f"{split}_images_{number:05d}_{next(files)}.npy"
-            shards.append(write_npy(path, shard))
-        y = [int(item.label) for item in members]
-        rows = [item.row for item in members]
-        groups.append(dict(split=split, shape=shape, shards=shards, y=y, rows=rows))
-    first = done and (done[0][0].name, done[0][0].payload.shape)
-    write_note(file, dict(first=first, counts=counts, skipped=skipped, groups=groups))
+        if members:
+            path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
+            shard = write_npy(path, np.stack([item.payload for item in members]))
+            y = [int(item.label) for item in members]
+            rows = [item.row for item in members]
+            groups.append(dict(name=members[0].name, split=split, shape=shape, shard=shard, y=y, rows=rows))
+    write_note(file, dict(counts=counts, skipped=skipped, groups=groups))
     return json.loads(file.read_bytes())

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -224,28 +224,28 @@ def read_idx(path: Path, options: Options) -> Source:
     return array_source(images, np.array(labels, np.int64) if labels else None, is_val)
 
 
+def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
+    """The arrays of an .npz, or the one in an .npy under this name."""
+    file = np.load(path, mmap_mode="r", allow_pickle=False)
+    return {name: file} if isinstance(file, np.ndarray) else file
+
+
 def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
     """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz.
 
     An .npz may also have class numbers (N,) int64, in `labels` or, as ADM's and EDM's, `arr_1`; and scripts/sample.py's
     protocol."""
-    labels, protocol = None, ""
     with reading(path, "is damaged or has no array arr_0"):
-        images = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(images, np.ndarray):
-            file = images
-            images = file["arr_0"]
-            key = next((key for key in ("labels", "arr_1") if key in file), None)
-            if key:
-                labels = file[key]
-            if "protocol" in file:
-                protocol = str(file["protocol"])
+        file = load_arrays(path, "arr_0")
+        images = file["arr_0"]
+        labels = file.get("labels", file.get("arr_1"))
+        protocol = str(file.get("protocol", ""))
     if images.dtype.kind not in "uif" or images.ndim not in (3, 4):
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
     if labels is not None:
         if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
-            raise UserError(f"{path}: {key} does not hold class numbers 0, 1, ...")
+            raise UserError(f"{path}: its labels are not class numbers 0, 1, ...")
         if len(labels) != len(images):
             raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
         labels = labels.astype(np.int64)
@@ -296,13 +296,10 @@ def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
     """Names, perhaps [], and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
     if path.suffix not in (".npy", ".npz") or not path.is_file():
         raise UserError(f"vectors={str(path)!r}; accepted: an .npz with arrays names and vectors, or an .npy")
-    names = []
     with reading(path):
-        vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-        if path.suffix == ".npz":
-            if "names" in vectors:
-                names = [posixpath.normpath(str(name)) for name in vectors["names"]]
-            vectors = vectors["vectors"]
+        file = load_arrays(path, "vectors")
+        vectors = file["vectors"]
+        names = [posixpath.normpath(str(name)) for name in file.get("names", [])]
     if vectors.dtype.kind != "f" or vectors.ndim not in (2, 3):
         found = f"{vectors.dtype} of shape {vectors.shape}"
         raise UserError(f"vectors={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
