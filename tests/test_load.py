@@ -17,7 +17,7 @@ from nanodiff.training.checkpoint import list_checkpoints, read_best, save_check
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
 CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, variance="fixed_small", gaussian_loss="mse")
-CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0)
+CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0, sample_steps=10)
 DIT = DiTConfig.from_depth(1, 8, in_channels=3, out_channels=3, num_classes=2, width=8, heads=1)
 CLASSIC = dataclasses.replace(DIT, block="classic")
 UNET = UNetConfig(8, 3, 3, 32, 1, (4,), (1, 1), num_heads=1, num_classes=2)
