@@ -140,14 +140,15 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
         stored = np.asarray(rows).astype(np.float16)
     if not np.isfinite(stored).all():
         raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-    meta["vectors"] = {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0}
+    shape = {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0}
+    meta.setdefault("vectors", shape)
     return stored
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:
     """Add to a set's `meta` what from_stored needs of its training rows, {name: arrays}: of vectors, mean and
     deviation (D,) without the zeros behind a sequence's end; the deviation of what is constant is 1."""
-    if "vectors" not in rows:
+    if "vectors" not in rows or "mean" in meta["vectors"]:  # a set of latents has those of its images
         return
     count, total, squares = 0, 0.0, 0.0
     for part in rows["vectors"]:

@@ -8,6 +8,7 @@ Stores each latent's mean and standard deviation in fp16, with --flip also the m
 one to a hidden folder, renamed at the end: after a kill the same command resumes, with any number of ranks.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +20,13 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES
-from nanodiff.data.dataset import begin_parts, lock_set, open_dataset, publish_set, set_path, write_npy
+from nanodiff.data.dataset import DatasetWriter, open_dataset, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.data.pixels import to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import collective, leave_together
-from nanodiff.files import sha256_of, write_atomic
+from nanodiff.files import sha256_of
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
@@ -48,30 +49,32 @@ source = open_dataset(data)
 splits = {split: source if split == source.split else open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
-path = set_path(name or f"{source.path.name}_{encoder.name}")
-lock = lock_set(path, overwrite) if rank == 0 else None
+name = name or f"{source.path.name}_{encoder.name}"
+facts = dict(source=source.name, seed=source.meta["seed"], overwrite=overwrite)
+writer = DatasetWriter(name, source.class_names, **facts)
+stack = contextlib.ExitStack()
+if rank == 0:
+    stack.enter_context(writer)
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * channels * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
-parts_dir = path.with_name(f".{path.name}.parts")
-notes_dir = parts_dir / "notes"  # a file per finished shard: its entry in meta.json and its statistics
 
 
 class Shard(NamedTuple):
     split: str
     rows: np.ndarray
     file: Path
-    note: Path
+    note: Path  # once it is finished: its entry in meta.json and its statistics
 
 
 shards = []
 for split, dataset in splits.items():
     for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
-        file = parts_dir / f"{split}_images_{k:03d}.npy"
-        shards.append(Shard(split, rows, file, notes_dir / f"{split}_{k:03d}.json"))
+        file = writer.parts / f"{split}_images_{k:03d}.npy"
+        shards.append(Shard(split, rows, file, writer.parts / "notes" / f"{split}_{k:03d}.json"))
 
 if rank == 0:
     plan = {
@@ -79,7 +82,7 @@ if rank == 0:
         "autoencoder": encoder.sha256,
         "flip": flip,
     }
-    begin_parts(path, plan)
+    writer.resume(plan)
     todo = [shard for shard in shards if not shard.note.is_file()]
     num_todo = sum(len(shard.rows) for shard in todo)
     num_images = sum(len(dataset) for dataset in splits.values())
@@ -114,7 +117,7 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
         entry = write_npy(shard.file, latents)
         count = latents.size / channels * copies
-        write_note(shard.note, {"entry": entry, "sums": sums.tolist(), "count": count})
+        write_note(shard.note, {"shape": latents.shape, "entry": entry, "sums": sums.tolist(), "count": count})
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels, vectors, statistics, the name
@@ -123,38 +126,21 @@ if world > 1:
     with collective("the wait for the other ranks' shards"):
         dist.barrier()
 if rank == 0:
-    meta = {
-        "kind": "latents",
-        "channels": channels,
-        "resolution": latent_size,
-        "source": source.name,
-        "seed": source.meta["seed"],
-        "class_names": source.class_names,
-        "splits": {},
-    }
-    meta |= {name: source.meta[name] for name in FILES if name in source.meta}
-    for split, dataset in splits.items():
-        part = meta["splits"][split] = {"num_images": len(dataset), "labels": None, "shards": []}
-        for key in FILES.values():  # in the same order, also in buckets
-            entry = source.meta["splits"][split].get(key)
-            if entry:
-                write_atomic(parts_dir / entry["file"], (source.path / entry["file"]).read_bytes())
-                part[key] = entry
+    writer.meta |= {"kind": "latents", "resolution": latent_size}
+    writer.meta |= {name: source.meta[name] for name in FILES if name in source.meta}
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
     for shard in shards:
         note = json.loads(shard.note.read_bytes())
-        meta["splits"][shard.split]["shards"].append(note["entry"])
+        writer.add(shard.split, note["shape"], [note["entry"]], **splits[shard.split].cond(shard.rows))
         if shard.split == "train":
             sums += torch.tensor(note["sums"], dtype=torch.float64)
             count += note["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
-    meta["latents"] = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
-    meta["latents"]["mean"] = mean.tolist()
-    meta["latents"]["std"] = std.tolist()
-    publish_set(parts_dir, path, meta)
+    latents = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
+    writer.meta["latents"] = latents | {"mean": mean.tolist(), "std": std.tolist()}
+    stack.close()
     shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
-    print0(
-        f"made {path}: {num_images:,} latents of {shape}; train on it: python -m scripts.base_train --data={path.name}"
-    )
+    print0(f"made {writer.path}: {num_images:,} latents of {shape}")
+    print0(f"train on it: python -m scripts.base_train --data={writer.path.name}")
 leave_together()

@@ -322,46 +322,6 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     return entry
 
 
-def lock_set(path: Path, overwrite: bool, wait: bool = False):
-    """Lock the set at `path`, there or to be made, until the returned file is closed; remove killed writers' leftovers.
-
-    Refuses an existing `path`, unless it is a set that may be overwritten, or that was waited for; and the names of
-    embedded sets, unless they are being drawn (`wait`).
-    """
-    if path.name in SHAPES and not wait:
-        raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
-    busy = f"data set {path.name!r} is being prepared by another process"
-    lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(f".{path.name}.tmp-*",))
-    if path.exists() and not (is_set(path) and (overwrite or wait)):
-        lock.close()
-        hint = "--overwrite replaces it" if is_set(path) else "it is no data set"
-        raise UserError(f"{path} exists already ({hint}); choose another --name")
-    return lock
-
-
-def begin_parts(path: Path, plan: dict) -> Path:
-    """The folder of parts of the set at `path`, with those that a killed process of the same plan has made."""
-    folder = path.with_name(f".{path.name}.parts")
-    plan_file = folder / "notes" / "plan.json"
-    text = json.dumps(plan).encode()
-    if folder.exists() and not (plan_file.is_file() and plan_file.read_bytes() == text):
-        print0(f"{folder} was begun with other images or settings; starting again")
-        shutil.rmtree(folder)
-    plan_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(plan_file, text)
-    return folder
-
-
-def publish_set(folder: Path, path: Path, meta: dict) -> None:
-    """Add meta.json to the folder of a finished set and rename it to `path`, replacing an older set."""
-    for leftover in folder.glob(".*"):  # of killed writers of parts
-        leftover.unlink()
-    text = json.dumps({"format": FORMAT, **meta}, indent=1)
-    write_atomic(folder / "meta.json", text.encode())
-    publish_folder(folder, path)
-    shutil.rmtree(path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
-
-
 class Part(NamedTuple):
     """Images of one size whose shards are written."""
 
@@ -375,8 +335,10 @@ class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
-    images: class_names ([] = unlabelled), resolution (0 = that of the images). With `wait`, waits for and keeps a set
-    that another process is writing; without it, that is a UserError.
+    images: class_names ([] = unlabelled), resolution (0 = that of the images).
+
+    Refuses an existing set, unless it may be overwritten; what is no set; and the names of embedded sets. With `wait`,
+    for these, waits for and keeps a set that another process is writing.
     """
 
     def __init__(
@@ -388,7 +350,8 @@ class DatasetWriter:
         overwrite=False,
         wait=False,
     ):
-        self.path = set_path(name)
+        self.path = path = set_path(name)
+        self.parts = path.with_name(f".{path.name}.parts")  # see resume
         self.overwrite = overwrite
         self.wait = wait
         self.meta = {
@@ -404,14 +367,31 @@ class DatasetWriter:
         self._parts = []
 
     def __enter__(self):
-        self._lock = lock_set(self.path, self.overwrite, self.wait)
-        self.folder = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}.tmp-"))
+        path, wait = self.path, self.wait
+        if path.name in SHAPES and not wait:
+            raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
+        busy = f"data set {path.name!r} is being prepared by another process"
+        tmp = f".{path.name}.tmp-"
+        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(f"{tmp}*",))
+        if path.exists() and not (is_set(path) and (self.overwrite or wait)):
+            self._lock.close()
+            hint = "--overwrite replaces it" if is_set(path) else "it is no data set"
+            raise UserError(f"{path} exists already ({hint}); choose another --name")
+        self.folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=tmp))
         return self
 
     def resume(self, plan: dict) -> None:
-        """Use the folder of parts, which outlives a kill, or an error once a part is done."""
+        """Write to the folder `parts`, which outlives a kill, or an error once a part is done: it has a note of each
+        finished part. Parts that another plan has left are removed."""
         shutil.rmtree(self.folder)
-        self.folder = begin_parts(self.path, plan)
+        self.folder = self.parts
+        plan_file = self.folder / "notes" / "plan.json"
+        text = json.dumps(plan).encode()
+        if self.folder.exists() and not (plan_file.is_file() and plan_file.read_bytes() == text):
+            print0(f"{self.folder} was begun with other images or settings; starting again")
+            shutil.rmtree(self.folder)
+        plan_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(plan_file, text)
 
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Write (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
@@ -458,7 +438,12 @@ class DatasetWriter:
             if split == "train":
                 note_statistics(rows, self.meta)
             self.meta["splits"][split] = entry
-        publish_set(self.folder, self.path, self.meta)
+        for leftover in self.folder.glob(".*"):  # of killed writers of parts
+            leftover.unlink()
+        text = json.dumps({"format": FORMAT, **self.meta}, indent=1)
+        write_atomic(self.folder / "meta.json", text.encode())
+        publish_folder(self.folder, self.path)
+        shutil.rmtree(self.path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -466,6 +451,6 @@ class DatasetWriter:
             if kind is None and not made:
                 self._finish()
         finally:
-            if not any(self.folder.glob("notes/[0-9]*")):
+            if not any(self.folder.glob("notes/*[0-9].json")):
                 shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()
