@@ -170,10 +170,9 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
         raise ValueError(f"preset {path!r} not found, here or in the repository")
     values = {}
     try:
-        nodes = ast.parse(found[0].read_bytes()).body
+        nodes = ast.parse(found[0].read_bytes(), path).body
     except (SyntaxError, ValueError, OSError) as error:
-        line = f" line {error.lineno}" if getattr(error, "lineno", None) else ""
-        raise ValueError(f"preset {path!r}{line}: {getattr(error, 'msg', None) or error}") from None
+        raise ValueError(f"preset {path!r}: {error}") from None
     for node in nodes:
         where = f"preset {path!r} line {node.lineno}: "
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):

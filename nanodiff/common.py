@@ -135,13 +135,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0)) or "none"
 
 
-def brief(value, most: int = 50):
-    """A JSON value for display; a list or dict of more than `most` entries becomes their number."""
-    if isinstance(value, (list, dict)) and len(value) > most:
-        return f"{len(value):,} entries"
-    return {key: brief(v, most) for key, v in value.items()} if isinstance(value, dict) else value
-
-
 class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA, live or, in a file, every 30 s."""
 

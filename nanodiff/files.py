@@ -42,17 +42,6 @@ def names_file(path: str | Path):
         raise cause from None
 
 
-class Hashed:
-    """A file being written; `sha256` of what was, so that it need not be read again."""
-
-    def __init__(self, file):
-        self.file, self.sha256, self.flush = file, hashlib.sha256(), file.flush
-
-    def write(self, data) -> int:
-        self.sha256.update(data)
-        return self.file.write(data)
-
-
 @contextlib.contextmanager
 def writing(path: Path):
     """A temporary binary file, renamed to `path` once all of it is on the disk."""

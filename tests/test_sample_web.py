@@ -149,8 +149,6 @@ def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is imported here, and run as a script
 def test_mistakes_get_one_line(flow, run_script):
     for name, value, told in (
-        ("steps", 0, "1 to 1,000"),
-        ("seed", 2**53, "seed"),
         ("cfg_scale", math.nan, "cfg_scale=nan"),
         ("cfg_scale", 1e38, "0 to 100"),
         ("classes", [-1], "-1 is unknown"),
@@ -204,12 +202,8 @@ def test_samples_start_from_a_picture(flow, server):
     plain = picture(last())
     np.testing.assert_array_equal(picture(last(**given, strength=1)), plain)
     assert (picture(last(**given, strength=0.7)) != plain).any()
-    for wrong, told in (
-        (dict(from_image="bm8gaW1hZ2U=", strength=1), "no image"),
-        (given | dict(strength=2), "0 to 1"),
-    ):
-        error = last(**wrong)["error"]
-        assert told in error and "\n" not in error and "/tmp" not in error
+    error = last(from_image="bm8gaW1hZ2U=", strength=1)["error"]
+    assert "no image" in error and "\n" not in error and "/tmp" not in error
 
 
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, base_dir, get_dist
-from nanodiff.dist import from_first_rank
+from nanodiff.dist import wait_for_first_rank
 from nanodiff.files import download, load_tensors, sha256_of
 from nanodiff.metrics.network import Network
 
@@ -173,7 +173,7 @@ def load_inception(path: str = "", device="cpu") -> Inception:
     default = base_dir() / FILE_NAME
     if not path and get_dist()[0] == 0 and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")
-    from_first_rank(None, "the end of the download")
+    wait_for_first_rank()
     path = Path(path or default)
     weights = load_tensors(path)
     if sha256_of(path) != SHA256:

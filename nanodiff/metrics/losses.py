@@ -8,7 +8,7 @@ import torch
 from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
-from nanodiff.diffusion.timesteps import quartile_sums
+from nanodiff.diffusion.timesteps import quartile_sums, uniform
 from nanodiff.dist import over_ranks, rank_batches
 
 
@@ -18,8 +18,7 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
     The same distribution whatever training uses, so that runs compare.
     """
     if process.is_gaussian:
-        T = process.num_timesteps
-        return (u * T).long().clamp(max=T - 1)
+        return uniform(u, process)[0]
     return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 

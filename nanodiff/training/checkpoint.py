@@ -24,7 +24,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.device import free_host_memory
 from nanodiff.dist import collective, wait_for_first_rank
-from nanodiff.files import Hashed, fsync_dir, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
+from nanodiff.files import fsync_dir, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
@@ -46,14 +46,12 @@ def save_checkpoint(
     try:
         parent.mkdir(exist_ok=True)  # not its parents: a run that was moved while it trains ends here
         temporary.mkdir()
-        for name, value in [*((f"{name}.pt", value) for name, value in tensors.items()), ("meta.json", meta)]:
-            with writing(temporary / name) as file:
-                hashed = Hashed(file)
-                if name == "meta.json":
-                    hashed.write(json.dumps(meta, indent=1).encode())
-                else:
-                    torch.save(value, hashed)
-            manifest[name] = {"size": (temporary / name).stat().st_size, "sha256": hashed.sha256.hexdigest()}
+        for name, value in tensors.items():
+            with writing(temporary / f"{name}.pt") as file:
+                torch.save(value, file)
+        write_atomic(temporary / "meta.json", json.dumps(meta, indent=1).encode())
+        for path in sorted(temporary.iterdir()):
+            manifest[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
         write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         with contextlib.suppress(FileNotFoundError):
             fsync_dir(run_dir / "metrics.jsonl")  # no checkpoint without the lines before it

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, brief, print0
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import FIELDS
 from nanodiff.files import write_atomic
 
@@ -205,7 +205,8 @@ def cell(value) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if type(value) is int:
         return f"{value:,}"
-    value = brief(value, 20)
+    if isinstance(value, list | dict) and len(value) > 20:
+        return f"{len(value):,} entries"
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     return escape(str(value))
@@ -223,10 +224,10 @@ def table(columns: dict[str, dict], differing: bool = False) -> str:
 
 
 def flat(facts: dict, prefix: str = "") -> dict:
-    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}."""
+    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}; what has more than 20 entries stays as it is."""
     pairs = {}
     for key, value in facts.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(value) <= 20:
             pairs |= flat(value, f"{prefix}{key} ")
         else:
             pairs[prefix + key] = value
@@ -241,7 +242,7 @@ def progress(run: Run) -> str:
 
 def evaluation(path: Path, run: Run) -> str:
     """Results of base_eval: floats except settings were measured, the rest is protocol."""
-    result = {key: brief(value) for key, value in json.loads(path.read_text()).items()}
+    result = json.loads(path.read_text())
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
     protocol = flat(result)
