@@ -40,7 +40,7 @@ def finish(store):
 def expected(tmp_path_factory):
     """What numpy writes."""
     path = tmp_path_factory.mktemp("numpy") / "a.npz"
-    np.savez(path, arr_0=IMAGES, labels=LABELS, protocol=json.dumps(PROTOCOL))
+    np.savez(path, arr_0=IMAGES, arr_1=LABELS, labels=LABELS, protocol=json.dumps(PROTOCOL))
     return path.read_bytes()
 
 

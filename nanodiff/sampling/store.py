@@ -77,7 +77,7 @@ class SampleStore:
         return images[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
-        """Write `output`: arr_0 (N, H, W, C), as ADM's evaluations read it, labels (N,), and protocol (JSON text).
+        """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
 
         The bytes are those of numpy.savez, with one part in memory at a time.
         """
@@ -89,7 +89,7 @@ class SampleStore:
                 np.lib.format.write_array_header_1_0(member, header)
                 for k in range(self.num_parts):
                     member.write(self.read(k).data)
-            for name, array in (("labels", labels), ("protocol", np.array(self.protocol))):
+            for name, array in (("arr_1", labels), ("labels", labels), ("protocol", np.array(self.protocol))):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
         os.replace(whole, self.output)
