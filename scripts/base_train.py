@@ -145,6 +145,7 @@ latent_norm = "channels"  # channels|scale: normalise latents by the set's mean 
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
 ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights; as published: False
 # Only arch=unet
+num_heads_upsample = 0  # >= 0: attention heads on the way up; 0 = heads
 num_res_blocks = 3  # >= 1: residual blocks per resolution
 attention_resolutions = "16,8"  # feature map sizes with attention, in pixels, comma-separated
 use_scale_shift_norm = True  # t scales and shifts the norms, rather than being added

@@ -19,7 +19,7 @@ from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import writing
 from nanodiff.formats.load import apply_adapters, load_run
-from nanodiff.formats.published import MISSING, from_meta, to_meta
+from nanodiff.formats.published import from_meta, to_meta
 from nanodiff.models.build import model_settings
 from nanodiff.safetensors import save_safetensors
 
@@ -81,7 +81,8 @@ try:
         save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
     else:
         settings = loaded.config | {"heads": model_config.heads}
-        told = {name: settings[name] for name in MISSING if name in settings and name != "time_input"}
+        names = ("heads", "noise_schedule", "num_timesteps", "rescale_timesteps", "objective")
+        told = {name: settings[name] for name in names if name in settings}
         with writing(path) as file:
             torch.save({"ema": tensors, "nanodiff": told}, file)
 except OSError as e:

@@ -46,7 +46,7 @@ def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
     """Their files are alike but for the name; REPA's has projectors."""
     file = published(tmp_path / "SiT-S-4.pt", "sit")
     for name in (file, published(tmp_path / "last.pt", "repa")):
-        with pytest.raises(UserError, match=r"\.pt,objective=flow; DiT's: objective=eps$"):
+        with pytest.raises(UserError, match=r"\.pt,objective=\.\.\.; accepted: objective=flow \(SiT, REPA\)"):
             load_run(name, "cpu")
     drawn = []
     for objective in ("flow", "eps"):

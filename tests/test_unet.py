@@ -5,6 +5,7 @@ import pytest
 import torch
 from figures import assert_figures, filled, rule_weights, wave
 
+from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_improved_diffusion
 from nanodiff.models.unet import UNet, UNetConfig
 
@@ -49,6 +50,14 @@ def test_published_parameter_count():
         model = UNet(UNetConfig.from_depth(6, 64, out_channels=6, num_classes=1000, null_class=False))
     assert sum(p.numel() for p in model.parameters()) == 273_049_350
     assert from_improved_diffusion(model.state_dict())[0] == model.config
+
+
+def test_heads_on_the_way_up(tmp_path):
+    """No tensor shows them: they are told."""
+    torch.save(rule_weights(golden[0]["parameters"]), tmp_path / "unet.pt")
+    model = load_run(f"{tmp_path / 'unet.pt'},image_size=16,num_heads_upsample=2", "cpu").model
+    out = model(wave((2, 3, 16, 16)), torch.tensor(golden[0]["inputs"]["t"]))
+    assert_figures(out, golden[0]["forward_num_heads_upsample_2"])
 
 
 @pytest.mark.parametrize(

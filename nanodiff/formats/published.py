@@ -44,6 +44,7 @@ DIFFUSERS = (
 # Settings that published files lack, and the pattern of their values
 MISSING = {
     "heads": r"[1-9]\d*",
+    "num_heads_upsample": r"[1-9]\d*",  # a UNet's
     "image_size": r"[1-9]\d*",  # a UNet's
     "noise_schedule": "linear|cosine",
     "num_timesteps": r"[1-9]\d*",
@@ -71,7 +72,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         arch = "dit_classic"
         options |= {"heads", "objective"}
         if "objective" not in told and (is_repa or SIT.search(path.name)):
-            raise UserError(f"{path} is read as DiT's unless told: {path.name},objective=flow; DiT's: objective=eps")
+            accepted = "objective=flow (SiT, REPA), objective=eps (DiT)"
+            raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
         if told.get("objective") == "flow":
             options = {"heads", "objective", "time_input"}
             time_input = told.get("time_input", "t" if is_repa else "1-t")
@@ -85,7 +87,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     else:
         arch = "unet"
         model_config, tensors = from_improved_diffusion(tensors, told.get("image_size", 0), heads)
-        options |= {"heads", "image_size"}
+        model_config = dataclasses.replace(model_config, num_heads_upsample=told.get("num_heads_upsample", 0))
+        options |= {"heads", "num_heads_upsample", "image_size"}
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
         if model_config.use_scale_shift_norm:

@@ -34,6 +34,7 @@ class UNetConfig(Conditioned):
     attention_resolutions: tuple[int, ...] = (16, 8)  # in pixels of the feature map
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
+    num_heads_upsample: int = 0  # on the way up; 0 = num_heads
     null_class: bool = True  # one more row in the class table; published tables lack it
     dropout: float = 0.0
     use_scale_shift_norm: bool = True
@@ -44,8 +45,9 @@ class UNetConfig(Conditioned):
             accepted = f"a multiple of {self.side_unit}, by channel_mult's length"
             raise UserError(f"image_size={self.image_size}; accepted: {accepted}")
         widths = [self.model_channels * m for m in self.channel_mult]
-        if self.num_heads < 1 or any(width % self.num_heads for width in widths):
-            raise UserError(f"num_heads={self.num_heads}; accepted: a divisor of every level's width {widths}")
+        for heads in (self.num_heads, self.num_heads_upsample or self.num_heads):
+            if heads < 1 or any(width % heads for width in widths):
+                raise UserError(f"num_heads={heads}; accepted: a divisor of every level's width {widths}")
 
     @classmethod
     def from_depth(cls, depth: int, image_size: int, **others) -> "UNetConfig":
@@ -178,9 +180,9 @@ class UNet(nn.Module):
             self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
             self.vector_null = nn.Parameter(torch.empty(emb))
 
-        def blocks(cin, cout, level):
+        def blocks(cin, cout, level, heads=c.num_heads):
             res = ResBlock(cin, cout, c)
-            return [res, AttentionBlock(cout, c.num_heads)] if level in c.attention_levels else [res]
+            return [res, AttentionBlock(cout, heads)] if level in c.attention_levels else [res]
 
         ch = width
         self.input_blocks = nn.ModuleList([Level(nn.Conv2d(input_channels(c), ch, 3, padding=1))])
@@ -198,7 +200,7 @@ class UNet(nn.Module):
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(c.channel_mult))):
             for i in range(c.num_res_blocks + 1):
-                layers = blocks(ch + skips.pop(), mult * width, level)
+                layers = blocks(ch + skips.pop(), mult * width, level, c.num_heads_upsample or c.num_heads)
                 ch = mult * width
                 if level and i == c.num_res_blocks:
                     layers.append(Upsample(ch))
