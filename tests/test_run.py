@@ -15,8 +15,6 @@ from tiny_runs import logged
 from configurator import Config
 from nanodiff.common import UserError
 from nanodiff.conditions import Conditioned
-from nanodiff.models.build import compiled
-from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.training.batch import cut_batch, largest_batch
 from nanodiff.training.checkpoint import save_checkpoint
 from nanodiff.training.log import Meter, RunLog, check_wandb
@@ -150,21 +148,6 @@ def test_a_model_tag_is_a_name(base, tag):
     with pytest.raises(UserError, match="model_tag="):
         run_folder(tag)
     assert run_folder("a.b+c=1_d-2") == base / "runs" / "a.b+c=1_d-2"
-
-
-def test_a_long_run_is_compiled_as_a_whole_and_a_short_one_by_blocks(monkeypatch):
-    monkeypatch.setattr("nanodiff.models.build.why_not_compiled", lambda device: "")
-    as_said = lambda model, whole, autotune: "as a whole" if whole else "by blocks"
-    monkeypatch.setattr("nanodiff.models.build.compile_model", as_said)
-    cpu = torch.device("cpu")
-    assert compiled(nn.Identity(), cpu, 2999) == "by blocks"
-    assert compiled(nn.Identity(), cpu, 3000) == "as a whole"
-    with monkeypatch.context() as two_ranks:  # else no exchange could overlap with backward
-        two_ranks.setenv("WORLD_SIZE", "2")
-        assert compiled(nn.Identity(), cpu, 3000) == "by blocks"
-    unet = UNet(UNetConfig.from_depth(1, 16))
-    assert compiled(unet, torch.device("cuda"), 1) == "by blocks"
-    assert compiled(unet, cpu, 3000) is unet
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):
