@@ -169,13 +169,41 @@ def peak_memory_gb(device: torch.device) -> float:
 
 # Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first key in the device's name wins.
 PEAK_FLOPS = {
-    "GB300": 2.5e15, "B300": 2.25e15, "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200 NVL": 836e12,
-    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12,
-    "H20": 148e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
-    "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "MI300X": 1307e12,
-    "RTX PRO 6000": 503.8e12, "RTX 5090": 209.5e12, "RTX 4090 D": 147e12, "RTX 4090": 165.2e12, "RTX 4080": 97.5e12,
-    "RTX 3090": 71e12, "RTX 6000 Ada": 364.2e12, "RTX A6000": 154.8e12,
-}  # fmt: skip
+    "GB300": 2.5e15,
+    "B300": 2.25e15,
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "B100": 1.8e15,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI300X": 1307e12,
+    "RTX PRO 6000": 503.8e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090 D": 147e12,
+    "RTX 4090": 165.2e12,
+    "RTX 4080": 97.5e12,
+    "RTX 3090": 71e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX A6000": 154.8e12,
+}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

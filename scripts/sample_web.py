@@ -138,8 +138,9 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     n = asked["num_images"]
     num_turns = len(samples.turns)
     shape = codec.shape if samples.given else None
-    is_mixed = not shape and len(codec.shapes) > 1  # each row of 8 has one shape
-    columns = num_turns if 4 <= num_turns <= 10 and not is_mixed else 8  # as in scripts/sample.py
+    columns = 8
+    if 4 <= num_turns <= 10 and (shape or len(codec.shapes) == 1):  # else each row of 8 has one shape
+        columns = num_turns
 
     def send_picture(images, text=None, **event):  # (C, H, W) uint8 each
         png = encode_png(make_grid([image.numpy() for image in images], columns), text)

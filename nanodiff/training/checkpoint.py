@@ -78,16 +78,9 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
         self.running = None  # the save in progress
 
-    def start(
-        self,
-        run_dir: Path,
-        step: int,
-        tensors: dict,
-        meta: dict,
-        keep: int = -1,
-    ) -> None:
-        """After wait(). `tensors` must be copies: training changes the weights meanwhile."""
-        self.running = self.thread.submit(save_checkpoint, run_dir, step, tensors, meta, keep)
+    def start(self, *args) -> None:
+        """save_checkpoint(*args), after wait(). Its tensors must be copies: training changes the weights meanwhile."""
+        self.running = self.thread.submit(save_checkpoint, *args)
 
     def check(self) -> None:
         """Report a save that has ended; raise its error, if any. Call at every step."""

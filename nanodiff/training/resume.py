@@ -17,17 +17,48 @@ from nanodiff.training.checkpoint import (
 
 # Settings that a resumed run may change freely, since they do not shape the weights
 FREE = {
-    "run", "model_tag", "resume", "device_type", "compile", "deterministic", "device_batch_size", "checkpointing",
-    "autoencoder", "ema_rates", "eval_every", "eval_images", "fid_every", "fid_images",
-    "fid_metric", "bpd_every", "sample_every", "sample_steps", "sampler", "cfg_scale", "cfg_interval", "save_every",
-    "save_epochs", "checkpoints_kept", "log_every",
-}  # fmt: skip
+    "run",
+    "model_tag",
+    "resume",
+    "device_type",
+    "compile",
+    "deterministic",
+    "device_batch_size",
+    "checkpointing",
+    "autoencoder",
+    "ema_rates",
+    "eval_every",
+    "eval_images",
+    "fid_every",
+    "fid_images",
+    "fid_metric",
+    "bpd_every",
+    "sample_every",
+    "sample_steps",
+    "sampler",
+    "cfg_scale",
+    "cfg_interval",
+    "save_every",
+    "save_epochs",
+    "checkpoints_kept",
+    "log_every",
+}
 
 # Those that it may change with --resume=changed or --resume=STEP. All others are fixed: they make the model what it is
 RATES = {
-    "num_iterations", "num_epochs", "target_flops", "target_param_data_ratio", "lr", "muon_lr", "weight_decay", "beta2",
-    "grad_clip", "warmup_ratio", "warmdown_ratio", "dtype",
-}  # fmt: skip
+    "num_iterations",
+    "num_epochs",
+    "target_flops",
+    "target_param_data_ratio",
+    "lr",
+    "muon_lr",
+    "weight_decay",
+    "beta2",
+    "grad_clip",
+    "warmup_ratio",
+    "warmdown_ratio",
+    "dtype",
+}
 
 
 def run_folder(model_tag: str) -> Path:
