@@ -49,9 +49,13 @@ source = open_dataset(data)
 splits = {split: source if split == source.split else open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
-name = name or f"{source.path.name}_{encoder.name}"
-facts = dict(source=source.name, seed=source.meta["seed"], overwrite=overwrite)
-writer = DatasetWriter(name, source.class_names, **facts)
+writer = DatasetWriter(
+    name or f"{source.path.name}_{encoder.name}",
+    source.class_names,
+    source=source.name,
+    seed=source.meta["seed"],
+    overwrite=overwrite,
+)
 stack = contextlib.ExitStack()
 if rank == 0:
     stack.enter_context(writer)
@@ -117,7 +121,13 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
         entry = write_npy(shard.file, latents)
         count = latents.size / channels * copies
-        write_note(shard.note, {"shape": latents.shape, "entry": entry, "sums": sums.tolist(), "count": count})
+        note = {
+            "shape": latents.shape,
+            "entry": entry,
+            "sums": sums.tolist(),
+            "count": count,
+        }
+        write_note(shard.note, note)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels, vectors, statistics, the name

@@ -70,8 +70,17 @@ def main():
         unit = side_unit or max(2, resolution // 16)
         if resolution == 0 or resolution % (side_unit or 16):
             raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-    settings = (resolution, labels, val_fraction, seed, workers or cores, unit, bucket_images, vectors, parse_range())
-    options = Options(*settings)
+    options = Options(
+        resolution,
+        labels,
+        val_fraction,
+        seed,
+        workers or cores,
+        unit,
+        bucket_images,
+        vectors,
+        parse_range(),
+    )
 
     with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
         images_in = open_source(source, path, options)
@@ -82,8 +91,14 @@ def main():
         if images_in.dtype != "uint8":
             writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
             print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
-        origin = dict(source=source, path=os.path.abspath(path), classes=classes, files=images_in.state)
-        writer.resume(asdict(options) | origin | {"workers": 0})
+        plan = asdict(options) | {
+            "workers": 0,  # any number makes the same parts
+            "source": source,
+            "path": os.path.abspath(path),
+            "classes": classes,
+            "files": images_in.state,
+        }
+        writer.resume(plan)
         need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
         free_mb = shutil.disk_usage(writer.folder).free / 1e6
         if need_mb > free_mb:

@@ -47,7 +47,17 @@ class DataLoader:
     `.data_wait`: seconds that the last next() waited.
     """
 
-    def __init__(self, dataset, device_batch_size, total_batch_size, rank, world, seed, start_step=0, device="cpu"):
+    def __init__(
+        self,
+        dataset,
+        device_batch_size,
+        total_batch_size,
+        rank,
+        world,
+        seed,
+        start_step=0,
+        device="cpu",
+    ):
         if world > len(dataset):
             raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset

@@ -67,8 +67,14 @@ def write_part(task: tuple, sizes: list, folder: Path) -> dict:
         if members:
             path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
             shard = write_npy(path, np.stack([item.payload for item in members]))
-            y = [int(item.label) for item in members]
-            rows = [item.row for item in members]
-            groups.append(dict(name=members[0].name, split=split, shape=shape, shard=shard, y=y, rows=rows))
-    write_note(file, dict(counts=counts, skipped=skipped, groups=groups))
+            group = {
+                "name": members[0].name,
+                "split": split,
+                "shape": shape,
+                "shard": shard,
+                "y": [int(item.label) for item in members],
+                "rows": [item.row for item in members],
+            }
+            groups.append(group)
+    write_note(file, {"counts": counts, "skipped": skipped, "groups": groups})
     return json.loads(file.read_bytes())

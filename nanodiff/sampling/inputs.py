@@ -74,7 +74,14 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
     """Small images of an .npz (arr_0 and, in labels or arr_1, classes) or a folder (sub-folders are classes). Images of
     the model's size are downsampled as in training."""
     config = loaded.model.config
-    images, labels = labelled_images(where, loaded.class_names)
+    images, labels, names = read_images("low_res", where)
+    known = loaded.class_names
+    if known and not 1 <= len(names) <= len(known):
+        raise UserError(
+            f"low_res={where!r} has {len(names)} classes, the model {len(known)}; see arr_1, or sub-folders"
+        )
+    if known and Path(where).expanduser().is_dir():  # classes go by name
+        labels = np.array(match_labels(names, known, f"low_res={where!r}"))[labels]
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
     if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
         accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
@@ -111,17 +118,6 @@ def own_set(loaded, name: str, where: str):
     if where == "" and "val" not in train_set.meta["splits"]:
         return train_set
     return open_dataset(own, "val")
-
-
-def labelled_images(where: str, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, C, H, W) uint8 and labels (n,) of an .npz or a folder, numbered as the model's classes."""
-    images, labels, given_names = read_images("low_res", where)
-    given, known = len(given_names), len(class_names)
-    if known and not 1 <= given <= known:
-        raise UserError(f"low_res={where!r} has {given} classes, the model {known}; see arr_1, or sub-folders")
-    if known and Path(where).expanduser().is_dir():  # classes go by name
-        labels = np.array(match_labels(given_names, class_names, f"low_res={where!r}"))[labels]
-    return images, labels
 
 
 def read_images(
