@@ -16,6 +16,12 @@ def filled(config, seed=0):
     return model
 
 
+def inputs(n=3, size=16):
+    """x_t, model_t and y of a backbone of 3 channels."""
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(n, 3, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
+
+
 def wave(shape, i=0, scale=1.0, salt=0.0):
     numbers = np.arange(np.prod(shape), dtype=np.float64)
     return torch.tensor(scale * np.sin(0.37 * numbers + 1.7 * i + salt).reshape(shape), dtype=torch.float32)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from figures import filled
+from figures import filled, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,11 +35,6 @@ def plain(config):
 
 def build(config, **settings):
     return filled(replace(config, **settings))
-
-
-def inputs(n=3):
-    g = torch.Generator().manual_seed(1)
-    return torch.randn(n, 3, 16, 16, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
 
 
 def test_a_new_model_predicts_zero_and_every_parameter_comes_to_life(config):

@@ -1,6 +1,9 @@
 """The DiT against the published one's figures and parameter counts, and the laws of the backbone contract."""
 
+import functools
+
 import conftest
+import figures
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from nanodiff.models import dit
 from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
+inputs = functools.partial(figures.inputs, size=8)
 both_blocks = pytest.mark.parametrize("block", ["modern", "classic"])
 SMALL = {
     "image_size": 8, "in_channels": 3, "out_channels": 3, "patch_size": 2, "width": 64, "depth": 2, "heads": 2,
@@ -21,11 +25,6 @@ SMALL = {
 def build(seed=0, **settings):
     """A small DiT without the zeros of its init, which would hide all before them."""
     return filled(DiTConfig(**SMALL | settings), seed)
-
-
-def inputs(n=3, channels=3, size=8):
-    g = torch.Generator().manual_seed(1)
-    return torch.randn(n, channels, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
 
 
 def published_state_dict():

@@ -3,7 +3,7 @@
 import conftest
 import pytest
 import torch
-from figures import assert_figures, filled, rule_weights, wave
+from figures import assert_figures, filled, inputs, rule_weights, wave
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_improved_diffusion
@@ -15,11 +15,6 @@ SMALL = {"image_size": 16, "model_channels": 32, "num_res_blocks": 1, "channel_m
 
 def build(**settings):
     return filled(UNetConfig(**SMALL | settings))
-
-
-def inputs(n=3, size=16):
-    g = torch.Generator().manual_seed(1)
-    return torch.randn(n, 3, size, size, generator=g), torch.linspace(0, 999.0, n), torch.arange(n)
 
 
 @pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
