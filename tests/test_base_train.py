@@ -211,7 +211,8 @@ def test_training_learns(tiny, run_script):
     [
         "--arch=unet --num_res_blocks=1 --low_res_size=8",
         "--arch=unet --num_res_blocks=1 --objective=v --dropout=0.1 --class_cond=False",
-        "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl --bpd_every=0",
+        "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl --bpd_every=0 "
+        "--timesteps=loss-second-moment",
         "--low_res_size=4 --objective=x_prev --variance=learned --sampler=ddpm --sample_steps=25",
         "--objective=x0 --noise_schedule=linear --variance=fixed_large --ema_rates= --checkpointing",
     ],

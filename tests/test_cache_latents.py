@@ -12,7 +12,7 @@ from tiny_runs import make_autoencoder, make_data
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.pixels import to_model_range
-from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
+from nanodiff.models.autoencoder import open_autoencoder
 
 
 @pytest.fixture
@@ -44,26 +44,6 @@ def test_a_set_holds_mean_and_deviation_of_every_image(base, vae, run_script, fl
     assert got.dtype == torch.float16
     torch.testing.assert_close(got.float(), expected, rtol=2**-10, atol=1e-5)  # fp16 keeps 11 bits
     assert (latents.labels(ids) == images.labels(ids)).all() and latents.class_names == images.class_names
-
-
-def test_an_interrupted_run_resumes_and_encodes_nothing_twice(base, vae, run_script, monkeypatch, capsys):
-    cache(run_script, vae, "whole")
-    encoded, encode = [], Autoencoder.encode
-
-    def counting(self, x):
-        if sum(encoded) >= 150:
-            raise KeyboardInterrupt
-        encoded.append(len(x))
-        return encode(self, x)
-
-    monkeypatch.setattr(Autoencoder, "encode", counting)
-    with pytest.raises(KeyboardInterrupt):
-        cache(run_script, vae, "part")
-    assert not (base / "data" / "part").exists()
-    encoded.clear()
-    cache(run_script, vae, "part")
-    assert "224 images of 'tiny', 96 to encode" in capsys.readouterr().out
-    assert sum(encoded) == 96 and files(base, "part") == files(base, "whole")
 
 
 @pytest.mark.slow

@@ -108,20 +108,6 @@ def test_importance_weights_are_unbiased():
     assert ends.tolist() == [0, 5]
 
 
-def test_state_round_trip(tmp_path):
-    """A sampler resumed from a file goes on exactly like the one that was saved, whose state is a copy."""
-    sampler = warmed_up()
-    torch.save(sampler.state_dict(), tmp_path / "state.pt")
-    resumed = LossSecondMoment(gaussian(6), history=3)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    state = sampler.state_dict()
-    for each in (sampler, resumed):
-        each.update(torch.tensor([3, 3, 0, 5]), torch.tensor([9.0, 8.0, 7.0, 6.0]))
-    later = [each.state_dict() for each in (sampler, resumed)]
-    assert all(torch.equal(later[0][name], later[1][name]) for name in ("history", "seen"))
-    assert not torch.equal(state["history"], later[0]["history"])
-
-
 def test_all_ranks_hold_the_history_of_one(monkeypatch):
     """Two ranks with half the batch each end with the very history of one process with all of it."""
     alone, *ranks = [LossSecondMoment(gaussian(5), history=3) for _ in range(3)]
