@@ -148,7 +148,8 @@ elif metric == "features":
     found = metrics.file_features(features, num_images)
     known = metrics.file_features(reference_features)
     if rank == 0:
-        result |= metrics.compare("fd_features", found, known) | {"reference": reference_features}
+        result |= metrics.compare("fd_features", found, known) | {"features": features}
+        result["reference"] = reference_features
         result["num_images"] = num_images = len(found.logits)
 
 # ---------------------------------------------------------------------------------------------------------------------

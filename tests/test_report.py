@@ -130,11 +130,13 @@ def test_an_evaluation_is_tables_not_python(base):
     of_a_file = {"metric": "fd", "fd": 2.5, "by_class": {"ring": 0.75}, "samples_protocol": {"step": 77, "eta": 0.0}}
     (folder / "eval_samplers.json").write_text(json.dumps({"metric": "samplers", "step": 7, "rows": [row]}))
     (folder / "eval_of_a_file.json").write_text(json.dumps(of_a_file))
+    (folder / "eval_from_elsewhere.json").write_text(json.dumps({"metric": "features", "fd_features": 1.5}))
     source = report(folder).source.split("What differs")[0]
     rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", source)
     assert {("by_class ring", "0.75"), ("samples_protocol eta", "0"), ("guide plain", "0.3, plain")} <= {*rows}
     for text in ("<th>heun, 5</th>", "<th>evaluations</th><td>9</td>", "<th>error</th><td>0.125</td>"):
         assert text in source
+    assert "<h2>features of a</h2>" in source
     assert source.index("samplers of a") < source.index("<figure")  # figures stand first
 
 

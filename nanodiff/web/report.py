@@ -250,12 +250,13 @@ def evaluation(path: Path, run: Run) -> str:
     for key, value in list(protocol.items()):
         if type(value) is float and not key.endswith(("cfg_scale", "eta")):
             measured[key] = protocol.pop(key)
-    step = result["step"] if "step" in result else result["samples_protocol"]["step"]  # of a file of samples
+    step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
+    of = run.name if step is None else f"{run.name}, step {step:,}"
     columns = {"": measured} if measured else {}
     for row in rows:
         steps = f"{row.pop('sampler')}, {row.pop('steps')}"
         columns[steps] = {key: value for key, value in row.items() if not isinstance(value, dict)}
-    return f"""<h2>{escape(metric)} of {escape(run.name)}, step {step:,}</h2>{table(columns)}
+    return f"""<h2>{escape(metric)} of {escape(of)}</h2>{table(columns)}
 <details><summary>Protocol</summary>{table({"": protocol})}</details>"""
 
 
