@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from processes import run_process
 from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
@@ -23,9 +22,6 @@ from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table
-
-PHOTOS = ROOT.parent / "shared" / "data" / "imagenet200-jpg.tar.gz"
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which sizes
@@ -147,7 +143,7 @@ def photos(base, tmp_path, run_script):
     return open_dataset("photos")
 
 
-def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos, capsys):
+def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos):
     assert set(photos.buckets) == {(20, 12), (16, 16), (12, 20)}
     assert len(photos) == 21 and verify(photos)[0] == 2 + 3 + len(open_dataset("photos", "val").buckets)
     for size, bucket in photos.buckets.items():
@@ -174,7 +170,7 @@ def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exa
     assert_identical(*ends)
 
 
-def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, run_script, monkeypatch, capsys):
+def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, run_script):
     run_script("base_train", *RUN, "--model_tag=run", "--num_iterations=1", "--sample_every=0", "--sample_steps=1")
     folder = base_dir() / "runs" / "run"
     grid = decode_png(next((folder / "samples").glob("*.png")).read_bytes())

@@ -61,7 +61,7 @@ def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
     assert torch.equal(codec.to_x0(stored("plain")), own.to_x0(stored("plain")))
 
 
-def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script, tmp_path):
+def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script):
     source = open_dataset("tiny")
     with DatasetWriter("told", source.class_names) as writer:
         labels = source.labels(range(24))
