@@ -326,7 +326,8 @@ sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-guidance = choose_guidance(cfg_scale, cfg_interval, fault, config.given)
+asked_for = {} if learns_guidance(config) else config.given  # there, training uses what samples ignore
+guidance = choose_guidance(cfg_scale, cfg_interval, fault, asked_for)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not learns_guidance(config):
     config |= sample_settings.guidance
