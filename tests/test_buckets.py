@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import base_train_settings
 from processes import run_process
 from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
@@ -88,10 +89,7 @@ def test_positions_of_a_rectangle_are_the_squares_moved_to_the_same_centre(rows,
 @pytest.mark.parametrize("arch", ["dit", "dit_classic", "unet"])
 def test_models_take_any_rectangle_of_whole_units(arch):
     facts = dict(resolution=16, channels=3, num_classes=5, sizes=[[12, 20, 9], [16, 16, 9]])
-    config = dict(
-        arch=arch, depth=1, patch_size=4, low_res_size=0, class_cond=True, checkpointing=False, heads=0, width=0
-    )
-    config |= dict(objective="v", num_res_blocks=1, attention_resolutions="8", use_scale_shift_norm=True, dropout=0.0)
+    config = base_train_settings() | dict(arch=arch, depth=1, patch_size=4, num_res_blocks=1, attention_resolutions="8")
     model = build_model(make_model_config(config, facts, 3), "cpu", 0).eval()
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)
