@@ -75,8 +75,8 @@ waits = itertools.count()
 
 
 def wait_for_first_rank() -> None:
-    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. Asks the store:
-    in a collective the others would give up after the ranks' timeout. A first rank that dies ends the wait."""
+    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. It asks
+    the store, as a collective would give up after the ranks' timeout. If the first rank dies, the wait ends."""
     if not dist.is_initialized():
         return
     store, key = dist.distributed_c10d._get_default_store(), f"first_rank/{next(waits)}"
@@ -127,7 +127,7 @@ class StopSignal:
 
 
 def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
-    """This rank's batches: every world-th, from its own number on."""
+    """The batches of this rank: every world-th, starting at its own number."""
     rank, _, world = get_dist()
     return batches[rank::world]
 

@@ -68,7 +68,7 @@ def open_tar(path: Path):
     def fetch(wanted):
         left = set(wanted)
         for name, data in read_tar(path):
-            if name in left:  # of two files with one name, the first
+            if name in left:  # if two files share a name, the first counts
                 left.remove(name)
                 yield name, data
 

@@ -107,13 +107,13 @@ class DataLoader:
     def bucket(self, step: int) -> tuple[int, int]:
         """Number of the bucket that step `step` draws from, and how many earlier steps drew from it.
 
-        A bucket of n images has given e*n // total_batch_size batches when epoch e begins: a partial batch carries over
-        into the next. The order of an epoch's batches is a function of (seed, epoch).
+        After e epochs a bucket of n images has filled e*n // total_batch_size batches; what is left over joins the next
+        epoch's. The order of an epoch's batches is a function of (seed, epoch).
         """
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
         if len(counts) == 1:
             return 0, step
-        epoch = step * self.total_batch_size // len(self.dataset)  # this one or, by carry-over, a later one
+        epoch = step * self.total_batch_size // len(self.dataset)  # or a later one, as left-overs delay batches
         while ((epoch + 1) * counts // self.total_batch_size).sum() <= step:
             epoch += 1
         before = epoch * counts // self.total_batch_size

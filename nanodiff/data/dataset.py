@@ -189,7 +189,7 @@ class Dataset:
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
     """Map class names to the model's class numbers: by name if all are known, or by order (see same_order).
 
-    `what` begins the UserError.
+    `what`: how the error message begins.
     """
     if set(names) <= set(known):
         return [known.index(name) for name in names]

@@ -50,7 +50,7 @@ def split_folders(names: list[str]):
 
 
 def look_up(table: dict, names: list[str], missing: str) -> list:
-    """[table[name] for each name]; `missing` begins the UserError if there is one without."""
+    """[table[name] for each name]; a name that is not there raises UserError, which begins with `missing`."""
     absent = [name for name in names if name not in table]
     if absent:
         raise UserError(f"{missing} for {len(absent):,} of {len(names):,} images, such as {absent[0]!r}")

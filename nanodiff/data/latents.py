@@ -75,7 +75,7 @@ class Latents(Pixels):
 
 
 def open_matching(path: str, info: dict):
-    """The autoencoder at `path`; UserError unless it made the latents that `info` describes."""
+    """Open the autoencoder at `path`; raise UserError unless it made the latents that `info` describes."""
     if not path:
         raise UserError("the model's file does not say which autoencoder made its latents (--autoencoder)")
     model = open_autoencoder(path)
@@ -88,7 +88,7 @@ def open_matching(path: str, info: dict):
 
 
 def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> dict:
-    """description["latents"] for latents of this autoencoder, normalised by its published scale and shift."""
+    """Make description["latents"] for this autoencoder's latents, normalised by its published scale and shift."""
     return {
         "autoencoder": autoencoder.name,
         "sha256": autoencoder.sha256,
@@ -121,7 +121,7 @@ def latents_of(description: dict, autoencoder: str) -> dict:
 
 
 def check_sides(dataset, autoencoder) -> None:
-    """UserError unless this autoencoder can encode the images of the set."""
+    """Raise UserError unless this autoencoder can encode the images of the set."""
     unit, kind = autoencoder.downsample, dataset.meta["kind"]
     sides = {dataset.resolution}.union(*dataset.buckets)
     if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):

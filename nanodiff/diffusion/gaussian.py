@@ -189,7 +189,7 @@ class GaussianDiffusion:
         self.log_one_minus_alpha_bar = np.log(1 - self.alpha_bar)
         self.sqrt_recip_alpha_bar = self.alpha_bar**-0.5
         self.sqrt_recipm1_alpha_bar = np.sqrt(1 / self.alpha_bar - 1)
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. The variance is 0 at t = 0: use the log at t = 1
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
         self.posterior_variance = betas * (1 - self.alpha_bar_prev) / (1 - self.alpha_bar)
         first = self.posterior_variance[1] if len(betas) > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(first, self.posterior_variance[1:]))

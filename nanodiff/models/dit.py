@@ -107,7 +107,8 @@ def token_angles(
 
 
 def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> torch.Tensor:
-    """(T, C) fp32, as published: the column in the first half of C, the row in the second; sines before cosines."""
+    """(T, C) fp32, in the published order: waves of the column fill the first half of C, of the row the second; sines
+    before cosines."""
     angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device)
     waves = torch.stack([angles.sin(), angles.cos()], dim=2)
     return waves.flip(1).flatten(1).float()
@@ -223,7 +224,7 @@ class Block(nn.Module):
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        # Not slices: backward of a slice writes an fp32 gradient of all of qkv and reads it again
+        # split, not slices: the backward of a slice writes a full fp32 qkv of zeros, and reads it again
         qk, v = qkv.split((2, 1), dim=2)
         a, b = rms_norm(qk.float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         turned = (a * cos - b * sin, a * sin + b * cos)

@@ -114,8 +114,8 @@ LEAST_PART = 2**20  # numbers per part: 4 MB
 def cut_group(params, kind: str, world: int) -> list[list[int]]:
     """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
 
-    More parts overlap more of the exchange with backward. But small messages are slow too, and few matrices divide
-    badly among ranks: a part has at least LEAST_PART numbers, and shares are padded by at most a tenth.
+    More parts overlap more of the exchange with backward. But small messages are slow, so a part has LEAST_PART numbers
+    or more. And few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
     """
     if world == 1:
         return [list(range(len(params)))]
