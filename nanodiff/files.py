@@ -5,9 +5,11 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
+import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import tempfile
 import urllib.request
@@ -145,6 +147,34 @@ def sha256_of(path: Path) -> str:
         if hasattr(os, "posix_fadvise"):  # read once: what others read stays in the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NOREUSE)
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path, fault: str = "is damaged or truncated") -> dict:
+    with reading(path, fault):
+        return dict(json.loads(path.read_bytes()))
+
+
+def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
+    """What is wrong with a checkpoint, or "" if every file has the manifest's size and hash."""
+    if (checkpoint / "model.pt").exists():
+        how = f"python runs/convert/earlier.py {shlex.quote(str(checkpoint.parents[1]))}"
+        raise UserError(f"{checkpoint} was written by an earlier version; convert it: {how}")
+    name = "manifest.json"
+    try:
+        manifest = json.loads((checkpoint / name).read_bytes())
+        if "model.safetensors" not in manifest:
+            return "manifest.json does not list the model"
+        for name, entry in manifest.items():
+            path = checkpoint / name
+            if path.stat().st_size != entry["size"]:
+                return f"{name} has {path.stat().st_size:,} bytes, the manifest says {entry['size']}"
+            if hashes and sha256_of(path) != entry["sha256"]:
+                return f"{name} does not match its SHA-256"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return "manifest.json cannot be read"
+    return ""
 
 
 def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) -> None:

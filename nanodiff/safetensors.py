@@ -34,6 +34,14 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+DESCRIPTION = ("step", "ema", "arch", "config", "model_config", "data", "lora")
+
+
+def described(meta: dict) -> dict[str, str]:
+    """Metadata by which a file of weights says what it is: a checkpoint's, an export, adapters."""
+    return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
+
+
 def save_safetensors(
     tensors: dict[str, torch.Tensor],
     path: str | Path,
@@ -57,7 +65,7 @@ def save_safetensors(
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)  # some CPUs round a product by where its factors lie
     with writing(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)

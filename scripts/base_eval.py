@@ -29,13 +29,14 @@ from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_atomic
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import load_run, tell_best
 from nanodiff.metrics import features as metrics
 from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import in_words
+from nanodiff.sampling.loaded import samples_of, settings_for
 from nanodiff.web.report import LiveReport
 
 model = ""  # tag or folder of a run; "" = the one written to last
@@ -104,6 +105,7 @@ if samples:
         name = load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
+    tell_best(loaded.path)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described() | {"dtype": str(compute_dtype).removeprefix("torch.")}
@@ -168,10 +170,10 @@ else:
         plan = []
         for chosen in sampler.split(","):
             for count in counts:
-                plan.append(loaded.settings(int(count), chosen, cfg_scale, cfg_interval))
+                plan.append(settings_for(loaded, int(count), chosen, cfg_scale, cfg_interval))
         config |= plan[0].named if len(plan) == 1 else plan[0].guidance
-        config.defaults |= loaded.settings().named  # the file's name says what differs from the run's own
-        measured = loaded.samples(plan[0], seed, low_res=low_res, autoencoder=autoencoder)
+        config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
+        measured = samples_of(loaded, plan[0], seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")
         plan = [replace(measured, settings=settings) for settings in plan]

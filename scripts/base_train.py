@@ -24,7 +24,7 @@ forward pass; a step has as many as it needs. The null class stands for "no labe
 import functools
 import gc
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -42,11 +42,11 @@ from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401
 from nanodiff.dist import StopSignal, from_first_rank
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import save_adapters
-from nanodiff.formats.load import load_weights
 from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
 from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
-from nanodiff.models.build import build_model, compiled, make_model_config, uncompiled
+from nanodiff.models.build import build_model, compiled, load_weights, make_model_config, uncompiled
+from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, cut_batch
 from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
@@ -342,11 +342,11 @@ if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
-    load_weights(raw_model, load_tensors(checkpoint / "model.pt", mmap=True), checkpoint)
+    load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank reads its share
     # An average missing from the checkpoint starts from its weights
     kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
-    ema.load_state_dict({str(rate): load_tensors(checkpoint / f"ema_{rate}.pt", mmap=True) for rate in kept})
+    ema.load_state_dict({str(rate): load_safetensors(checkpoint / f"ema_{rate}.safetensors")[0] for rate in kept})
     state = load_tensors(checkpoint / "train.pt")
     timestep_sampler.load_state_dict(state["timesteps"])
     scaler.load_state_dict(state["scaler"])
@@ -432,7 +432,7 @@ def keep_if_best(found):
 
 model = compiled(raw_model, device, num_iterations, compile)
 if objective.startswith("flow_map"):
-    source.model = compiled(source.model, device, num_iterations, compile)  # the teacher
+    process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.

@@ -18,10 +18,10 @@ import torch
 from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import writing
-from nanodiff.formats.load import apply_adapters, load_run
+from nanodiff.formats.adapters import merge
+from nanodiff.formats.load import build, find, read, read_adapters
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models.build import model_settings
-from nanodiff.safetensors import save_safetensors
+from nanodiff.safetensors import described, save_safetensors
 
 model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
@@ -39,12 +39,12 @@ config = configure(globals())
 suffix = ".safetensors" if form == "safetensors" else ".pt"
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
-loaded = load_run(model, torch.device("cpu"), checkpoint_step, ema)
+meta, tensors = read(*find(model, checkpoint_step, ema))
 if lora:
-    apply_adapters(loaded, lora, lora_scale)
+    meta, tensors = merge(meta, tensors, *read_adapters(lora), lora_scale)
+loaded = build(meta, tensors, "cpu")
 model_config = loaded.model.config
-arch = model_settings(model_config)["arch"]
-tensors = loaded.model.state_dict()
+arch = meta["arch"]
 if form == "meta":
     if arch != "dit_classic" or not model_config.num_classes or model_config.low_res:
         raise UserError(f"form=meta takes a dit_classic with classes and without low_res; {loaded.source} is {arch}")
@@ -60,7 +60,7 @@ if form == "meta":
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
 
-default = Path(loaded.source).stem  # here
+default = loaded.path.stem  # here
 if loaded.run_dir:
     default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
 ending = "" if form == "safetensors" else f"_{form}"
@@ -70,15 +70,8 @@ if path.exists() and not overwrite:
 try:
     path.parent.mkdir(parents=True, exist_ok=True)
     if form == "safetensors":
-        meta = {
-            "step": loaded.step,
-            "ema": loaded.weights,
-            "arch": arch,
-            "model_config": asdict(model_config),
-            "config": loaded.config,
-            "data": loaded.data,
-        }
-        save_safetensors(tensors, path, {name: json.dumps(value) for name, value in meta.items()})
+        meta.pop("lora", None)  # merged
+        save_safetensors(tensors, path, described(meta))
     else:
         settings = loaded.config | {"heads": model_config.heads}
         names = ("heads", "noise_schedule", "num_timesteps", "rescale_timesteps", "objective")

@@ -25,11 +25,13 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.load import apply_adapters, check_guide, load_run
+from nanodiff.formats.adapters import merge
+from nanodiff.formats.load import build, find, load_run, read, read_adapters, tell_best
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import in_words, parse_size
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.inputs import READERS
+from nanodiff.sampling.loaded import check_guide, samples_of, settings_for
 from nanodiff.sampling.store import SampleStore
 
 # Model
@@ -81,18 +83,20 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-loaded = load_run(model, device, checkpoint_step, ema)
+meta, tensors = read(*find(model, checkpoint_step, ema))
+tell_best(meta["path"])
 if lora:
-    apply_adapters(loaded, lora, lora_scale)
+    meta, tensors = merge(meta, tensors, *read_adapters(lora), lora_scale)
+loaded = build(meta, tensors, device)
 guide = None
 if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
-settings = loaded.settings(respacing or steps, sampler, cfg_scale, cfg_interval, **others)
+settings = settings_for(loaded, respacing or steps, sampler, cfg_scale, cfg_interval, **others)
 config |= settings.named  # the output's name says what differs from the run's own
-config.defaults |= loaded.settings(weak_model=others["weak_model"]).named
-samples = loaded.samples(settings, seed, classes, autoencoder, **{name: config[name] for name in READERS})
+config.defaults |= settings_for(loaded, weak_model=others["weak_model"]).named
+samples = samples_of(loaded, settings, seed, classes, autoencoder, **{name: config[name] for name in READERS})
 codec = samples.codec
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")

@@ -32,11 +32,12 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, load_run, own_settings
+from nanodiff.formats.load import Loaded, find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.inputs import with_hash
+from nanodiff.sampling.loaded import own_settings, samples_of, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web.server import LocalHandler, LocalServer
 
@@ -102,7 +103,7 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
     """The model and its samples. `times` are those of the checkpoint's files: they change when a run starts anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     enlarged = low_res if loaded.model.config.low_res else ""
-    return loaded, loaded.samples(SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
+    return loaded, samples_of(loaded, SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
 
 
 def open_given(content: str, strength: float, codec, device) -> GivenImages:
@@ -128,7 +129,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     step = asked["checkpoint_step"]
     times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
     loaded, samples = load(path, step, asked["ema"], times, device)
-    settings = loaded.settings(asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
+    settings = settings_for(loaded, asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
     classes = parse_classes(asked["classes"], loaded.class_names)
     samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
     codec = samples.codec

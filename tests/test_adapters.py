@@ -16,7 +16,8 @@ from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.formats.load import apply_adapters, load_run
+from nanodiff.formats.adapters import merge
+from nanodiff.formats.load import build, find, load_run, read, read_adapters
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
@@ -96,7 +97,7 @@ def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_sc
         *(f"blocks.0.{layer}.lora_{part}.weight" for layer in ("qkv", "fc2") for part in "AB"),
     }
     assert all(x.abs().max() > 0 for x in tensors.values())
-    saved = torch.load(done["run_dir"] / "checkpoints/step_000006/model.pt", weights_only=True)
+    saved = load_safetensors(done["run_dir"] / "checkpoints/step_000006/model.safetensors")[0]
     assert sum(x.numel() for x in saved.values()) == sum(x.numel() for x in tensors.values()) == done["num_trained"]
     assert (done["run_dir"] / "samples" / "step_000006.png").stat().st_size > 1000
 
@@ -105,8 +106,8 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
     """By its tag, or as base and file: the same model, with the class that it has learned."""
     run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=2")
     file = base / "runs/a/adapters/step_000002.safetensors"
-    run, by_hand = load_run("a", "cpu"), load_run("old", "cpu")
-    apply_adapters(by_hand, str(file))
+    run = load_run("a", "cpu")
+    by_hand = build(*merge(*read(*find("old")), *read_adapters(str(file))), "cpu")
     for other in (by_hand, load_run(str(file), "cpu")):
         assert_same(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
@@ -213,14 +214,14 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
         run_script("base_train", *TINY, "--model_tag=a", "--t_range=0.1,1", *more)
     gc.collect()
     # Their base is pinned to its step: it may train on, but not change
-    file = old / "checkpoints" / "step_000001" / "ema_0.999.pt"
-    changed = {name: x + 1 for name, x in torch.load(file, weights_only=True).items()}
+    file = old / "checkpoints" / "step_000001" / "ema_0.999.safetensors"
+    changed = {name: x + 1 for name, x in load_safetensors(file)[0].items()}
     meta = load_meta(file.parent)
     save_checkpoint(old, 2, {"model": changed, "ema_0.999": changed}, meta | {"step": 2})
     assert run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=3", "--resume=changed")["step"] == 3
     save_checkpoint(old, 1, {"model": changed, "ema_0.999": changed}, meta)
     for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a", *more)):
-        with pytest.raises(UserError, match="adapters for other weights: old at step 1"):
+        with pytest.raises(UserError, match="adapters for other weights: old,step=1,ema=0.999"):
             use()
 
 

@@ -254,15 +254,17 @@ def test_an_overflow_on_one_rank_of_two(tiny):
     scale = [line["train/lg_loss_scale"] for line in metrics(tiny, "a")]
     assert np.diff(scale)[3:] == pytest.approx([0.001, -1, 0.001, 0.001])  # the first ones are too large for fp16
     before, skipped, after = (weights(tiny, "a", step) for step in (5, 6, 7))
-    assert_identical(before["model.pt"], skipped["model.pt"])
+    assert_identical(before["model.safetensors"], skipped["model.safetensors"])
     assert_identical(before["optim.pt"], skipped["optim.pt"])
-    assert not torch.equal(skipped["model.pt"]["final.linear.weight"], after["model.pt"]["final.linear.weight"])
-    assert all(x.isfinite().all() for x in weights(tiny, "a", 8)["model.pt"].values())
+    assert not torch.equal(
+        skipped["model.safetensors"]["final.linear.weight"], after["model.safetensors"]["final.linear.weight"]
+    )
+    assert all(x.isfinite().all() for x in weights(tiny, "a", 8)["model.safetensors"].values())
 
     done = run_process("base_train", *args, "--model_tag=b", "--save_every=1", check=False, **two)
     assert done.returncode != 0 and "step 5: loss" in done.stderr
     assert "gradient not finite (100% of " in done.stderr
-    assert weights(tiny, "b", 5)["model.pt"]["final.linear.weight"].isfinite().all()
+    assert weights(tiny, "b", 5)["model.safetensors"]["final.linear.weight"].isfinite().all()
 
 
 def train_twice_with_wandb():
@@ -368,8 +370,8 @@ def test_an_average_can_be_added_when_resuming(tiny, run_script):
     run_script("base_train", *args, "--ema_rates=0.9")
     run_script("base_train", *args, "--ema_rates=0.9,0.5", "--num_iterations=7", "--resume=changed")
     old, new = weights(tiny, "tiny_dit_d1"), weights(tiny, "tiny_dit_d1", step=7)
-    for name, average in new["ema_0.5.pt"].items():
-        torch.testing.assert_close(average, old["model.pt"][name].lerp(new["model.pt"][name], 0.5))
+    for name, average in new["ema_0.5.safetensors"].items():
+        torch.testing.assert_close(average, old["model.safetensors"][name].lerp(new["model.safetensors"][name], 0.5))
 
 
 @pytest.mark.parametrize("more", [(), ("--arch=unet", "--num_res_blocks=1", "--patch_size=0")])

@@ -19,10 +19,10 @@ from nanodiff.data.codec import describe_data
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
 from nanodiff.data.pixels import Pixels
-from nanodiff.files import load_tensors
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table
+from nanodiff.safetensors import load_safetensors
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which sizes
@@ -164,7 +164,10 @@ def test_losses_depend_neither_on_ranks_nor_on_the_micro_batch_and_resume_is_exa
     shutil.copytree(folder / "one", folder / "again")
     shutil.rmtree(folder / "again" / "checkpoints" / "step_000007")  # the newest is now of step 6, within an epoch
     run_script("base_train", *RUN, "--model_tag=again")
-    ends = [load_tensors(folder / tag / "checkpoints" / "step_000007" / "model.pt") for tag in ("one", "again")]
+    ends = [
+        load_safetensors(folder / tag / "checkpoints" / "step_000007" / "model.safetensors")[0]
+        for tag in ("one", "again")
+    ]
     assert_identical(*ends)
 
 

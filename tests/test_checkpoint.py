@@ -15,7 +15,8 @@ from processes import FORK, Started
 
 from nanodiff.common import UserError
 from nanodiff.device import host_copy
-from nanodiff.files import load_tensors
+from nanodiff.files import load_tensors, why_corrupt
+from nanodiff.safetensors import load_safetensors
 from nanodiff.training import checkpoint
 from nanodiff.training.checkpoint import (  # fmt: skip
     Saver,
@@ -26,7 +27,6 @@ from nanodiff.training.checkpoint import (  # fmt: skip
     lock_run,
     save_checkpoint,
     trim_metrics,
-    why_corrupt,
     write_best,
 )
 
@@ -54,7 +54,7 @@ def test_round_trip(tmp_path):
     path = save(tmp_path, 500)
     assert path.name == "step_000500" and why_corrupt(path) == ""
     assert load_meta(path) == META | {"step": 500, "loop": {"step": 500, "best": None}}
-    model = load_tensors(path / "model.pt")
+    model = load_safetensors(path / "model.safetensors")[0]
     assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
     assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
@@ -117,8 +117,8 @@ def test_kill_9_within_a_save(tmp_path, moment):
 
 def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     """The file holds the weights of the save's own step; the next save waits for this one."""
-    may_write, save = threading.Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: may_write.wait(60) and save(*args))
+    may_write, save = threading.Event(), checkpoint.save_safetensors
+    monkeypatch.setattr(checkpoint, "save_safetensors", lambda *args: may_write.wait(60) and save(*args))
     weights, saver = {"w": torch.ones(3)}, Saver()
     saver.start(tmp_path, 1, {"model": host_copy(weights)}, META)
     weights["w"] += 1
@@ -131,7 +131,7 @@ def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
     saver.wait()
     for step, value in ((1, 1.0), (2, 2.0)):
         path = find_checkpoint(tmp_path, step)
-        assert load_tensors(path / "model.pt")["w"].tolist() == [value] * 3
+        assert load_safetensors(path / "model.safetensors")[0]["w"].tolist() == [value] * 3
 
 
 def test_a_save_that_fails_in_its_thread_ends_the_run_in_one_line(tmp_path):
@@ -173,7 +173,7 @@ def flip_a_bit(path):
 
 
 DAMAGE = {"truncated": truncate, "emptied": lambda p: p.write_bytes(b""), "bit": flip_a_bit, "missing": Path.unlink}
-FILES = ["model.pt", "ema_0.999.pt", "optim.pt", "meta.json", "manifest.json"]
+FILES = ["model.safetensors", "ema_0.999.safetensors", "optim.pt", "meta.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -222,7 +222,7 @@ def test_files_that_torch_did_not_write(tmp_path):
 def test_retention_counts_whole_checkpoints_only(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    truncate(tmp_path / "checkpoints" / "step_000002" / "model.pt")
+    truncate(tmp_path / "checkpoints" / "step_000002" / "model.safetensors")
     (tmp_path / "checkpoints" / "step_000003" / "optim.pt").unlink()
     save(tmp_path, 4, keep=2)
     assert steps(tmp_path) == [1, 2, 3, 4]  # 1 is the second newest that can be used

@@ -18,9 +18,9 @@ from nanodiff.common import BLOCK, draw_rows
 from nanodiff.device import autocast_to, host_copy, init_device
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.dist import StopSignal, gather_objects, join_ranks, leave_together, over_ranks
-from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
+from nanodiff.safetensors import load_safetensors
 from nanodiff.training import batch
 from nanodiff.training.batch import automatic_batch
 from nanodiff.training.checkpoint import Saver, find_checkpoint
@@ -122,7 +122,7 @@ def test_a_save_holds_the_weights_of_its_step(device, tmp_path):
     saver.start(tmp_path, 1, {"model": host_copy(weights)}, meta)
     weights["w"] += 1
     saver.wait()
-    assert (load_tensors(find_checkpoint(tmp_path) / "model.pt")["w"] == 1).all()
+    assert (load_safetensors(find_checkpoint(tmp_path) / "model.safetensors")[0]["w"] == 1).all()
 
 
 @pytest.mark.cuda

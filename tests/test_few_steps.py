@@ -13,8 +13,9 @@ from nanodiff.common import UserError, make_generator
 from nanodiff.conditions import Conditioned
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
-from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
+from nanodiff.sampling.loaded import check_guide
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Guidance in the loss

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_runs import TINY, logged, make_data, randomise
 
+import nanodiff
 from nanodiff.common import UserError
-from nanodiff.formats.load import load_run
+from nanodiff.formats.load import load_run, tell_best
 from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.unet import UNetConfig
-from nanodiff.safetensors import save_safetensors
+from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import list_checkpoints, read_best, save_checkpoint, write_best
 
 DATA = dict(name="toy", kind="images", channels=3, resolution=8, num_classes=2, class_names=["a", "b"])
@@ -42,7 +47,7 @@ def test_a_checkpoint_gives_its_model(base, model_config):
     for ema, name in (("", "ema_0.99"), ("raw", "model")):
         loaded = load_run("a", "cpu", ema=ema)
         assert loaded.model.config == model_config and loaded.step == 1
-        weights = torch.load(checkpoint / f"{name}.pt", weights_only=True)
+        weights = load_safetensors(checkpoint / f"{name}.safetensors")[0]
         assert all(torch.equal(x, weights[key]) for key, x in loaded.model.state_dict().items())
 
 
@@ -57,7 +62,9 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     losses = {line["step"]: line["val/loss_ema"] for line in logged(run_dir) if "val/loss_ema" in line}
     best = min(losses, key=losses.get)
     assert best < 6 and [step for step, _ in list_checkpoints(run_dir)] == [best, 6]
-    assert load_run("a", "cpu", "best").step == best and load_run("a", "cpu").step == 6
+    newest = load_run("a", "cpu")
+    assert load_run("a", "cpu", "best").step == best and newest.step == 6
+    tell_best(newest.path)
     said = f"the best checkpoint of a, by val/loss_ema, is that of step {best}"
     out = capsys.readouterr().out
     assert said in out and out.count(f"best loss_ema {losses[best]:.4f}, step {best}") >= 1
@@ -67,13 +74,15 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     assert "of 1024 images" in out and "does not compare with" in out
     assert read_best(run_dir)["images"] == 9
     write_best(run_dir, read_best(run_dir) | {"step": 8})  # and was killed before it had saved the step
-    load_run("a", "cpu")
+    tell_best(newest.path)
     assert "best" not in capsys.readouterr().out
 
 
 def test_an_unknown_objective(base):
     checkpoint = write_run(base, "a", objective="telepathy")
-    with pytest.raises(UserError, match=f"{checkpoint} was trained with objective='telepathy'; known here: flow, "):
+    with pytest.raises(
+        UserError, match=f"{checkpoint}/ema_0.99.safetensors was trained with objective='telepathy'; known here: flow, "
+    ):
         load_run("a", "cpu")
 
 
@@ -91,7 +100,7 @@ def test_a_file_of_a_later_version(base):
 @pytest.mark.parametrize("content", [{"w": torch.zeros(2)}, [torch.zeros(2)], {"x_embedder.proj.weight": 3}])
 def test_a_file_of_another_kind(tmp_path, content):
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(UserError, match=r"a\.pt holds no published model"):
+    with pytest.raises(UserError, match=r"a\.pt holds no model of ours and no published one"):
         load_run(str(tmp_path / "a.pt"), "cpu")
 
 
@@ -109,5 +118,24 @@ def test_weights_of_another_shape(base):
     wide = build_model(dataclasses.replace(DIT, width=16), "cpu", 0).state_dict()
     meta = json.loads((checkpoint / "meta.json").read_text())
     save_checkpoint(base / "runs" / "a", 2, {"model": wide, "ema_0.99": wide}, meta | {"step": 2})
-    with pytest.raises(UserError, match="step_000002 does not fit this model: .*size mismatch"):
+    with pytest.raises(UserError, match="step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch"):
         load_run("a", "cpu")
+
+
+def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
+    """In place; its samples stay the same."""
+    new = write_run(base, "a", objective="flow", sample_steps=2)
+    before = nanodiff.load("a").sample(num_images=2)
+    manifest = json.loads((new / "manifest.json").read_text())
+    for name in ("model", "ema_0.99"):
+        torch.save(load_safetensors(new / f"{name}.safetensors")[0], new / f"{name}.pt")
+        (new / f"{name}.safetensors").unlink()
+        manifest[f"{name}.pt"] = manifest.pop(f"{name}.safetensors")
+    (new / "manifest.json").write_text(json.dumps(manifest))
+    for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a")):
+        with pytest.raises(UserError, match="an earlier version; convert it: python runs/convert/earlier.py /"):
+            use()
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, root / "runs" / "convert" / "earlier.py", new.parents[1]]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+    assert (nanodiff.load("a").sample(num_images=2) == before).all() and not list(new.glob("model.pt"))

@@ -12,10 +12,11 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import autocast_to
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.formats.adapters import fingerprint, identity, save_adapters
-from nanodiff.formats.load import Loaded, apply_adapters
+from nanodiff.formats.adapters import class_rows, fingerprint, identity, merge, save_adapters
+from nanodiff.formats.load import Loaded, read_adapters
+from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.lora import add_classes, add_lora, class_rows, find_layers, trained
+from nanodiff.models.lora import add_lora, find_layers, trained
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
@@ -43,7 +44,7 @@ def make_loaded(kind="modern", seed=0):
     data = dict(name="", kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
     settings = dict(label_drop=0.1, low_res_size=0)
     path = Path("base.pt")
-    return Loaded(model.eval(), FlowMatching(), settings, data, 0, str(path), "as published", weights_path=path)
+    return Loaded(model.eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
 
 
 def inputs(n=6, num_classes=3):
@@ -64,9 +65,22 @@ def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
     return loaded.model
 
 
+def meta_of(loaded):
+    arch = "unet" if isinstance(loaded.model.config, UNetConfig) else "dit"
+    meta = dict(step=0, arch=arch, config=loaded.config, model_config=asdict(loaded.model.config), data=loaded.data)
+    return meta | dict(source=loaded.source)
+
+
+def merged_into(loaded, path, scale=1.0):
+    """(meta, model) of the adapters in a file, merged into a model."""
+    meta, tensors = merge(meta_of(loaded), loaded.model.state_dict(), *read_adapters(str(path)), scale)
+    load_weights(model := empty_model(stored_config(meta)), tensors, path, assign=True)
+    return meta, model
+
+
 def write(path, lora, loaded):
     """The adapters in a model, as a run saves them."""
-    meta = dict(step=0, arch="dit", config=loaded.config, model_config=asdict(loaded.model.config), data=loaded.data)
+    meta = meta_of(loaded)
     tensors = {"model": loaded.model.state_dict()}  # of what learns
     save_adapters(path.parent, meta | {"lora": lora, "ema_rates": []}, tensors)
     (path.parent / "adapters" / "step_000000.safetensors").rename(path)
@@ -88,13 +102,12 @@ def test_new_adapters_leave_every_bit_of_the_output_as_it_was(kind, dtype):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
     adapted = train(make_loaded(kind), tmp_path / "a.safetensors", rows=[0, 2])
-    merged = make_loaded(kind)
     x, t, y = inputs(num_classes=2)
-    base = merged.model(x, t, y)
-    apply_adapters(merged, str(tmp_path / "a.safetensors"))
-    assert [*merged.model.state_dict()] == [*make_loaded(kind).model.state_dict()]  # a plain model again
-    torch.testing.assert_close(merged.model(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
-    assert (merged.model(x, t, y) - base).abs().max() > 1e-2
+    base = make_loaded(kind).model(x, t, y)
+    _, merged = merged_into(make_loaded(kind), tmp_path / "a.safetensors")
+    assert [*merged.state_dict()] == [*make_loaded(kind).model.state_dict()]  # a plain model again
+    torch.testing.assert_close(merged(x, t, y), adapted(x, t, y), rtol=1e-4, atol=1e-5)
+    assert (merged(x, t, y) - base).abs().max() > 1e-2
 
 
 def test_scale_0_is_the_base_and_the_change_is_linear_in_it(tmp_path):
@@ -103,9 +116,8 @@ def test_scale_0_is_the_base_and_the_change_is_linear_in_it(tmp_path):
     base = weights(make_loaded().model)
 
     def change(scale):
-        loaded = make_loaded()
-        apply_adapters(loaded, str(path), scale)
-        return {name: x - base[name] for name, x in loaded.model.state_dict().items()}
+        _, merged = merged_into(make_loaded(), path, scale)
+        return {name: x - base[name] for name, x in merged.state_dict().items()}
 
     assert all((x == 0).all() for x in change(0.0).values())
     once = change(1.0)
@@ -116,9 +128,9 @@ def test_scale_0_is_the_base_and_the_change_is_linear_in_it(tmp_path):
 
 def test_a_change_is_of_the_rank_that_was_asked_for(tmp_path):
     train(make_loaded(), tmp_path / "a.safetensors", rank=3)
-    merged, base = make_loaded(), weights(make_loaded().model)
-    apply_adapters(merged, str(tmp_path / "a.safetensors"))
-    for name, x in merged.model.state_dict().items():
+    base = weights(make_loaded().model)
+    _, merged = merged_into(make_loaded(), tmp_path / "a.safetensors")
+    for name, x in merged.state_dict().items():
         if x.ndim == 2 and name != "y_embed.weight":
             singular = torch.linalg.svdvals((x - base[name]).double())
             assert singular[2] > 1e-3 and singular[3:].max() < 1e-5, name
@@ -183,21 +195,23 @@ def test_adapters_bring_their_classes_along(base, tmp_path):
     """A class that the base lacks is inserted before the null class."""
     loaded = make_loaded()
     lora = identity(loaded) | dict(rank=2, alpha=2.0, classes=["bar", "cross"])
-    add_classes(loaded.model, NAMES, ["cross"])
+    rows = class_rows(loaded.model.y_embed.weight, NAMES, [*NAMES, "cross"], 5)
+    loaded.model.y_embed = torch.nn.Embedding.from_pretrained(rows)
     add_lora(loaded.model, 2, 2.0, "qkv", [2, 3])
     with torch.no_grad():
         trained(loaded.model)["y_embed.token_adapter.trainable_tokens_delta"].add_(0.25)
     write(tmp_path / "b", lora, loaded)
-    loaded, original = make_loaded(), make_loaded().model.y_embed.weight
+    original = make_loaded().model.y_embed.weight
     (tmp_path / "b").rename(tmp_path / "b.safetensors")
-    apply_adapters(loaded, str(tmp_path / "b.safetensors"), 2.0)
-    assert loaded.class_names == [*NAMES, "cross"] and loaded.num_classes == 4
-    change = loaded.model.y_embed.weight - original[[0, 1, 2, 3, 3]]
+    meta, merged = merged_into(make_loaded(), tmp_path / "b.safetensors", 2.0)
+    assert meta["data"]["class_names"] == [*NAMES, "cross"] and meta["data"]["num_classes"] == 4
+    assert merged.config.num_classes == 4
+    change = merged.y_embed.weight - original[[0, 1, 2, 3, 3]]
     expected = torch.tensor([0, 0, 0.5, 0.5, 0])[:, None].expand_as(change)
     torch.testing.assert_close(change, expected, rtol=0, atol=1e-6)
 
 
-def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path):
+def test_corrupt_and_foreign_files_are_refused(tmp_path):
     train(make_loaded(), good := tmp_path / "good.safetensors", rank=2, targets="qkv", rows=[1])
     train(make_loaded(seed=5), tmp_path / "other.safetensors")
     data = good.read_bytes()
@@ -206,11 +220,10 @@ def test_corrupt_and_foreign_files_are_refused_before_a_weight_changes(tmp_path)
     faults = {
         "absent": "no such file: .*absent",
         "flipped": "flipped.safetensors is corrupt: its tensors do not match the SHA-256 in its metadata",
-        "plain": "plain.safetensors holds no published model",
-        "other": r"other.safetensors holds adapters for other weights: base.pt \(.*\), not base.pt \(",
+        "plain": "plain.safetensors holds no model of ours",
+        "other": r"other.safetensors holds adapters for other weights: .*/base.pt \(.*\), not base.pt \(",
     }
     loaded = make_loaded()
     for name, fault in faults.items():
         with pytest.raises(UserError, match=fault):
-            apply_adapters(loaded, str(tmp_path / f"{name}.safetensors"))
-    assert fingerprint(loaded.model.state_dict()) == fingerprint(make_loaded().model.state_dict())
+            merged_into(loaded, tmp_path / f"{name}.safetensors")

@@ -30,7 +30,7 @@ def place(tmp_path_factory):
         for tag, *args in (("a",), ("plain", "--class_cond=False")):
             run_process(*TRAIN, "--num_iterations=1", f"--model_tag={tag}", *args)
         shutil.copytree(root / "runs" / "a", root / "runs" / "broken")
-        model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.pt"
+        model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.safetensors"
         data = model.read_bytes()
         model.write_bytes(data[:5000] + b"?" + data[5001:])
         (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)

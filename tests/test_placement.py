@@ -70,8 +70,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes
     if rank:
-        lora.add_classes(model, [str(k) for k in range(num_classes)], ["new"])
-        lora.add_lora(model, rank, rank, "all", [num_classes])
+        lora.add_lora(model, rank, rank, "all", [0])
     optimizer = optim.make_optimizer(model, config["optimizer"])
     ema = EMA(model, optimizer)
 

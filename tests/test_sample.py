@@ -33,6 +33,7 @@ from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.dit import DiTConfig
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling.draw import SampleSettings, network_evaluations
+from nanodiff.sampling.loaded import settings_for
 from nanodiff.sampling.store import SampleStore
 
 GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
@@ -126,7 +127,7 @@ def test_what_is_written(runs, run_script, tmp_path, capsys):
         assert png.mode == "RGB" and png.size == (8 * 50 + 2, 3 * 50 + 2)  # three times as large, padding 2
         assert json.loads(png.text["protocol"]) == protocol
         assert (np.asarray(png)[2:50:3, 52:100:3] == images[1]).all()
-    weights = runs / "flow" / "checkpoints" / "step_000001" / "ema_0.999.pt"
+    weights = runs / "flow" / "checkpoints" / "step_000001" / "ema_0.999.safetensors"
     given = dict(step=1, weights="0.999", sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), cfg_scale=1.5)
     given |= dict(sampler="heun", num_images=20, seed=0, network_evaluations=2 * 5, guide=None)
     assert given.items() <= protocol.items()
@@ -382,7 +383,7 @@ def test_meta_files(draw, tmp_path, training_checkpoint):
     ours = to_meta(loaded.model.state_dict(), loaded.model.config)
     assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
     args = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
-    own = load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu").settings().named
+    own = settings_for(load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")).named
     assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 2, "cfg_interval": "0,1"}  # a file has no settings
     images, labels, protocol = draw(*args)
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2

@@ -19,6 +19,8 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.formats.load import find_run, load_run
 from nanodiff.png import encode_png, make_grid
+from nanodiff.safetensors import load_safetensors
+from nanodiff.sampling.loaded import settings_for
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import LocalServer
 from scripts.sample_web import MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs
@@ -93,7 +95,7 @@ def test_the_page_starts_from_the_settings_of_the_runs_grids(base, run_script):
     by_row = [i // 8 for i in range(64)]
     *_, last = drawn(run_dir, classes=by_row, num_images=64)
     assert np.abs(picture(last) - grid).max() <= 1
-    own = load_run(str(run_dir), "cpu").settings().named  # in Python, sample and base_eval
+    own = settings_for(load_run(str(run_dir), "cpu")).named  # in Python, sample and base_eval
     assert own == {"sampler": "euler", "steps": 3, "cfg_scale": 30, "cfg_interval": "0.2,0.9"}
     for name, value in {"cfg_scale": 1, "cfg_interval": "0,1", "steps": 4, "seed": 1, "sampler": "heun"}.items():
         *_, other = drawn(run_dir, classes=by_row, num_images=64, **{name: value})
@@ -140,7 +142,7 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
 def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
     first = picture(drawn(flow, steps=1)[-1])
     checkpoint = flow / "checkpoints" / "step_000001"
-    tensors = {p.stem: torch.load(p, weights_only=True) for p in checkpoint.glob("*.pt")}
+    tensors = {p.stem: load_safetensors(p)[0] for p in checkpoint.glob("*.safetensors")}
     tensors["ema_0.999"] = {name: 2 * x for name, x in tensors["ema_0.999"].items()}
     save_checkpoint(flow, 1, tensors, load_meta(checkpoint))
     assert (picture(drawn(flow, steps=1)[-1]) != first).any()

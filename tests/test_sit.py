@@ -8,9 +8,10 @@ from figures import assert_figures, rule_weights, wave
 from tiny_runs import TINY, make_data, randomise
 
 from nanodiff.common import UserError
-from nanodiff.formats.load import check_guide, load_run
+from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig, sincos_table
+from nanodiff.sampling.loaded import check_guide
 
 golden = conftest.golden("sit.json")
 

@@ -142,7 +142,7 @@ def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
     run_script("base_train", *args, "--model_tag=whole", "--num_iterations=4")
     assert_identical(weights(base, "parts", 4), weights(base, "whole", 4))
     assert metrics(base, "parts") == metrics(base, "whole")
-    assert weights(base, "whole", 4)["model.pt"]["vector_embed.weight"].abs().max() > 0  # it learns
+    assert weights(base, "whole", 4)["model.safetensors"]["vector_embed.weight"].abs().max() > 0  # it learns
 
 
 def make_unlabelled_run():

@@ -12,8 +12,9 @@ from processes import run_process
 
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.files import load_tensors
 from nanodiff.models.autoencoder import AutoencoderKL
-from nanodiff.safetensors import save_safetensors
+from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 TINY = (
@@ -84,10 +85,14 @@ def losses(base, tag):
     return [line["train/loss"] for line in metrics(base, tag) if "train/loss" in line]
 
 
+def load(path):
+    return load_tensors(path) if path.suffix == ".pt" else load_safetensors(path)[0]
+
+
 def weights(base, tag, step=6):
     """{file: tensors} of a checkpoint."""
     folder = base / "runs" / tag / "checkpoints" / f"step_{step:06d}"
-    return {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.pt")}
+    return {path.name: load(path) for path in folder.iterdir() if path.suffix != ".json"}
 
 
 def make_run(run_script, tag, *args):
@@ -95,7 +100,7 @@ def make_run(run_script, tag, *args):
     tiny = [arg for arg in TINY if not ("patch_size" in arg and "--arch=unet" in args)]
     run_dir = run_script("base_train", *tiny, *args, f"--model_tag={tag}")["run_dir"]
     first = run_dir / "checkpoints" / "step_000000"
-    tensors = {p.stem: torch.load(p, weights_only=True) for p in first.glob("*.pt")}
+    tensors = {p.stem: load(p) for p in first.iterdir() if p.suffix != ".json"}
     for i, name in enumerate(sorted(name for name in tensors if name == "model" or name.startswith("ema"))):
         tensors[name] = randomise(tensors[name], seed=i)
     meta = load_meta(first)

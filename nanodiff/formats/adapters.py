@@ -1,7 +1,7 @@
-"""LoRA adapters: written by base_train, merged into their base's weights on loading.
+"""LoRA adapters: written by base_train, merged into their base's weights on reading.
 
-A .safetensors with peft's names (github.com/huggingface/peft): its set_peft_model_state_dict reads it. Its metadata are
-a checkpoint's meta, in which `lora` says on which base.
+A .safetensors with peft's names (github.com/huggingface/peft): its set_peft_model_state_dict reads it. It says what it
+is as any file of weights does; `lora` in its meta says on which base.
 """
 
 import hashlib
@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.models.lora import add_classes
-from nanodiff.safetensors import save_safetensors
+from nanodiff.safetensors import described, save_safetensors
 
 # peft's names: prefix, module, suffix
 PREFIX = "base_model.model."
@@ -30,52 +29,64 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Identify load_run's weights: `base` (its argument), `name` and `sha256`."""
-    sha256 = fingerprint(loaded.model.state_dict())
+    """Identify load_run's weights: `base`, its argument, and `sha256`."""
     path = (loaded.run_dir or Path(loaded.source)).absolute()
-    if loaded.run_dir is None:
-        return {"base": str(path), "name": path.name, "sha256": sha256}
-    run = str(path)
-    if path.parent == (base_dir() / "runs").absolute():
-        run = path.name  # a tag survives a move
-    name = f"{path.name} at step {loaded.step} ({loaded.weights})"
-    return {"base": f"{run},step={loaded.step},ema={loaded.weights}", "name": name, "sha256": sha256}
-
-
-def check_base(lora: dict, origin: dict, source) -> None:
-    """Raise UserError unless the adapters of `source` were trained on the weights `origin`."""
-    if lora["sha256"] != origin["sha256"]:
-        theirs, ours = f"{lora['name']} ({lora['sha256'][:16]}...)", f"{origin['name']} ({origin['sha256'][:16]}...)"
-        raise UserError(f"{source} holds adapters for other weights: {theirs}, not {ours}")
+    base = str(path)
+    if loaded.run_dir:
+        run = path.name if path.parent == (base_dir() / "runs").absolute() else path  # a tag survives a move
+        base = f"{run},step={loaded.step},ema={loaded.weights}"
+    return {"base": base, "sha256": fingerprint(loaded.model.state_dict())}
 
 
 def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
     """Write adapters/step_000500.safetensors, from a checkpoint's meta and tensors: the first average, if any."""
     ema = str(next(iter(meta["ema_rates"]), "raw"))
-    named = {PREFIX + name: x for name, x in tensors["model" if ema == "raw" else f"ema_{ema}"].items()}
-    told = {key: meta[key] for key in ("step", "arch", "config", "model_config", "data", "lora")} | {"ema": ema}
-    told["sha256"] = fingerprint(named)  # no loop: see is_adapter_file
+    tensors = tensors["model" if ema == "raw" else f"ema_{ema}"]
     path = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_safetensors(named, path, {"format": "pt"} | {key: json.dumps(value) for key, value in told.items()})
+    told = described(meta | {"ema": ema}) | {"sha256": json.dumps(fingerprint(tensors))}
+    save_safetensors({PREFIX + name: x for name, x in tensors.items()}, path, told)
 
 
-@torch.no_grad()
-def merge(loaded, lora: dict, tensors: dict, scale: float = 1.0) -> None:
-    """Merge adapters (tensors by our names) into a model from load_run, W + scale alpha / rank B A, with its new
-    classes."""
-    rows = []
-    if loaded.num_classes:
-        known = loaded.class_names
-        new = [name for name in lora["classes"] if name not in known]
-        add_classes(loaded.model, known, new)  # a new class starts as the base's null class
-        loaded.data = loaded.data | {"class_names": known + new, "num_classes": len(known + new)}
-        rows = [(known + new).index(name) for name in lora["classes"]]
-    for name, x in tensors.items():
+def check_base(base: dict, tensors: dict, adapters: dict, added: dict) -> None:
+    """UserError unless the adapters are intact and were trained on these weights; see merge."""
+    if adapters.get("sha256") not in (None, fingerprint(added)):
+        raise UserError(f"{adapters['source']} is corrupt: its tensors do not match the SHA-256 in its metadata")
+    theirs, ours = adapters["lora"], fingerprint(tensors)
+    if theirs["sha256"] != ours:
+        of = f"{theirs['base']} ({theirs['sha256'][:16]}...), not {base['source']} ({ours[:16]}...)"
+        raise UserError(f"{adapters['source']} holds adapters for other weights: {of}")
+
+
+def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
+    """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
+
+    New classes, and the null class in the row behind them, start as the table's null class; without one, as its mean.
+    """
+    classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
+    start = null[0] if len(null) else classes.mean(0)
+    rows = [classes[known.index(name)] if name in known else start for name in class_names]
+    return torch.stack(rows + [start] * (num_rows - len(rows)))
+
+
+def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float = 1.0) -> tuple[dict, dict]:
+    """(meta, tensors) of a base with the adapters (their meta, and tensors by our names) merged into it: W + scale
+    alpha / rank B A, and their classes, of which new ones start as the base's null class."""
+    check_base(base, tensors, adapters, added)
+    lora, tensors = adapters["lora"], dict(tensors)
+    known = base["data"]["class_names"][: base["model_config"]["num_classes"]]
+    names = known + [name for name in lora["classes"] if name not in known]
+    for name, x in added.items():
         if name.endswith(A):
-            weight = loaded.model.get_submodule(name.removesuffix(A)).weight
-            delta = tensors[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-            weight.add_(delta.to(weight.device), alpha=scale * lora["alpha"] / lora["rank"])
+            weight = name.removesuffix(A) + ".weight"
+            delta = added[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
+            tensors[weight] = tensors[weight].add(delta, alpha=scale * lora["alpha"] / lora["rank"])
         elif name.endswith(ROWS):
-            table = loaded.model.get_submodule(name.removesuffix(ROWS)).weight
-            table[rows] += scale * (x.to(table) - table[rows])
+            weight = name.removesuffix(ROWS) + ".weight"
+            table = class_rows(tensors[weight], known, names, len(tensors[weight]) + len(names) - len(known))
+            rows = [names.index(class_name) for class_name in lora["classes"]]
+            table[rows] += scale * (x - table[rows])
+            tensors[weight] = table
+    num_classes = {"num_classes": len(names)}
+    data = base["data"] | ({"class_names": names} | num_classes if known else {})
+    return base | {"data": data, "model_config": base["model_config"] | num_classes}, tensors

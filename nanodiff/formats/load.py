@@ -1,11 +1,10 @@
-"""From a file to a model: find it, read it, build the model, load the weights.
+"""From a file to a model: build(*read(*find(name))) is load_run.
 
-find_model, then read_model (or read_meta), then build. A reader returns (meta, tensors): meta has step, ema, arch,
-config (the settings), model_config and data (a codec's description); tensors bear our parameter names.
+Every file of weights of ours says what it is. A reader returns (meta, tensors): meta has step, ema, arch, config (the
+settings), model_config, data (a codec's description), of adapters lora, and the path; tensors bear our parameter names.
 """
 
 import dataclasses
-import inspect
 import json
 import os
 import re
@@ -13,26 +12,18 @@ from ast import literal_eval
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from nanodiff.common import UserError, base_dir, in_batches, nearest, print0
-from nanodiff.conditions import FIELDS, droppable
-from nanodiff.data.codec import load_codec
-from nanodiff.device import autocast_to, choose_dtype
-from nanodiff.diffusion.guidance import choose_guidance, why_unguided
-from nanodiff.diffusion.process import OBJECTIVES, choose_sampler, make_process
-from nanodiff.files import load_tensors, reading, sha256_of
-from nanodiff.formats.adapters import PREFIX, check_base, fingerprint, identity, merge
+from nanodiff.common import UserError, base_dir, nearest, print0
+from nanodiff.conditions import droppable
+from nanodiff.diffusion.guidance import why_unguided
+from nanodiff.diffusion.process import OBJECTIVES, make_process
+from nanodiff.files import load_tensors, reading, sha256_of, why_corrupt
+from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import MISSING, read_published
-from nanodiff.models.build import empty_model
-from nanodiff.models.dit import DiTConfig
-from nanodiff.models.unet import UNetConfig
+from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.safetensors import load_safetensors
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
-from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.inputs import READERS, open_inputs
-from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
+from nanodiff.training.checkpoint import find_weights, list_checkpoints, read_best
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 # What may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6; and the pattern of its values
@@ -40,7 +31,7 @@ OPTIONS = {"step": r"newest|best|\d+", "ema": r"raw|[\d.]+"} | MISSING
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """A trained model and everything its use needs."""
 
@@ -49,11 +40,14 @@ class Loaded:
     config: dict  # the settings
     data: dict  # a codec's description
     step: int
-    source: str  # the checkpoint or file
+    source: str  # the file, and the options given with it
     weights: str  # a rate, "raw" or "as published"
-    weights_path: Path
-    run_dir: Path | None = None
+    path: Path  # of the file
     adapters: tuple[dict, dict] | None = None  # (meta["lora"], tensors) that a run with lora_rank continues, not merged
+
+    @property
+    def run_dir(self) -> Path | None:
+        return run_of(self.path)
 
     @property
     def num_classes(self) -> int:
@@ -87,87 +81,14 @@ class Loaded:
 
     def described(self) -> dict:
         """Identifies the weights in a protocol."""
-        sha256 = sha256_of(self.weights_path)
+        sha256 = sha256_of(self.path)
         return {"checkpoint": self.source, "step": self.step, "weights": self.weights, "sha256": sha256}
 
-    def settings(
-        self,
-        steps: int | str = 0,
-        sampler: str = "auto",
-        cfg_scale: float = -1.0,
-        cfg_interval: str = "",
-        **others,
-    ) -> SampleSettings:
-        """SampleSettings from scripts/sample.py's, by default the run's own. `others`: fields of SampleSettings."""
-        fields = [field.name for field in dataclasses.fields(SampleSettings)]
-        if unknown := others.keys() - fields:
-            accepted = fields + [*inspect.signature(self.sample).parameters][:-1] + [*READERS]
-            raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
-        own = own_settings(self.config, self.process)
-        steps = steps or own["steps"]
-        sampler = own["sampler"] if sampler == "auto" else sampler
-        sampler = choose_sampler(self.process, sampler, steps, others.get("eta", 0.0))
-        fault = self.why_unguided
-        if others.get("weak_model") is not None:
-            fault, own["cfg_scale"] = "", 2.0
-        given = {"cfg_scale": cfg_scale} if cfg_scale != -1 else {}
-        given |= {"cfg_interval": cfg_interval} if cfg_interval else {}
-        own |= given
-        guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], fault, given)
-        return SampleSettings(steps, sampler, *guidance, **others)
+    def sample(self, *args, **settings):
+        """See sampling.loaded.sample."""
+        from nanodiff.sampling.loaded import sample  # which knows models, as this room knows no sampling
 
-    def samples(
-        self, settings: SampleSettings, seed: int = 0, classes=(), autoencoder="", **inputs: str
-    ) -> ModelSamples:
-        """Samples of this model; `classes`, `autoencoder`, `inputs` (READERS): as in scripts/sample.py."""
-        return ModelSamples(
-            self.model,
-            self.process,
-            load_codec(self.data, self.device, autoencoder),
-            settings,
-            seed,
-            parse_classes(classes, self.class_names),
-            open_inputs(self, inputs, autoencoder),
-        )
-
-    def sample(
-        self,
-        classes=(),
-        num_images: int = 16,
-        seed: int = 0,
-        from_images: str = "",
-        strength: float = 0.6,
-        mask: str = "",
-        autoencoder: str = "",
-        batch_size: int = 64,
-        **settings,
-    ) -> np.ndarray:
-        """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
-
-        `settings`: arguments of the method `settings`, and files of conditions (low_res, vectors).
-        """
-        inputs = {name: settings.pop(name) for name in READERS if name in settings}
-        samples = self.samples(self.settings(**settings), seed, classes, autoencoder, **inputs)
-        codec = samples.codec
-        if from_images:
-            samples.given = GivenImages(from_images, strength, mask, codec, self.device)
-        autocast = autocast_to(self.device, choose_dtype("auto", self.device))
-        images = []
-        for ids in in_batches(np.arange(num_images), batch_size):
-            with autocast:
-                x0 = samples.draw(ids, codec.shape)
-            images.append(codec.to_output(x0).transpose(0, 2, 3, 1))
-        return np.concatenate(images)
-
-
-def own_settings(config: dict, process) -> dict:
-    """How a run with these settings draws its grids. A published file has no such settings: 50 steps, guidance 2."""
-    return {
-        "steps": config.get("sample_steps", 50) or process.default_steps,
-        "sampler": config.get("sampler", "auto"),
-        "cfg_scale": config.get("cfg_scale", 2.0),
-        "cfg_interval": config.get("cfg_interval", "0,1"),
-    }
+        return sample(self, *args, **settings)
 
 
 def find_run(run: str) -> Path:
@@ -201,35 +122,75 @@ def split_options(run: str) -> tuple[str, dict]:
     return run, options
 
 
-def find_model(run: str) -> tuple[Path, dict]:
+def find_model(name: str) -> tuple[Path, dict]:
     """A run's folder or a file, and the options that follow its name."""
-    run, options = split_options(run)
-    path = find_run(run)
+    name, options = split_options(name)
+    path = find_run(name)
     for folder in (path, path / "transformer"):
         if (folder / DIFFUSERS).is_file():
             path = folder / DIFFUSERS
     of_file = path.is_file()
-    for name in options:
-        if (name in MISSING) != of_file:
-            raise UserError(f"{name}={options[name]} is no option of {path}, a {'file' if of_file else 'run'}")
+    for key in options:
+        if (key in MISSING) != of_file:
+            raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     return path, options
 
 
-def read_meta(run: str) -> dict:
-    """What the newest checkpoint of a run, or a file, says of itself, without its weights or their hashes."""
-    path, options = find_model(run)
-    meta = read_file(path, options)[0] if path.is_file() else newest_meta(path)
-    if not meta:
-        raise UserError(f"{path} holds no checkpoint")
-    return meta
+def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
+    """The file of weights that load_run's arguments mean, and what they tell of it (MISSING)."""
+    path, options = find_model(name)
+    if path.is_file():
+        return path, options
+    return find_weights(path, **{"step": step, "ema": ema} | options), {}
 
 
-def newest_meta(run_dir: Path) -> dict:
-    """The meta of a run's newest readable checkpoint; {} if there is none."""
-    for _, checkpoint in reversed(list_checkpoints(run_dir)):
-        with suppress(UserError):
-            return load_meta(checkpoint)
-    return {}
+def read_file(path: Path, told: dict) -> tuple[dict, dict]:
+    """(meta, tensors in fp32) of a file of weights; of adapters, they alone. `told`: what a published file lacks."""
+    metadata = {}
+    if path.suffix == ".safetensors":
+        tensors, metadata = load_safetensors(path)
+    else:
+        tensors = load_tensors(path)
+    if told and "model_config" in metadata:
+        raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
+    with reading(path, "holds no model of ours and no published one"):
+        if "model_config" in metadata:
+            meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
+        else:
+            meta, tensors = read_published(path, tensors, told)
+    meta |= {"path": path, "source": ",".join([str(path), *(f"{key}={told[key]}" for key in sorted(told))])}
+    return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
+
+
+def read(path: Path, told: dict) -> tuple[dict, dict]:
+    """(meta, tensors) of a whole model: adapters are merged into their base."""
+    meta, tensors = read_file(path, told)
+    if note := meta.pop("note", ""):
+        print0(note)
+    if "lora" in meta:
+        _, tensors = merge(*read(*find(meta["lora"]["base"])), meta, tensors)
+    return meta, tensors
+
+
+def read_adapters(path: str) -> tuple[dict, dict]:
+    """(meta, tensors) to merge into a base."""
+    meta, tensors = read_file(Path(path), {})
+    if "lora" not in meta:
+        raise UserError(f"{path} holds no adapters of base_train")
+    return meta, tensors
+
+
+def build(meta: dict, tensors: dict, device) -> Loaded:
+    """The model that `meta` describes, with these tensors."""
+    config, data, source = meta["config"], meta["data"], meta["source"]
+    objective = config.get("objective")
+    if objective not in OBJECTIVES:
+        raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
+    with reading(source, "describes no model of this version"):
+        model = empty_model(stored_config(meta))
+    load_weights(model, tensors, source, assign=True)
+    process = make_process(config, data)
+    return Loaded(model.to(device).eval(), process, config, data, meta["step"], source, meta["ema"], meta["path"])
 
 
 def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loaded:
@@ -239,118 +200,38 @@ def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loa
     model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest", "best" or
     a number, and `ema` the weights: a rate, "raw", or "" for the first rate.
     """
-    return build(*read_model(run, step, ema), device)
+    path, told = find(run, step, ema)
+    meta, tensors = read(path, told)
+    return build(meta, tensors, device)
 
 
-def read_model(run: str, step: int | str = "newest", ema: str = "") -> tuple[dict, dict, dict]:
-    """(meta, tensors, origin); origin holds the fields of Loaded that say where they come from. See load_run."""
-    path, options = find_model(run)
-    step, ema = options.get("step", step), options.get("ema", ema)
-    if path.is_file():
-        meta, tensors = read_file(path, options)
-        if note := meta.pop("note", ""):
-            print0(note)
-        source = ",".join([str(path), *(f"{name}={value}" for name, value in sorted(options.items()))])
-        return meta, tensors, {"source": source, "weights": meta["ema"], "weights_path": path}
-    checkpoint = find_checkpoint(path, step)
-    if checkpoint is None:
+def run_of(path: Path) -> Path | None:
+    """The run's folder, if a file lies in a checkpoint."""
+    folder = path.parent.parent
+    return folder.parent if folder.name == "checkpoints" else None
+
+
+def tell_best(path: Path) -> None:
+    """Say which checkpoint of a run is the best, if the file is not of that one."""
+    if run_dir := run_of(path):
+        best = read_best(run_dir)
+        others = [step for step, checkpoint in list_checkpoints(run_dir) if checkpoint != path.parent]
+        if best.get("step") in others:  # it is not there if the run was killed while saving it
+            print0(f"the best checkpoint of {run_dir.name}, by {best['metric']}, is that of step {best['step']:,}")
+
+
+def read_meta(name: str) -> dict:
+    """What the newest checkpoint of a run, or a file, says of itself, without its weights or their hashes."""
+    path, options = find_model(name)
+    meta = read_file(path, options)[0] if path.is_file() else newest_meta(path)
+    if not meta:
         raise UserError(f"{path} holds no checkpoint")
-    meta = load_meta(checkpoint)
-    best = read_best(path)
-    others = dict(list_checkpoints(path)).keys() - {meta["step"]}
-    if best.get("step") in others:  # it is not there if the run was killed while saving it
-        print0(f"the best checkpoint of {path.name}, by {best['metric']}, is that of step {best['step']:,}")
-    rates = [str(rate) for rate in meta["ema_rates"]]
-    ema = ema or (rates[0] if rates else "raw")
-    if ema not in ("raw", *rates):
-        raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-    weights_path = checkpoint / ("model.pt" if ema == "raw" else f"ema_{ema}.pt")
-    origin = {"source": str(checkpoint), "weights": ema, "weights_path": weights_path, "run_dir": path}
-    return meta, load_tensors(weights_path), origin
+    return meta
 
 
-def read_file(path: Path, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of a .safetensors of scripts/export.py, of adapters, or of a published file."""
-    metadata = {}
-    if path.suffix == ".safetensors":
-        tensors, metadata = load_safetensors(path)
-    else:
-        tensors = load_tensors(path)
-    if "model_config" not in metadata:
-        with reading(path, "holds no published model"):
-            return read_published(path, tensors, told)
-    if told:
-        raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
-    with reading(path):  # our own file: its metadata are meta's fields in JSON
-        meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
-    if "lora" in meta:
-        if meta["sha256"] != fingerprint(tensors):
-            raise UserError(f"{path} is corrupt: its tensors do not match the SHA-256 in its metadata")
-        tensors = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
-    return meta, tensors
-
-
-def build(meta: dict, tensors: dict, origin: dict, device) -> Loaded:
-    """The model that `meta` describes, with these tensors; adapters are merged into their base."""
-    config, source = meta["config"], origin["source"]
-    objective = config.get("objective")
-    if objective not in OBJECTIVES:
-        raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
-    with reading(source, "describes no model of this version"):
-        model = empty_model(make_config(meta))
-        process = make_process(config, meta["data"])
-    if "lora" in meta:
-        base = load_run(meta["lora"]["base"], device)
-        check_base(meta["lora"], identity(base), source)
-        merge(base, meta["lora"], tensors)
-        model = base.model
-    else:
-        load_weights(model, tensors, source, assign=True)
-    return Loaded(model.to(device).eval(), process, config, meta["data"], meta["step"], **origin)
-
-
-def apply_adapters(loaded: Loaded, path: str, scale: float = 1.0) -> None:
-    """Merge a file's adapters into a model from load_run, and add its new classes."""
-    meta, tensors = read_file(Path(path), {})
-    if "lora" not in meta:
-        raise UserError(f"{path} holds no adapters of base_train")
-    check_base(meta["lora"], identity(loaded), path)
-    merge(loaded, meta["lora"], tensors, scale)
-
-
-def make_config(meta: dict) -> DiTConfig | UNetConfig:
-    """The model's config that `meta` describes."""
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}  # JSON has no tuples
-    fields["checkpointing"] = False
-    return (UNetConfig if meta["arch"] == "unet" else DiTConfig)(**fields)
-
-
-def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = False) -> None:
-    """Strict load_state_dict. `assign`: the model takes the tensors, without a copy."""
-    try:
-        model.load_state_dict(tensors, assign=assign)
-    except RuntimeError as error:
-        raise UserError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
-    model.float()  # an assigned tensor keeps its own dtype
-
-
-def check_guide(guide: Loaded, loaded: Loaded) -> None:
-    """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
-    if loaded.config["objective"].startswith("flow_map"):
-        raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
-    keys = ["objective"]
-    if loaded.process.is_gaussian:
-        keys += ["noise_schedule", "num_timesteps", "rescale_timesteps"]
-    inputs = ("image_size", "in_channels", *FIELDS)
-    latents = ("sha256", "offset", "scale")
-
-    def facts(model: Loaded) -> dict:
-        found = {key: getattr(model.model.config, key) for key in inputs}
-        found |= {key: model.config.get(key) for key in keys}
-        found["time_input"] = getattr(model.process, "time_input", "")
-        return found | {key: model.data.get("latents", {}).get(key) for key in latents}
-
-    theirs = facts(guide)
-    differing = [key for key, value in facts(loaded).items() if theirs[key] != value]
-    if differing:
-        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
+def newest_meta(run_dir: Path) -> dict:
+    """{} for a run without a readable checkpoint."""
+    for _, checkpoint in reversed(list_checkpoints(run_dir)):
+        if not why_corrupt(checkpoint, hashes=False):
+            return read_file(checkpoint / "model.safetensors", {})[0]
+    return {}

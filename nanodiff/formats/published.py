@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
@@ -107,7 +106,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     }
     for name in told.keys() - options:
         raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
-    settings = config | model_settings(model_config) | {"image_size": model_config.image_size}
+    shape = dataclasses.asdict(model_config)
+    settings = config | shape | {"heads": shape.get("heads") or shape["num_heads"]}
     assumed = [f"{name}={settings[name]}" for name in MISSING if name in options - told.keys()]
     note = ""
     if assumed:
@@ -123,7 +123,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         "class_names": [str(i) for i in range(num_classes)],
     }
     meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data, "note": note}
-    return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
+    return meta | {"model_config": shape}, tensors
 
 
 def rename(name: str, pairs) -> str:

@@ -1,6 +1,7 @@
 """Start a run from another model: base_train's init_from, trainable and lora_rank."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,20 +9,20 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.data.dataset import same_order
 from nanodiff.diffusion.guidance import learns_guidance
-from nanodiff.formats.adapters import ROWS, B, check_base, identity
+from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity
 from nanodiff.formats.load import (
     Loaded,
     build,
-    load_run,
-    load_weights,
-    make_config,
+    find,
     newest_meta,
+    read,
+    read_file,
     read_meta,
-    read_model,
+    run_of,
     split_options,
 )
-from nanodiff.models.build import model_settings
-from nanodiff.models.lora import add_lora, class_rows, class_table, trained
+from nanodiff.models.build import load_weights, model_settings, stored_config
+from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.resume import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
@@ -48,7 +49,7 @@ def inherited(config) -> dict:
     model_tag = config["model_tag"] or "_".join(names) + ("_lora" if config["lora_rank"] else "")
     own = newest_meta(run_folder(model_tag))
     meta = own or read_meta(config["init_from"])
-    model_config = make_config(meta)
+    model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
     theirs = meta["config"] | ({} if own else shape)
     names = [name for name in shape if name not in NO_SHAPE]
@@ -69,7 +70,7 @@ def inherited(config) -> dict:
 
 def is_adapter_file(meta: dict) -> bool:
     """Adapters in a file are continued; a run of adapters is a model like any other."""
-    return "lora" in meta and "loop" not in meta
+    return "lora" in meta and not run_of(meta["path"])
 
 
 def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
@@ -81,21 +82,20 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
     if not config["init_from"]:
         return None, None
     is_map = config["objective"].startswith("flow_map")
-    source, adapters = None, {}
+    source, adapters, tensors = None, {}, {}
     if "lora" in meta:
         adapters = meta
     elif is_map or not meta:
-        found, tensors, origin = read_model(config["init_from"])
-        if config["lora_rank"] and is_adapter_file(found):
-            adapters = found
+        found = find(config["init_from"])
+        if config["lora_rank"] and is_adapter_file(read_file(*found)[0]):
+            adapters, tensors = read_file(*found)
         else:
-            source = build(found, tensors, origin, device if is_map else "cpu")
+            source = build(*read(*found), device if is_map else "cpu")
     if adapters:
-        source = load_run(adapters["lora"]["base"], "cpu")
-        check_base(adapters["lora"], identity(source), config["init_from"])
-        source.data = adapters["data"]
-        if not meta:
-            source.adapters = adapters["lora"], tensors
+        base = read(*find(adapters["lora"]["base"]))
+        check_base(*base, adapters | {"source": config["init_from"]}, tensors)
+        continued = None if meta else (adapters["lora"], tensors)
+        source = replace(build(*base, "cpu"), data=adapters["data"], adapters=continued)
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
         data = data | {"class_names": []}  # of a whole model the old classes may go

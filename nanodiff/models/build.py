@@ -89,6 +89,13 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     return model_config
 
 
+def stored_config(meta: dict) -> DiTConfig | UNetConfig:
+    """The model's config in a checkpoint's meta."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}  # JSON has no tuples
+    fields["checkpointing"] = False
+    return (UNetConfig if meta["arch"] == "unet" else DiTConfig)(**fields)
+
+
 def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
     """Raise UserError unless the model accepts every image size of the data."""
     unit = model_config.side_unit
@@ -111,6 +118,14 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torc
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = False) -> None:
+    """Strict load_state_dict. `assign`: the model takes the tensors, without a copy."""
+    try:
+        model.load_state_dict(tensors, assign=assign)
+    except RuntimeError as error:
+        raise UserError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
 
 
 def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = False) -> torch.nn.Module:

@@ -3,7 +3,6 @@
 Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) and B (out, rank), B = 0 at the start.
 """
 
-import dataclasses
 import re
 
 import torch
@@ -111,22 +110,3 @@ def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
         if isinstance(module, nn.Embedding):
             return name, module
     raise UserError("the model has no classes")
-
-
-def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
-    """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
-
-    New classes, and the null class in the row behind them, start as the table's null class; without one, as its mean.
-    """
-    classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
-    start = null[0] if len(null) else classes.mean(0)
-    rows = [classes[known.index(name)] if name in known else start for name in class_names]
-    return torch.stack(rows + [start] * (num_rows - len(rows)))
-
-
-def add_classes(model: nn.Module, known: list[str], new: list[str]) -> None:
-    """Insert the classes `new` before the null class of a model that has the classes `known`."""
-    name, table = class_table(model)
-    weight = class_rows(table.weight, known, known + new, len(table.weight) + len(new))
-    model.set_submodule(name, nn.Embedding.from_pretrained(weight))
-    model.config = dataclasses.replace(model.config, num_classes=len(known + new))

@@ -2,8 +2,9 @@
 writes them while training goes on.
 
 runs/<tag>/checkpoints/step_000500/
-    model.pt  ema_0.999.pt  optim.pt  train.pt     for torch.load(weights_only=True)
-    meta.json                                      step, settings, model config, loop state
+    model.safetensors  ema_0.999.safetensors       weights, each with what they are in its metadata: an export
+    optim.pt  train.pt                             to resume: for torch.load(weights_only=True)
+    meta.json                                      to resume: step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
 runs/<tag>/best.json                               the evaluation by which a kept checkpoint is the best
 runs/<tag>.left1/                                  the steps that --resume=STEP has left: a run like any other
@@ -24,7 +25,17 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.device import free_host_memory
 from nanodiff.dist import collective, wait_for_first_rank
-from nanodiff.files import fsync_dir, lock_file, publish_folder, reading, sha256_of, write_atomic, writing
+from nanodiff.files import (
+    fsync_dir,
+    lock_file,
+    publish_folder,
+    read_json,
+    sha256_of,
+    why_corrupt,
+    write_atomic,
+    writing,
+)
+from nanodiff.safetensors import described, save_safetensors
 
 STEP_DIR = re.compile(r"step_(\d{6,})")
 
@@ -36,7 +47,7 @@ def save_checkpoint(
     meta: dict,
     keep: int = -1,
 ) -> Path:
-    """Write checkpoints/step_<step>, with <name>.pt for each of `tensors`; on rank 0.
+    """Write checkpoints/step_<step>, with a file for each of `tensors`: weights, and optim and train; on rank 0.
 
     Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not meta["loop"]["best"].
     """
@@ -47,8 +58,12 @@ def save_checkpoint(
         parent.mkdir(exist_ok=True)  # not its parents: a run that was moved while it trains ends here
         temporary.mkdir()
         for name, value in tensors.items():
-            with writing(temporary / f"{name}.pt") as file:
-                torch.save(value, file)
+            if name in ("optim", "train"):
+                with writing(temporary / f"{name}.pt") as file:
+                    torch.save(value, file)
+            else:
+                told = described(meta | {"ema": "raw" if name == "model" else name.removeprefix("ema_")})
+                save_safetensors(value, temporary / f"{name}.safetensors", told)
         write_atomic(temporary / "meta.json", json.dumps(meta, indent=1).encode())
         for path in sorted(temporary.iterdir()):
             manifest[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
@@ -122,34 +137,13 @@ def read_best(run_dir: Path) -> dict:
     path = run_dir / "best.json"
     if not path.exists():
         return {}
-    with reading(path, "is damaged: delete it, and the next evaluation starts anew"):
-        return dict(json.loads(path.read_bytes()))
+    return read_json(path, "is damaged: delete it, and the next evaluation starts anew")
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, not verified."""
     found = [(STEP_DIR.fullmatch(p.name), p) for p in (run_dir / "checkpoints").glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
-    """What is wrong with a checkpoint, or "" if every file has the manifest's size and hash."""
-    name = "manifest.json"
-    try:
-        manifest = json.loads((checkpoint / name).read_bytes())
-        if not {"meta.json", "model.pt"} <= manifest.keys():
-            return "manifest.json does not list the model"
-        for name, entry in manifest.items():
-            path = checkpoint / name
-            if path.stat().st_size != entry["size"]:
-                return f"{name} has {path.stat().st_size:,} bytes, the manifest says {entry['size']}"
-            if hashes and sha256_of(path) != entry["sha256"]:
-                return f"{name} does not match its SHA-256"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return "manifest.json cannot be read"
-    return ""
 
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
@@ -178,10 +172,20 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
     return None
 
 
+def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Path:
+    """The weights of find_checkpoint's: a rate, "raw", or "" for the first rate."""
+    checkpoint = find_checkpoint(run_dir, step)
+    if checkpoint is None:
+        raise UserError(f"{run_dir} holds no checkpoint")
+    rates = [str(rate) for rate in read_json(checkpoint / "meta.json")["ema_rates"]]
+    ema = ema or (rates[0] if rates else "raw")
+    if ema not in ("raw", *rates):
+        raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
+    return checkpoint / ("model.safetensors" if ema == "raw" else f"ema_{ema}.safetensors")
+
+
 def load_meta(checkpoint: Path) -> dict:
-    path = checkpoint / "meta.json"
-    with reading(path):
-        return json.loads(path.read_bytes())
+    return read_json(checkpoint / "meta.json")
 
 
 def lock_run(run_dir: Path):

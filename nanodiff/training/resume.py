@@ -6,13 +6,13 @@ from pathlib import Path
 from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.dist import from_first_rank
+from nanodiff.files import why_corrupt
 from nanodiff.training.checkpoint import (
     find_checkpoint,
     is_same_command,
     list_checkpoints,
     load_meta,
     read_best,
-    why_corrupt,
 )
 
 # Settings that a resumed run may change freely, since they do not shape the weights
