@@ -87,6 +87,12 @@ def test_the_readme_shows_the_loop_as_it_is():
     assert [line for line in shown if line not in rest] == []  # `in` moves the iterator on: the order counts
 
 
+def test_the_readme_is_read_in_four_minutes():
+    readme, guide = ((ROOT / page).read_text() for page in ("README.md", "runs/GUIDE.md"))
+    assert len(readme.splitlines()) <= 130 and len(readme.split()) <= 1200
+    assert len(guide.splitlines()) <= 250
+
+
 def test_links_between_pages_resolve():
     """Of README and runs/*.md: the file is there, and so is the heading or the anchor behind the "#"."""
     for page in [ROOT / "README.md", *ROOT.glob("runs/*.md")]:
