@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +78,20 @@ class SampleStore:
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
-        The images are in memory at once, as they are to who reads the file."""
-        images = np.concatenate([self.read(k) for k in range(self.num_parts)])
+
+        The bytes are those of numpy.savez, with one part in memory at a time.
+        """
         whole = self.folder / "whole.npz"
-        with writing(whole) as file:
-            np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
+        with writing(whole) as file, zipfile.ZipFile(file, "w") as archive:  # stored, and always dated 1980
+            with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+                header = np.lib.format.header_data_from_array_1_0(self.read(0))
+                header["shape"] = (self.num_images, *header["shape"][1:])
+                np.lib.format.write_array_header_1_0(member, header)
+                for k in range(self.num_parts):
+                    member.write(self.read(k).data)
+            for name, array in (("arr_1", labels), ("labels", labels), ("protocol", np.array(self.protocol))):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         os.replace(whole, self.output)
         fsync_dir(self.output.parent)
 
