@@ -133,7 +133,7 @@ def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
         manifest[f"{name}.pt"] = manifest.pop(f"{name}.safetensors")
     (new / "manifest.json").write_text(json.dumps(manifest))
     for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a")):
-        with pytest.raises(UserError, match="an earlier version; convert it: python runs/convert/earlier.py /"):
+        with pytest.raises(UserError, match="an earlier version; convert it: python -m runs.convert.earlier /"):
             use()
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable, root / "runs" / "convert" / "earlier.py", new.parents[1]]

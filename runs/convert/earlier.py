@@ -1,4 +1,4 @@
-"""Convert a run whose weights are .pt files, as before 2026-11-25, in place: python runs/convert/earlier.py FOLDER"""
+"""Convert a run whose weights are .pt files, as before 2026-11-25, in place: python -m runs.convert.earlier FOLDER"""
 
 import sys
 from pathlib import Path
