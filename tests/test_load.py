@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +135,5 @@ def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
         with pytest.raises(UserError, match="an earlier version; convert it: python -m runs.convert.earlier /"):
             use()
     root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, root / "runs" / "convert" / "earlier.py", new.parents[1]]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+    subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=root, check=True)
     assert (nanodiff.load("a").sample(num_images=2) == before).all() and not list(new.glob("model.pt"))
