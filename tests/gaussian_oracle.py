@@ -34,7 +34,7 @@ class GaussianOracle:
             x0 = self.x0(x_t, alpha, sigma)
             eps = (x_t - alpha * x0) / sigma
             x_prev = (x_t - beta / sigma * eps) / math.sqrt(1 - beta)  # Ho et al. eq. 11
-            return {"x0": x0, "eps": eps, "v": alpha * eps - sigma * x0, "x_prev": x_prev}[process.prediction].float()
+            return {"x0": x0, "eps": eps, "v": alpha * eps - sigma * x0, "x_prev": x_prev}[process.objective].float()
 
         return predict
 
@@ -42,13 +42,15 @@ class GaussianOracle:
 def exact_reverse(process, variance):
     """Model with "learned" log-variance that is the exact p(x_{t-1} | x_t) of data N(0, variance I)."""
 
+    tables = process.tables
+
     def model(x_t, t):
         t = int(t[0])
         alpha_bar = process.alpha_bar[t]
         marginal = alpha_bar * variance + 1 - alpha_bar
         x0 = math.sqrt(alpha_bar) * variance / marginal * x_t
         x0_variance = variance * (1 - alpha_bar) / marginal  # of x0 given x_t
-        reverse_variance = process.posterior_variance[t] + process.posterior_mean_coef1[t] ** 2 * x0_variance
+        reverse_variance = tables["posterior_variance"][t] + tables["posterior_mean_coef1"][t] ** 2 * x0_variance
         return torch.cat([x0, torch.full_like(x0, math.log(max(reverse_variance, 1e-20)))], dim=1)
 
     return model

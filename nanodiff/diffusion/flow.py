@@ -3,6 +3,7 @@
 x_t = (1 - t) x0 + t noise, t in [0, 1]; the velocity v = dx_t/dt = noise - x0 is what the network learns.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -59,6 +60,7 @@ def sde(velocity, x, t, t_next, generator=torch):
 SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
 
 
+@dataclass(eq=False)
 class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
@@ -68,6 +70,13 @@ class FlowMatching:
     `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns after `guided_from` of its training.
     """
 
+    prediction: str = "v"
+    timestep_shift: float = 1.0
+    timestep_std: float = 1.0
+    cfg_scale: float = 1.0
+    cfg_interval: tuple[float, float] = (0.0, 1.0)
+    guided_from: float = 1.0
+
     is_gaussian = False  # t is continuous, in [0, 1]
     samplers = SAMPLERS
     default_sampler = "heun"
@@ -75,26 +84,10 @@ class FlowMatching:
     time_input = "1000t"  # of TIMES
     done = 0.0  # the fraction of the training that is over
 
-    def __init__(
-        self,
-        prediction: str = "v",
-        timestep_shift: float = 1.0,
-        timestep_std: float = 1.0,
-        cfg_scale: float = 1.0,
-        cfg_interval: tuple[float, float] = (0.0, 1.0),
-        guided_from: float = 1.0,
-    ):
-        self.prediction = prediction
-        self.timestep_shift = timestep_shift
-        self.timestep_std = timestep_std
-        self.cfg_scale = cfg_scale
-        self.cfg_interval = cfg_interval
-        self.guided_from = guided_from
-
     def shift(self, t):
         """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
         s = self.timestep_shift
-        return t if s == 1 else s * t / (1 + (s - 1) * t)
+        return s * t / (1 + (s - 1) * t)
 
     def out_channels(self, channels: int) -> int:
         return channels

@@ -8,6 +8,8 @@ import copy
 import functools
 import math
 import re
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -113,9 +115,10 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     t = full(x_t, i)
     x0 = process.denoise(denoiser, x_t, t)["x0"]
     eps = process.eps_from_x0(x_t, t, x0)
-    variance = eta**2 * process.at("posterior_variance", t)  # sigma_t^2 of eq. 16
-    direction = (process.at("one_minus_alpha_bar_prev", t) - variance).sqrt() * eps
-    x_prev = process.at("sqrt_alpha_bar_prev", t) * x0 + direction
+    at = process.at(t)
+    variance = eta**2 * at.posterior_variance  # sigma_t^2 of eq. 16
+    direction = (at.one_minus_alpha_bar_prev - variance).sqrt() * eps
+    x_prev = at.sqrt_alpha_bar_prev * x0 + direction
     if eta:
         x_prev = x_prev + variance.sqrt() * generator.randn_like(x_t)
     return x_prev, x0
@@ -126,8 +129,7 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
     x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
     if i == 0:  # lambda = infinity
         return x0, x0
-    alpha = process.sqrt_alpha_bar
-    sigma = process.sqrt_one_minus_alpha_bar
+    alpha, sigma = process.tables["sqrt_alpha_bar"], process.tables["sqrt_one_minus_alpha_bar"]
     lam = lambda t: math.log(alpha[t] / sigma[t])
     h = lam(i - 1) - lam(i)
     D = x0  # the first step is DDIM's
@@ -143,6 +145,32 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
 
 
+def make_tables(betas: np.ndarray) -> dict[str, np.ndarray]:
+    """What the formulas below need of each t, (T,) in float64."""
+    alpha_bar = np.cumprod(1 - betas)
+    alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
+    # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
+    posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
+    first = posterior_variance[1] if len(betas) > 1 else betas[0]
+    return {
+        "alpha_bar": alpha_bar,
+        "log_betas": np.log(betas),
+        "one_minus_alpha_bar_prev": 1 - alpha_bar_prev,
+        "sqrt_alpha_bar": np.sqrt(alpha_bar),
+        "sqrt_alpha_bar_prev": np.sqrt(alpha_bar_prev),
+        "sqrt_one_minus_alpha_bar": np.sqrt(1 - alpha_bar),
+        "log_one_minus_alpha_bar": np.log(1 - alpha_bar),
+        "sqrt_recip_alpha_bar": alpha_bar**-0.5,
+        "sqrt_recipm1_alpha_bar": np.sqrt(1 / alpha_bar - 1),
+        "posterior_variance": posterior_variance,
+        "posterior_log_variance_clipped": np.log(np.append(first, posterior_variance[1:])),
+        "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / (1 - alpha_bar),
+        "posterior_mean_coef2": (1 - alpha_bar_prev) * np.sqrt(1 - betas) / (1 - alpha_bar),
+        "fixed_large_log_variance": np.log(np.append(first, betas[1:])),
+    }
+
+
+@dataclass(eq=False)
 class GaussianDiffusion:
     """A diffusion process over images (N, C, H, W); timesteps t are int64 (N,) in [0, T).
 
@@ -150,61 +178,41 @@ class GaussianDiffusion:
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
+    noise_schedule: str = "linear"
+    num_timesteps: int = 1000
+    objective: str = "eps"  # eps, x0, x_prev or v
+    variance: str = "fixed_small"  # fixed_small, fixed_large, learned or learned_range
+    loss: str = "mse"  # mse, rescaled_mse, kl or rescaled_kl
+    rescale_timesteps: bool = False
+    clip_denoised: bool = True
+
     is_gaussian = True
     samplers = SAMPLERS
     default_sampler = "ddim"
 
-    def __init__(
-        self,
-        noise_schedule: str = "linear",
-        num_timesteps: int = 1000,
-        objective: str = "eps",
-        variance: str = "fixed_small",
-        loss: str = "mse",
-        rescale_timesteps: bool = False,
-        clip_denoised: bool = True,
-    ):
-        self.prediction = objective  # eps, x0, x_prev or v
-        self.variance = variance  # fixed_small, fixed_large, learned or learned_range
-        self.learned_variance = variance.startswith("learned")
-        self.loss = loss  # mse, rescaled_mse, kl or rescaled_kl
-        self.clip_denoised = clip_denoised
-        self.t_end = 1000.0 if rescale_timesteps else float(num_timesteps)  # the model sees t in [0, t_end)
-        model_t = np.arange(num_timesteps) * (self.t_end / num_timesteps)
-        self.default_steps = num_timesteps if objective == "x_prev" else min(25, num_timesteps)
-        self.set_tables(make_betas(noise_schedule, num_timesteps), model_t)
+    def __post_init__(self):
+        T = self.num_timesteps
+        self.learned_variance = self.variance.startswith("learned")
+        self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
+        self.default_steps = T if self.objective == "x_prev" else min(25, T)
+        self.set_betas(make_betas(self.noise_schedule, T), np.arange(T) * (self.t_end / T))
 
-    def set_tables(self, betas: np.ndarray, model_t: np.ndarray) -> None:
-        """Compute all tables over t, (T,) in float64; model_t is the t that the model sees."""
+    def set_betas(self, betas: np.ndarray, model_t: np.ndarray) -> None:
+        """betas and model_t, the t that the model sees: (T,) in float64."""
         self.num_timesteps = len(betas)
         self.betas = betas
         self.model_t = model_t
-        self.log_betas = np.log(betas)
-        self.alpha_bar = np.cumprod(1 - betas)
-        self.alpha_bar_prev = np.append(1.0, self.alpha_bar[:-1])
-        self.one_minus_alpha_bar_prev = 1 - self.alpha_bar_prev
-        self.sqrt_alpha_bar = np.sqrt(self.alpha_bar)
-        self.sqrt_alpha_bar_prev = np.sqrt(self.alpha_bar_prev)
-        self.sqrt_one_minus_alpha_bar = np.sqrt(1 - self.alpha_bar)
-        self.log_one_minus_alpha_bar = np.log(1 - self.alpha_bar)
-        self.sqrt_recip_alpha_bar = self.alpha_bar**-0.5
-        self.sqrt_recipm1_alpha_bar = np.sqrt(1 / self.alpha_bar - 1)
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
-        self.posterior_variance = betas * (1 - self.alpha_bar_prev) / (1 - self.alpha_bar)
-        first = self.posterior_variance[1] if len(betas) > 1 else betas[0]
-        self.posterior_log_variance_clipped = np.log(np.append(first, self.posterior_variance[1:]))
-        self.posterior_mean_coef1 = betas * np.sqrt(self.alpha_bar_prev) / (1 - self.alpha_bar)
-        self.posterior_mean_coef2 = (1 - self.alpha_bar_prev) * np.sqrt(1 - betas) / (1 - self.alpha_bar)
-        self.fixed_large_log_variance = np.log(np.append(first, betas[1:]))
-        self._tables = {}  # (name, device) -> fp32 tensor (T,)
+        self.tables = make_tables(betas) | {"model_t": model_t}
+        self.alpha_bar = self.tables["alpha_bar"]
+        self.on_device = {}  # device -> all tables in fp32
 
-    def at(self, name: str, t) -> torch.Tensor:
-        """Entries t (N,) of a table as fp32 (N, 1, 1, 1); MPS has no float64."""
-        key = (name, t.device)
-        if key not in self._tables:
-            table = getattr(self, name).astype(np.float32)
-            self._tables[key] = torch.from_numpy(table).to(t.device)
-        return self._tables[key][t].view(-1, 1, 1, 1)
+    def at(self, t) -> SimpleNamespace:
+        """Entries t (N,) of each table as fp32 (N, 1, 1, 1); MPS has no float64."""
+        if t.device not in self.on_device:
+            tables = np.stack(list(self.tables.values())).astype(np.float32)
+            self.on_device[t.device] = torch.from_numpy(tables).to(t.device)
+        rows = self.on_device[t.device][:, t, None, None, None]
+        return SimpleNamespace(**dict(zip(self.tables, rows)))
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
         """The process over `steps` of its timesteps, a number or a spec of space_timesteps.
@@ -219,12 +227,12 @@ class GaussianDiffusion:
             kept = [T - 1]  # from noise; the published rule keeps t = 0
         if len(kept) == T:
             return self
-        if self.prediction == "x_prev":
+        if self.objective == "x_prev":
             raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
         alpha_bar = self.alpha_bar[kept]
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
-        process.set_tables(1 - alpha_bar / alpha_bar_prev, self.model_t[kept])
+        process.set_betas(1 - alpha_bar / alpha_bar_prev, self.model_t[kept])
         return process
 
     def out_channels(self, channels: int) -> int:
@@ -232,7 +240,8 @@ class GaussianDiffusion:
 
     def q_sample(self, x0, t, noise):
         """x_t ~ q(x_t | x_0) (Ho et al. eq. 4)."""
-        return self.at("sqrt_alpha_bar", t) * x0 + self.at("sqrt_one_minus_alpha_bar", t) * noise
+        at = self.at(t)
+        return at.sqrt_alpha_bar * x0 + at.sqrt_one_minus_alpha_bar * noise
 
     def noised(self, x0, i: int, noise):
         """x0 at timestep i of sampling: the image itself at -1, pure noise at T - 1."""
@@ -244,54 +253,55 @@ class GaussianDiffusion:
 
     def q_posterior(self, x0, x_t, t):
         """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0)."""
-        mean = self.at("posterior_mean_coef1", t) * x0 + self.at("posterior_mean_coef2", t) * x_t
-        return mean, self.at("posterior_log_variance_clipped", t)
+        at = self.at(t)
+        return at.posterior_mean_coef1 * x0 + at.posterior_mean_coef2 * x_t, at.posterior_log_variance_clipped
 
     def eps_from_x0(self, x_t, t, x0):
-        return (x_t - self.at("sqrt_alpha_bar", t) * x0) / self.at("sqrt_one_minus_alpha_bar", t)
+        at = self.at(t)
+        return (x_t - at.sqrt_alpha_bar * x0) / at.sqrt_one_minus_alpha_bar
 
     def target(self, x0, x_t, t, noise):
         """The output of a perfect model."""
-        if self.prediction == "eps":
+        if self.objective == "eps":
             return noise
-        if self.prediction == "x0":
+        if self.objective == "x0":
             return x0
-        if self.prediction == "x_prev":
+        if self.objective == "x_prev":
             return self.q_posterior(x0, x_t, t)[0]
-        # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
-        return self.at("sqrt_alpha_bar", t) * noise - self.at("sqrt_one_minus_alpha_bar", t) * x0
+        at = self.at(t)  # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
+        return at.sqrt_alpha_bar * noise - at.sqrt_one_minus_alpha_bar * x0
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t, in fp32."""
-        model_t = self.at("model_t", t).flatten()
-        return model(x_t, model_t, **cond).float()
+        return model(x_t, self.at(t).model_t.flatten(), **cond).float()
 
     def predict_x0(self, out, x_t, t, clip=False):
         """The x0 that an output (N, C or 2C, H, W) at x_t implies: the inverse of `target`."""
+        at = self.at(t)
         out = out[:, : x_t.shape[1]]
-        if self.prediction == "eps":
-            out = self.at("sqrt_recip_alpha_bar", t) * x_t - self.at("sqrt_recipm1_alpha_bar", t) * out
-        elif self.prediction == "v":
-            out = self.at("sqrt_alpha_bar", t) * x_t - self.at("sqrt_one_minus_alpha_bar", t) * out
-        elif self.prediction == "x_prev":
-            out = (out - self.at("posterior_mean_coef2", t) * x_t) / self.at("posterior_mean_coef1", t)
+        if self.objective == "eps":
+            out = at.sqrt_recip_alpha_bar * x_t - at.sqrt_recipm1_alpha_bar * out
+        elif self.objective == "v":
+            out = at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * out
+        elif self.objective == "x_prev":
+            out = (out - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
         return out.clamp(-1, 1) if clip else out
 
     def p_mean_variance(self, out, x_t, t, clip=False) -> dict[str, torch.Tensor]:
-        """mean, log_variance and x0 (N, C, H, W) of p(x_{t-1} | x_t) for the model's output."""
+        """mean, log_variance and x0 of p(x_{t-1} | x_t) for the model's output: (N, C, H, W); a fixed log_variance has
+        the shape (N, 1, 1, 1)."""
         x0 = self.predict_x0(out, x_t, t, clip)
         mean, min_log = self.q_posterior(x0, x_t, t)
-        if self.prediction == "x_prev":
+        if self.objective == "x_prev":
             mean = out[:, : x_t.shape[1]]
+        log_variance = out[:, x_t.shape[1] :]
         if self.variance == "fixed_small":
-            log_variance = min_log.expand_as(x_t)
-        elif self.variance == "fixed_large":
-            log_variance = self.at("fixed_large_log_variance", t).expand_as(x_t)
-        else:
-            log_variance = out[:, x_t.shape[1] :]
+            log_variance = min_log
+        if self.variance == "fixed_large":
+            log_variance = self.at(t).fixed_large_log_variance
         if self.variance == "learned_range":  # -1 ... 1 interpolates from posterior variance to beta (IDDPM eq. 15)
             share = (log_variance + 1) / 2
-            log_variance = share * self.at("log_betas", t) + (1 - share) * min_log
+            log_variance = share * self.at(t).log_betas + (1 - share) * min_log
         return {"mean": mean, "log_variance": log_variance, "x0": x0}
 
     def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
@@ -337,7 +347,7 @@ class GaussianDiffusion:
 
         total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (the error of eps) are (N, T), t = T-1 first.
         """
-        columns = []  # for each timestep (vb, xstart_mse, mse), each (N,)
+        terms = []  # for each timestep vb, xstart_mse and mse: (3, N)
         T = self.num_timesteps
         for i in reversed(range(T)):
             t = full(x0, i)
@@ -346,13 +356,12 @@ class GaussianDiffusion:
             p = self.denoise(model, x_t, t, **cond)
             xstart_mse = mean_flat((p["x0"] - x0) ** 2)
             mse = mean_flat((self.eps_from_x0(x_t, t, p["x0"]) - noise) ** 2)
-            columns.append((self.vb_term(p, x0, x_t, t), xstart_mse, mse))
-        vb, xstart_mse, mse = (torch.stack(terms, dim=1) for terms in zip(*columns))
-        last = full(x0, T - 1)
-        mean = self.at("sqrt_alpha_bar", last) * x0
-        log_variance = self.at("log_one_minus_alpha_bar", last)
+            terms.append(torch.stack([self.vb_term(p, x0, x_t, t), xstart_mse, mse]))
+        vb, xstart_mse, mse = torch.stack(terms, dim=2)
+        last = self.at(full(x0, T - 1))
         zero = x0.new_zeros(())
-        prior = mean_flat(normal_kl(mean, log_variance, zero, zero)) / math.log(2)
+        kl = normal_kl(last.sqrt_alpha_bar * x0, last.log_one_minus_alpha_bar, zero, zero)
+        prior = mean_flat(kl) / math.log(2)
         return {
             "total_bpd": vb.sum(1) + prior,
             "prior_bpd": prior,
