@@ -43,7 +43,7 @@ def test_published_schedules(name):
     process = GaussianDiffusion(schedule, T)
     rows = [0, 1, 2, 9, T // 4, T // 2, 3 * T // 4, T - 2, T - 1]
     tables = process.tables | {"betas": process.betas, "alphas_cumprod": process.alpha_bar}
-    for table, values in golden["schedules"][table].items():
+    for table, values in golden["schedules"][name].items():
         np.testing.assert_allclose(tables[table][rows], values, rtol=1e-9, err_msg=table)
 
 
