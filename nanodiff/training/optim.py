@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, get_dist
 from nanodiff.device import choose_dtype, host_copy, why_not_compiled
 from nanodiff.dist import collective
 
@@ -117,11 +117,10 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
     More parts overlap more of the exchange with backward. But small messages are slow, so a part has LEAST_PART numbers
     or more. And few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
     """
-    if world == 1:
-        return [list(range(len(params)))]
     ends = list(itertools.accumulate(p.numel() for p in params))
     total = ends[-1]
-    for count in range(min(8, total // LEAST_PART), 1, -1):
+    most = min(8, total // LEAST_PART) if world > 1 else 1
+    for count in range(most, 1, -1):
         parts = [[] for _ in range(count)]
         for i, end in enumerate(ends):
             parts[(end - 1) * count // total].append(i)
@@ -151,7 +150,7 @@ class Buffer:
         self.grad_dtype = grad_dtype
         self.names = [group["names"][i] for i in part]
         self.params = [group["params"][i] for i in part]
-        self.place = min(group["places"][i] for i in part)  # the earliest parameter: its gradient comes last
+        self.place = group["places"][part[0]]  # of the earliest parameter, whose gradient comes last
         self.missing = len(part)  # gradients that backward has still to compute
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
@@ -173,9 +172,8 @@ class Buffer:
     def reduce_grads(self) -> None:
         """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
         self.wait()
-        start = self.flat.data_ptr()
-        for name, p, offset in zip(self.names, self.params, self.offsets):
-            if p.data_ptr() != start + 4 * offset:
+        for name, p, view in zip(self.names, self.params, self.views(self.flat)):
+            if p.data_ptr() != view.data_ptr():
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
@@ -221,14 +219,11 @@ class Buffer:
         return host_copy(dict(zip(self.names, self.views(full)))) if on_first_rank else {}
 
     def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `named`: this rank's share, the only part that is read."""
-        own = torch.zeros_like(self.own)
-        for name, p, offset in zip(self.names, self.params, self.offsets):
-            first, end = max(offset, self.mine.start), min(offset + p.numel(), self.mine.stop)
-            if first < end:
-                part = named[name].reshape(-1)[first - offset : end - offset]
-                own[first - self.mine.start : end - self.mine.start] = part
-        return own
+        """The inverse of `named`: this rank's share."""
+        full = torch.zeros_like(self.flat)
+        for name, view in zip(self.names, self.views(full)):
+            view.copy_(named[name])
+        return full[self.mine]
 
 
 class Optimizer:
@@ -241,7 +236,7 @@ class Optimizer:
     @collective("the broadcast of the first weights")
     @torch.no_grad()
     def __init__(self, groups, muon_dtype: torch.dtype, betas: tuple[float, float], compiled, grad_dtype):
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, _, self.world = get_dist()
         self.muon_dtype = muon_dtype
         self.betas = betas
         self.steps = 0
@@ -460,11 +455,11 @@ def make_optimizer(
         in_block = name.startswith(BLOCKS)
         if optimizer == "muon" and p.ndim > 1 and not in_block and not re.match(ENDS, name):
             raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
-        is_muon = optimizer == "muon" and in_block and not re.match(NOT_MUON, name)
+        group = matrices
         if p.ndim < 2:
             group = vectors
-        else:
-            group = muon if is_muon else matrices
+        elif optimizer == "muon" and in_block and not re.match(NOT_MUON, name):
+            group = muon
         group["names"].append(name)
         group["params"].append(p)
         group["places"].append(place)
