@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -56,7 +57,6 @@ RULES = {
     "optimizer": "adamw|muon",
 }
 PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "reference": True}
-QUIET = ("save_every", "eval_every", "sample_every")
 WARM_UP = 3  # steps
 
 
@@ -94,10 +94,11 @@ def describe(arm: dict, device) -> str:
 
 def arguments(arm: dict, num_iterations: int) -> list[str]:
     """The settings of base_train for an arm."""
-    n = arm["batch_size"]
-    settings = {name: arm[name] for name in RULES if name != "batch_size"} | dict.fromkeys(QUIET, -1)
-    settings |= dict(data=open_dataset(data).path, total_batch_size=n, device_batch_size=n, model_tag="arm")
-    settings |= dict(device_type=device_type, num_iterations=num_iterations, log_every=1)
+    settings = {name: arm[name] for name in RULES if name != "batch_size"}
+    settings |= dict.fromkeys(["total_batch_size", "device_batch_size"], arm["batch_size"])
+    settings |= dict.fromkeys(["save_every", "eval_every", "sample_every"], -1)
+    settings |= dict(data=open_dataset(data).path, device_type=device_type, model_tag="arm")
+    settings |= dict(num_iterations=num_iterations, log_every=1)
     if arm["arch"] != "unet":
         settings["patch_size"] = patch_size
     if arm["arch"] != "dit":  # as published
@@ -125,14 +126,18 @@ def make_row(arm: dict, turns: list[dict], device) -> dict:
     """An arm's figures, except its ratio to the reference; the floats become table columns."""
     lines = [line for turn in turns for line in turn["lines"][WARM_UP:]]
     step_ms = [line["train/dt_ms"] for line in lines]
-    row = arm | {"what": describe(arm, device), "num_params": turns[0]["num_params"]}
-    row["step_ms"] = statistics.median(step_ms)
-    row["images_per_sec"] = 1000 * arm["batch_size"] / row["step_ms"]
-    row["min_ms"], row["max_ms"] = min(step_ms), max(step_ms)
-    row["first_step_s"] = statistics.median(turn["lines"][0]["train/dt_ms"] for turn in turns) / 1000
-    row["memory_gb"] = max(turn["memory_gb"] for turn in turns)
-    row["mfu"] = statistics.median(line["train/mfu"] for line in lines)
-    return row
+    median_ms = statistics.median(step_ms)
+    return arm | {
+        "what": describe(arm, device),
+        "num_params": turns[0]["num_params"],
+        "step_ms": median_ms,
+        "images_per_sec": 1000 * arm["batch_size"] / median_ms,
+        "min_ms": min(step_ms),
+        "max_ms": max(step_ms),
+        "first_step_s": statistics.median(turn["lines"][0]["train/dt_ms"] for turn in turns) / 1000,
+        "memory_gb": max(turn["memory_gb"] for turn in turns),
+        "mfu": statistics.median(line["train/mfu"] for line in lines),
+    }
 
 
 KINDS = {  # the first whose pattern is in the name of a kernel, or of an operation on a CPU
@@ -149,14 +154,10 @@ KINDS = {  # the first whose pattern is in the name of a kernel, or of an operat
 def take_profile(path: str, arm: dict, device) -> None:
     """Run base_train here; write a chrome trace of 3 of its steps, and print their time and launches by kind."""
     on_gpu = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
 
     def ready(profiler):
         profiler.export_chrome_trace(path)
-        ms = dict.fromkeys(KINDS, 0.0)
-        launches = dict.fromkeys(KINDS, 0)
+        ms, launches = Counter(), Counter()
         for event in profiler.key_averages():
             if on_gpu and event.device_type != DeviceType.CUDA:
                 continue
@@ -175,7 +176,7 @@ def take_profile(path: str, arm: dict, device) -> None:
     schedule = torch.profiler.schedule(wait=WARM_UP - 1, warmup=1, active=3, repeat=1)
     with (
         tempfile.TemporaryDirectory() as folder,
-        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=ready) as profiler,
+        torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler,
     ):
         sys.argv = ["base_train", *arguments(arm, WARM_UP + 4)]
         os.environ["NANODIFF_BASE_DIR"] = folder
@@ -196,8 +197,8 @@ def main():
     device = init_device(device_type)
     print0(f"{device_name(device)}, torch {torch.__version__}", file=sys.stderr)
     arms = list_arms(config)
-    obstacle = why_not_compiled(device) if any(arm["compile"] for arm in arms) else ""
-    if obstacle:
+    obstacle = why_not_compiled(device)
+    if obstacle and compiles != "False":
         print0(f"not compiled: {obstacle}", file=sys.stderr)
         arms = list_arms(config | {"compiles": "False"})
     turns = [[take_turn(arm) for arm in arms] for _ in range(rounds)]
