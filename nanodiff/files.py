@@ -44,16 +44,32 @@ def names_file(path: str | Path):
         raise cause from None
 
 
+class Hashed:
+    """A file being written from its start to its end, and the SHA-256 of what was."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.flush = file, hashlib.sha256(), file.flush
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+
 @contextlib.contextmanager
-def writing(path: Path):
-    """A temporary binary file, renamed to `path` once all of it is on the disk."""
+def writing(path: Path, manifest: dict | None = None):
+    """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets its size and hash, so
+    that it need not be read again; it cannot seek then."""
     try:
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except FileNotFoundError:
         raise UserError(f"cannot write {path}: its folder is gone; was it moved?") from None
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
-            yield file
+            if manifest is None:
+                yield file
+            else:
+                yield (hashed := Hashed(file))
+                manifest[path.name] = {"size": file.tell(), "sha256": hashed.sha256.hexdigest()}
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -151,7 +167,7 @@ def sha256_of(path: Path) -> str:
 
 def read_json(path: Path, fault: str = "is damaged or truncated") -> dict:
     with reading(path, fault):
-        return dict(json.loads(path.read_bytes()))
+        return {**json.loads(path.read_bytes())}
 
 
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:

@@ -46,10 +46,11 @@ def save_safetensors(
     tensors: dict[str, torch.Tensor],
     path: str | Path,
     metadata: dict[str, str] | None = None,
+    manifest: dict | None = None,
 ):
     """Write named tensors (any device, any strides) and string metadata: the whole file or none.
 
-    Tensors are copied to the CPU one at a time.
+    Tensors are copied to the CPU one at a time. `manifest` gets the file's size and hash.
     """
     header = {}
     if metadata:
@@ -66,7 +67,7 @@ def save_safetensors(
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # some CPUs round a product by where its factors lie
-    with writing(Path(path)) as file:
+    with writing(Path(path), manifest) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:

@@ -1,5 +1,5 @@
-"""Checkpoints that survive a kill: written to a temporary folder, hashed, renamed; verified before use. A thread
-writes them while training goes on.
+"""Checkpoints that survive a kill: hashed while they are written to a temporary folder, renamed; verified before use. A
+thread writes them while training goes on.
 
 runs/<tag>/checkpoints/step_000500/
     model.safetensors  ema_0.999.safetensors       weights, each with what they are in its metadata: an export
@@ -30,7 +30,6 @@ from nanodiff.files import (
     lock_file,
     publish_folder,
     read_json,
-    sha256_of,
     why_corrupt,
     write_atomic,
     writing,
@@ -59,14 +58,13 @@ def save_checkpoint(
         temporary.mkdir()
         for name, value in tensors.items():
             if name in ("optim", "train"):
-                with writing(temporary / f"{name}.pt") as file:
+                with writing(temporary / f"{name}.pt", manifest) as file:
                     torch.save(value, file)
             else:
                 told = described(meta | {"ema": "raw" if name == "model" else name.removeprefix("ema_")})
-                save_safetensors(value, temporary / f"{name}.safetensors", told)
-        write_atomic(temporary / "meta.json", json.dumps(meta, indent=1).encode())
-        for path in sorted(temporary.iterdir()):
-            manifest[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+                save_safetensors(value, temporary / f"{name}.safetensors", told, manifest)
+        with writing(temporary / "meta.json", manifest) as file:
+            file.write(json.dumps(meta, indent=1).encode())
         write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         with contextlib.suppress(FileNotFoundError):
             fsync_dir(run_dir / "metrics.jsonl")  # no checkpoint without the lines before it
@@ -133,11 +131,18 @@ def write_best(run_dir: Path, best: dict | None) -> None:
 
 
 def read_best(run_dir: Path) -> dict:
-    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured."""
+    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured. If the
+    file is damaged, what the newest checkpoint knows."""
     path = run_dir / "best.json"
     if not path.exists():
         return {}
-    return read_json(path, "is damaged: delete it, and the next evaluation starts anew")
+    try:
+        best = read_json(path)
+        return {key: best[key] for key in ("step", "metric", "value", "images")}
+    except (UserError, KeyError):
+        print0(f"{path} is damaged: the newest checkpoint says which is the best")
+    newest = find_checkpoint(run_dir)
+    return (newest and load_meta(newest)["loop"].get("best")) or {}
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

@@ -14,7 +14,7 @@ from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.dist import gather_objects, leave_together, over_ranks
-from nanodiff.files import names_file, write_atomic
+from nanodiff.files import names_file, read_json, write_atomic
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import go_back, trim_metrics
 
@@ -161,7 +161,10 @@ def record(path: Path, described: dict, step: int) -> None:
     """Write config.json. A run that resumes from `step` with other settings appends them to its list "changes"."""
     config, past = described["config"], described | {"changes": []}
     if step and path.exists():
-        past = json.loads(path.read_bytes())
+        try:
+            past |= read_json(path)
+        except UserError as error:
+            print0(f"{error}: written anew")
     changes = past["changes"] = [change for change in past["changes"] if change["step"] <= step]  # or it went back
     known = dict(past["config"])
     for change in changes:
