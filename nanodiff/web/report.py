@@ -19,8 +19,9 @@ import numpy as np
 
 from nanodiff.common import UserError, print0
 from nanodiff.conditions import FIELDS
-from nanodiff.files import write_atomic
+from nanodiff.files import read_json, write_atomic
 
+PARSED = 20_000  # lines of metrics.jsonl; of a longer one, not every line about training is: reading takes no time
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
@@ -48,6 +49,7 @@ class Run:
     facts: dict  # config.json
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
+    every: int  # one line about training in so many was read
 
     @property
     def name(self) -> str:
@@ -58,19 +60,24 @@ def read_run(folder: Path, over_images: bool) -> Run:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
-    facts = json.loads(config.read_text())
-    logged = {}
+    facts, logged, lines = read_json(config), {}, []
     metrics = folder / "metrics.jsonl"
-    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+    if metrics.exists():
+        with open(metrics, "rb") as file:
+            lines = file.readlines()
+    every = 1 + len(lines) // PARSED
+    for i, text in enumerate(lines, 2 - len(lines)):  # 0 and 1: the last, and one that a killed process has torn
+        if i < 0 and i % every and b'"train/loss"' in text:
+            continue
         try:
             line = json.loads(text)
-        except ValueError:  # a killed process leaves its last line torn
+        except ValueError:
             continue
         for key, value in line.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 logged.setdefault(key, {})[line["step"]] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
-    return Run(folder.resolve(), facts, logged, per_step)
+    return Run(folder.resolve(), facts, logged, per_step, every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,7 +244,8 @@ def flat(facts: dict, prefix: str = "") -> dict:
 def progress(run: Run) -> str:
     total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
     step = max(run.logged.get("step", [0]))
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}</p>"
+    thinned = f", one line of training in {run.every:,} read" if run.every > 1 else ""
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}{thinned}</p>"
 
 
 def evaluation(path: Path, run: Run) -> str:
