@@ -11,6 +11,7 @@ settings.
 import base64
 import functools
 import json
+import math
 import os
 import signal
 import tempfile
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import nanodiff
-from configurator import configure
+from configurator import check, configure, read_settings
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.conditions import FACTS
 from nanodiff.data.decode import open_image
@@ -39,6 +40,7 @@ from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.inputs import with_hash
 from nanodiff.sampling.loaded import own_settings, samples_of, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
+from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
 
 model = ""  # tag or folder of the run that the page shows first; "" = the one written to last
@@ -50,6 +52,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
 FRAME_SIZE = 64  # pixels per image in these pictures
+MOST_PIXELS = 2**25  # of a picture to start from: small files may hold many
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The runs on offer
@@ -106,11 +109,19 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
     return loaded, samples_of(loaded, SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
 
 
-def open_given(content: str, strength: float, codec, device) -> GivenImages:
-    """What the samples start from: an image file, in base64."""
+def read_request(body: bytes) -> dict:
+    """The fields of form.py from a request's JSON, checked as settings are; from_image as bytes."""
+    asked = json.loads(body)
+    asked = {name: check(name, setting, asked.get(name)) for name, setting in read_settings(vars(form)).items()}
+    return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
+
+
+def open_given(data: bytes, strength: float, codec, device) -> GivenImages:
+    """What the samples start from: the content of an image file."""
     with reading("the picture to start from", "is no image"):
-        data = base64.b64decode(content, validate=True)
-        open_image(data)
+        size = open_image(data).size
+    if math.prod(size) > MOST_PIXELS:
+        raise UserError(f"the picture to start from has {size} pixels; accepted: {MOST_PIXELS:,} in all")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "picture.png").write_bytes(data)  # Pillow looks at the content
         try:
@@ -120,7 +131,7 @@ def open_given(content: str, strength: float, codec, device) -> GivenImages:
 
 
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
-    """Draw what the page's form asked for, within its limits; send(**event) streams a picture of each step."""
+    """Draw what a request asked for; send(**event) streams a picture of each step."""
     start = time.perf_counter()
     path = runs.get(asked["run"])
     if not path:
@@ -135,7 +146,6 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     codec = samples.codec
     if asked["from_image"]:
         samples.given = open_given(asked["from_image"], asked["strength"], codec, device)
-        asked["from_image"] = with_hash("a picture", samples.given.images)
     n = asked["num_images"]
     num_turns = len(samples.turns)
     shape = codec.shape if samples.given else None
@@ -168,6 +178,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     guidance = {"cfg_scale": settings.cfg_scale, "cfg_interval": list(settings.cfg_interval)}
     drawn = asked | guidance | {"sampler": settings.sampler}
+    drawn["from_image"] = samples.given and with_hash("a picture", samples.given.images)
     text = {"protocol": json.dumps(drawn)}
     classes = []  # of the grid's columns
     if loaded.num_classes and (n <= columns or columns % num_turns == 0):
@@ -195,8 +206,13 @@ class Handler(LocalHandler):
     def do_POST(self):
         if self.path != "/sample":
             self.send_error(404)
+            return
+        try:
+            asked = read_request(self.rfile.read(int(self.headers["Content-Length"])))
+        except (ValueError, AttributeError, RecursionError) as e:
+            self.refuse(400, f"request refused: {e}"[:500])
         else:
-            self.stream(functools.partial(self.work, self.read_json()))
+            self.stream(functools.partial(self.work, asked))
 
     def work(self, asked: dict, send) -> None:
         runs = list_runs(self.server.first_run)

@@ -23,7 +23,7 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import LocalServer
-from scripts.sample_web import MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs
+from scripts.sample_web import MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs, read_request
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def drawn(run_dir, **changes):
     """The events of a drawing."""
     events = []
     send = lambda **event: events.append(json.loads(json.dumps(event)))
-    draw(request(run_dir, **changes), list_runs(run_dir), send, torch.device("cpu"), torch.float32)
+    asked = read_request(json.dumps(request(run_dir, **changes)).encode())
+    draw(asked, list_runs(run_dir), send, torch.device("cpu"), torch.float32)
     return events
 
 
@@ -151,18 +152,28 @@ def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is imported here, and run as a script
 def test_mistakes_get_one_line(flow, run_script):
     for name, value, told in (
+        ("num_images", 65, r"num_images=65 .*an integer, \[1, 64\]"),
+        ("steps", 0, r"\[1, 1000\]"),
+        ("steps", "9", "steps='9'"),
+        ("steps", None, "steps=None"),
+        ("seed", 1.5, "seed=1.5"),
+        ("seed", 2**53, "seed"),
         ("cfg_scale", math.nan, "cfg_scale=nan"),
-        ("cfg_scale", 1e38, "0 to 100"),
-        ("classes", [-1], "-1 is unknown"),
+        ("cfg_scale", 1e38, r"\[0, 100\]"),
+        ("strength", math.inf, "strength=inf"),
+        ("classes", [-1], "'-1' is unknown"),
+        ("classes", [[0]], "classes"),
+        ("classes", "9" * 5000, "is unknown"),
+        ("classes", ["hexagon"], "'hexagon' is unknown"),
         ("classes", [8], "8 classes"),
         ("run", "gone", "'gone' is not there"),
-        ("from_image", "no base64!", "picture to start from is no image"),
+        ("from_image", "no base64!", "base64"),
         ("sampler", "ddim", "euler"),
         ("checkpoint_step", 7, "step 7"),
         ("ema", "0.9", "0.999"),
         ("cfg_interval", "0.9,0.1", "0.3,0.8"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises((UserError, ValueError), match=told):
             drawn(flow, **{name: value})
     with pytest.raises(UserError, match="nearest tags: flow"):
         run_script("sample_web", "--model=no")
@@ -178,12 +189,23 @@ def server(flow):
     server.server_close()
 
 
-def post(server, content: bytes):
-    """The answer to a request."""
+def post(server, content: bytes, size=None):
+    """The answer to a request; `size` is a length that it falsely claims."""
     host = f"127.0.0.1:{server.server_port}"
     client = http.client.HTTPConnection(host, timeout=60)
-    client.request("POST", "/sample", content, {"Origin": f"http://{host}"})
+    headers = {"Content-Length": size or str(len(content)), "Origin": f"http://{host}"}
+    client.request("POST", "/sample", content, headers)
     return client.getresponse()
+
+
+def test_malformed_requests_get_one_line(flow, server, capsys):
+    for size in ("10000000", "-1", "two"):
+        assert post(server, b"{}", size).status == 413
+    unknown = json.dumps(request(flow, from_image="no base64!")).encode()
+    for content in (b"", b"{", b"{}", b"7", b"null", b"[]", b"\xff", b"[" * 99_999, unknown):
+        answer = post(server, content)
+        assert answer.status == 400 and json.loads(answer.read())["error"].startswith("request refused: ")
+    assert capsys.readouterr().err == ""
 
 
 def test_samples_start_from_a_picture(flow, server):
@@ -204,8 +226,9 @@ def test_samples_start_from_a_picture(flow, server):
     plain = picture(last())
     np.testing.assert_array_equal(picture(last(**given, strength=1)), plain)
     assert (picture(last(**given, strength=0.7)) != plain).any()
-    error = last(from_image="bm8gaW1hZ2U=", strength=1)["error"]
-    assert "no image" in error and "\n" not in error and "/tmp" not in error
+    for content, told in ((b"no image", "no image"), (b"P5 5800 5800 255\n", "33,554,432")):  # a header, no pixels
+        error = last(from_image=base64.b64encode(content).decode(), strength=1)["error"]
+        assert told in error and "\n" not in error and "/tmp" not in error
 
 
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")

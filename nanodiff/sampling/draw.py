@@ -54,12 +54,13 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     """Class numbers from numbers and names, "ring,3" or ["ring", 3]; None for none given."""
     if isinstance(classes, str):
         classes = classes.split(",") if classes else []
+    numbers = {*map(str, range(len(class_names)))}
     chosen = []
     for given in classes:
         number = str(given)
         if number in class_names and not number.isdecimal():
             number = class_names.index(number)
-        if not str(number).isdecimal() or int(number) >= len(class_names):
+        if str(number) not in numbers:
             known = "this model has no classes"
             if class_names:
                 known = f"this model has {len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"

@@ -1,6 +1,7 @@
 """A web server on 127.0.0.1 alone, which works on one request at a time."""
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -36,11 +37,15 @@ class LocalHandler(BaseHTTPRequestHandler):
         if self.command == "POST" and self.headers["Origin"] != f"http://{self.headers['Host']}":
             self.send_error(403, "foreign Origin header; accepted: that of the page which this server shows")
             return False
+        if self.command == "POST" and not re.fullmatch("[0-9]{1,7}", self.headers["Content-Length"] or ""):
+            self.send_error(413, "no Content-Length, or a large one; accepted: up to 9,999,999")
+            return False
         return True
 
-    def read_json(self) -> dict:
-        """The request's body, from our page: an object of JSON."""
-        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def refuse(self, status: int, line: str) -> None:
+        """Answer with one event, an error."""
+        self.reply(b"", "application/x-ndjson", status)
+        self.send(error=line)
 
     def reply(self, content: bytes, kind: str, status: int = 200) -> None:
         """A whole answer, or the start of a stream."""
@@ -57,8 +62,7 @@ class LocalHandler(BaseHTTPRequestHandler):
     def stream(self, work) -> None:
         """Answer with the events that work(self.send) sends, or say at once that another request is being worked on."""
         if not self.server.working.acquire(timeout=1):  # one that was just stopped takes a moment to notice
-            self.reply(b"", "application/x-ndjson", status=503)
-            self.send(error="busy with another drawing: try again when it is done")
+            self.refuse(503, "busy with another drawing: try again when it is done")
             return
         try:
             self.reply(b"", "application/x-ndjson")
