@@ -266,14 +266,12 @@ class DiT(nn.Module):
         if config.flow_map:
             self.h_embed = embedder(C)
         # nn.Embedding would draw its table; for that, torch on "meta" imports its compiler: 2 s at every start
-        table = torch.empty(config.num_classes + 1, C)
-        self.y_embed = nn.Embedding.from_pretrained(table, freeze=False) if config.num_classes else None
+        if config.num_classes:
+            self.y_embed = nn.Embedding.from_pretrained(torch.empty(config.num_classes + 1, C), freeze=False)
         if config.vector_len:
-            self.vector_embed = nn.Linear(config.vector_dim, C)
             self.vector_position = nn.Parameter(torch.empty(config.vector_len, C))
-        elif config.vector_dim:
-            self.vector_embed = nn.Linear(config.vector_dim, C, bias=False)
         if config.vector_dim:
+            self.vector_embed = nn.Linear(config.vector_dim, C, bias=config.vector_len > 0)
             self.vector_null = nn.Parameter(torch.empty(C))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final = Final(config)
@@ -305,18 +303,16 @@ class DiT(nn.Module):
         """
         cfg = self.config
         p = cfg.patch_size
-        N, _, H, W = x_t.shape
-        rows, cols = H // p, W // p
-        x = with_images(x_t, **images).view(N, -1, rows, p, cols, p)
-        x = x.permute(0, 2, 4, 1, 3, 5)  # (N, row, col, C, p, p)
-        x = self.patch_embed(x.reshape(N, rows * cols, -1))
+        x = F.pixel_unshuffle(with_images(x_t, **images), p)  # (N, C p p, rows, cols)
+        N, _, rows, cols = x.shape
+        x = self.patch_embed(x.flatten(2).mT.contiguous())  # a token for each patch, in the order of rows
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         x = (x.float() + position_table(cfg, rows, cols, x.device)).to(stream)
         rotation = rotation_table(cfg, rows, cols, x.device)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
-        if self.y_embed is not None:
+        if cfg.num_classes:
             c = c + self.y_embed(y)
         if cfg.flow_map:
             h = torch.zeros_like(t) if h is None else h
@@ -338,7 +334,7 @@ class DiT(nn.Module):
         x = self.final(x[:, cfg.vector_len :], c)  # (N, T, p*p*out)
         x = x.view(N, rows, cols, p, p, -1)
         x = x.permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
-        return x.reshape(N, cfg.out_channels, H, W)
+        return x.flatten(4).flatten(2, 3)
 
     def parts(self) -> list[nn.Module]:
         """Modules that torch.compile compiles separately; the rest takes little time."""
