@@ -38,22 +38,19 @@ def make_grid(images, columns: int) -> np.ndarray:
     Images in a row share a shape.
     """
     scale = max(1, 48 // max(image.shape[2] for image in images))
-    rows = [images[first : first + columns] for first in range(0, len(images), columns)]
-    height = width = PADDING
-    for row in rows:
-        _, image_height, image_width = row[0].shape
-        height += scale * image_height + PADDING
-        width = max(width, PADDING + len(row) * (scale * image_width + PADDING))
-    grid = np.zeros((height, width, 3), np.uint8)
-    top = PADDING
-    for row in rows:
+    tiles = []  # (top, left, (H, W, C))
+    top, width = PADDING, 0
+    for first in range(0, len(images), columns):
         left = PADDING
-        for image in row:
-            tile = image.transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)  # (H, W, C)
-            height, width, _ = tile.shape
-            grid[top : top + height, left : left + width] = tile
-            left += width + PADDING
-        top += height + PADDING
+        for image in images[first : first + columns]:
+            tile = image.transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
+            tiles.append((top, left, tile))
+            left += tile.shape[1] + PADDING
+        top += tile.shape[0] + PADDING
+        width = max(width, left)
+    grid = np.zeros((top, width, 3), np.uint8)
+    for top, left, tile in tiles:
+        grid[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     return grid
 
 

@@ -174,8 +174,8 @@ class UNet(nn.Module):
         width, emb = c.model_channels, 4 * c.model_channels
         self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
         if c.num_classes:
-            table = torch.empty(c.num_classes + c.null_class, emb)  # not drawn here: see dit.py
-            self.label_emb = nn.Embedding.from_pretrained(table, freeze=False)
+            # Not drawn here: see dit.py
+            self.label_emb = nn.Embedding.from_pretrained(torch.empty(c.num_classes + c.null_class, emb), freeze=False)
         if c.vector_dim:
             self.vector_emb = nn.Linear(c.vector_dim, emb, bias=False)
             self.vector_null = nn.Parameter(torch.empty(emb))

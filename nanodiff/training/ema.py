@@ -39,7 +39,6 @@ class EMA:
     ):
         self.rates = parse_rates(rates)
         self.ramp = ramp
-        self.rank = optim.rank
         self.optim = optim
         self.buffers = optim.buffers
         kept = model.state_dict()  # of a model with adapters, they alone
@@ -55,13 +54,6 @@ class EMA:
                 rate = min(rate, (1 + step) / (10 + step))
             torch._foreach_lerp_(averages, self.weights, 1 - rate)
 
-    @collective("the all-gather of the averaged weights")
-    @torch.no_grad()
-    def load_average(self) -> None:
-        """Overwrite the model's weights with the average of the first rate."""
-        for buffer, average in zip(self.buffers, self.averages[self.rates[0]]):
-            buffer.flat.copy_(buffer.gathered(average))
-
     @contextmanager
     def applied(self, model: torch.nn.Module):
         """Inside, the model is in eval mode with the average of the first rate, if any; then its own weights return.
@@ -73,7 +65,9 @@ class EMA:
         self.optim.wait_weights()
         saved = [buffer.flat.clone() for buffer in self.buffers]
         if self.rates:
-            self.load_average()
+            with collective("the all-gather of the averaged weights"):
+                for buffer, average in zip(self.buffers, self.averages[self.rates[0]]):
+                    buffer.flat.copy_(buffer.gathered(average))
         model.eval()
         try:
             yield
@@ -92,7 +86,7 @@ class EMA:
             for buffer, average in zip(self.buffers, averages):
                 named |= buffer.named(average)
             state[str(rate)] = named
-        return state if self.rank == 0 else {}
+        return state if self.optim.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
