@@ -156,7 +156,7 @@ class FlowMatching:
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
-        if known is not None and known.strength < 1:
+        if known is not None:
             steps = round(known.strength * steps)
             times = times[-1 - steps :]
             x = self.noised(known.x0, times[0], x)

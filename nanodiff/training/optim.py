@@ -247,10 +247,11 @@ class Optimizer:
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
         self.param_groups = groups
-        self.buffers = []
-        for group in groups:
-            for part in cut_group(group["params"], group["kind"], self.world):
-                self.buffers.append(Buffer(group, part, self.rank, self.world, grad_dtype))
+        self.buffers = [
+            Buffer(group, part, self.rank, self.world, grad_dtype)
+            for group in groups
+            for part in cut_group(group["params"], group["kind"], self.world)
+        ]
         # In backward's order: collectives must run in the same order on every rank
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -buffer.place)
         self.unsent = self.exchange_order.copy()
@@ -338,9 +339,8 @@ class Optimizer:
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (self.steps - 1) / MOMENTUM_WARMUP)
         for (rows, cols), (start, count) in buffer.batches.items():
             part = slice(start, start + count * rows * cols)
-            P = buffer.own[part].view(count, rows, cols)
-            G = buffer.grad[part].view(count, rows, cols)
-            M = buffer.state["momentum"][part].view(count, rows, cols)
+            flat = (buffer.own, buffer.grad, buffer.state["momentum"])
+            P, G, M = (x[part].view(count, rows, cols) for x in flat)
             rate = lr * max(1.0, rows / cols) ** 0.5
             factors = [mu, scale, rate, decay]
             if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
