@@ -52,7 +52,6 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
 MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
 FRAME_SIZE = 64  # pixels per image in these pictures
-MOST_PIXELS = 2**25  # of a picture to start from: small files may hold many
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The runs on offer
@@ -120,8 +119,8 @@ def open_given(data: bytes, strength: float, codec, device) -> GivenImages:
     """What the samples start from: the content of an image file."""
     with reading("the picture to start from", "is no image"):
         size = open_image(data).size
-    if math.prod(size) > MOST_PIXELS:
-        raise UserError(f"the picture to start from has {size} pixels; accepted: {MOST_PIXELS:,} in all")
+    if math.prod(size) > 2**25:  # small files may hold many
+        raise UserError(f"the picture to start from has {size} pixels; accepted: {2**25:,} in all")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "picture.png").write_bytes(data)  # Pillow looks at the content
         try:
@@ -177,8 +176,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     if samples.not_finite:
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     guidance = {"cfg_scale": settings.cfg_scale, "cfg_interval": list(settings.cfg_interval)}
-    drawn = asked | guidance | {"sampler": settings.sampler}
-    drawn["from_image"] = samples.given and with_hash("a picture", samples.given.images)
+    described = samples.given and with_hash("a picture", samples.given.images)
+    drawn = asked | guidance | {"sampler": settings.sampler, "from_image": described}
     text = {"protocol": json.dumps(drawn)}
     classes = []  # of the grid's columns
     if loaded.num_classes and (n <= columns or columns % num_turns == 0):

@@ -60,11 +60,9 @@ def read_run(folder: Path, over_images: bool) -> Run:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
-    facts, logged, lines = read_json(config), {}, []
+    facts, logged = read_json(config), {}
     metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        with open(metrics, "rb") as file:
-            lines = file.readlines()
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     every = 1 + len(lines) // PARSED
     for i, text in enumerate(lines, 2 - len(lines)):  # 0 and 1: the last, and one that a killed process has torn
         if i < 0 and i % every and b'"train/loss"' in text:
