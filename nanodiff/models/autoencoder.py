@@ -268,9 +268,7 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
             weights |= {prefix + name: w for name, w in tensors.items()}
             digest.update(np.memmap(file, np.uint8, "r"))
         weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
-        config = {}
-        if settings.is_file():
-            config = json.loads(settings.read_text())
+        config = json.loads(settings.read_text()) if settings.is_file() else {}
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)

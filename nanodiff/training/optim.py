@@ -125,11 +125,8 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
         for i, end in enumerate(ends):
             parts[(end - 1) * count // total].append(i)
         parts = [part for part in parts if part]
-        padded = 0
-        for part in parts:
-            _, share, _ = plan_buffer([params[i] for i in part], kind, world)
-            padded += world * share
-        if padded <= 1.1 * total:
+        shares = [plan_buffer([params[i] for i in part], kind, world)[1] for part in parts]
+        if world * sum(shares) <= 1.1 * total:
             return parts
     return [list(range(len(params)))]
 
