@@ -68,7 +68,7 @@ num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = eva
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
-lr = 3e-3  # > 0: AdamW's learning rate; if total_batch_size is 0, scaled from 64 images per step and DiT width 256
+lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; as it is if total_batch_size is given
 flip = False  # mirror half of the images left-right
 eval_every = 0.04  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never;
 #                    less than 1 = this fraction of the run, but 250 steps or more
@@ -104,11 +104,11 @@ lora_targets = "all"  # linear layers to adapt, by the ends of their names, such
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
 #                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from the flow run init_from
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal, mean 0, for flow; else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
 # Optimisation
-optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices except adaLN's, AdamW for the rest; or AdamW for all
+optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices and kernels, not adaLN's; AdamW for the rest, or for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
@@ -131,7 +131,7 @@ log_every = 10  # >= 1: steps between log lines
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
 width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only optimizer=muon
-muon_lr = 0.02  # > 0: Muon's learning rate; if total_batch_size is 0, scaled from 64 images per step
+muon_lr = 0.02  # > 0: Muon's learning rate for 64 images a step; as it is if total_batch_size is given
 # Only objective=flow|flow_x0
 guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
 #                    cfg_interval, so that samples need none and cost half; 1 = never
@@ -218,7 +218,7 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The size of the run: how many images, in what batches, at which rates. What is not given follows from the model:
-#     images = 12 * parameters / tokens           12 is target_param_data_ratio; tokens are those of one image
+#     images = 12 * parameters / tokens           12: target_param_data_ratio; parameters that learn; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16
 #     steps  = images / batch
 #     rates  = lr, muon_lr times sqrt(batch / 64); lr also times 256 / width
@@ -250,7 +250,7 @@ if choose_batch and checkpoint:
 elif choose_batch:
     if total_images:
         relative = math.sqrt(total_images * tokens / 20e6)
-    else:  # images = steps * batch stands on both sides: solved for batch / 64
+    else:  # images = steps * batch, so batch stands on both sides: solved for batch / 64, it is linear in the steps
         relative = num_iterations * 64 * tokens / 20e6
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
     if total_batch_size % world:  # 3, 5, 6, 7 ranks: each takes as many images
@@ -296,7 +296,7 @@ refuse_useless(config, codec.description, droppable(model_config))
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
     check_settings(checkpoint, meta, config)
-num_iterations = last_step(checkpoint, step, num_iterations)
+num_iterations = last_step(checkpoint, step, num_iterations)  # `step` itself for 0
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Optimizer, averages, micro-batches
@@ -320,13 +320,13 @@ device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_s
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples: those of a model that learns its guidance get none on top
+# Samples. A model that has learned guidance is sampled without it
 
 sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-asked_for = {} if learns_guidance(config) else config.given  # there, training uses what samples ignore
+asked_for = {} if learns_guidance(config) else config.given  # cfg_scale is then for training
 guidance = choose_guidance(cfg_scale, cfg_interval, fault, asked_for)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not learns_guidance(config):
@@ -386,9 +386,8 @@ def lr_multiplier(s):
 
 
 def save():
-    """Write this step's checkpoint, in a thread: training goes on. A collective. Its copies live no longer than that,
-    and the last save's are gone before."""
-    saver.wait()
+    """Write this step's checkpoint, in a thread: training goes on. A collective."""
+    saver.wait()  # the last save's copies are freed before these are made
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     if ddp_rank == 0:
         tensors = {
@@ -414,8 +413,8 @@ def save():
 
 
 def keep_if_best(found):
-    """If this evaluation is the best, note it and keep its checkpoint, which is saved here where evaluations and saves
-    have different beats. Returns the best one. A collective."""
+    """If this evaluation is the best, note it and keep its checkpoint. Only a saved step can be the best; where neither
+    cadence divides the other, it is saved here. Returns the best one. A collective."""
     name, images, every = "val/loss_ema", eval_images, eval_every
     if fid_every >= 0:
         name, images, every = f"val/{fid_metric}", fid_images, fid_every
@@ -445,8 +444,8 @@ if checkpoint:
     meter.load_state_dict(state.get("meter", []))
 saver = Saver(start_step if checkpoint else -1)
 verifier = Verifier(train_set)  # hashes the set in a thread during the first steps
-# Randomness. The numbers of step s, for the whole batch of all ranks, come from generators seeded by (seed, s), and
-# where each rank draws only its own rows by (seed, s, stream, number of a block of rows). So, up to the order of
+# Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
+# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to the order of
 # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size, and the same command
 # resumes identically without saving any generator's state. Dropout masks alone depend on how the batch is cut.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
@@ -513,7 +512,7 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None
+        flips = u_flip[rows] < 0.5 if flip else None  # of a set of latents: take those of the mirrored image
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
@@ -528,8 +527,8 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns one jump, u(x_t, t, r) = (x_t - x_r) / (t - r), and draws more numbers: how far each image
-        # jumps (diffusion/flow_map.py)
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), by |u - target|: the target goes most of
+        # the way by its own u, and the end by its teacher's velocity; it draws how far each image jumps (flow_map.py)
         draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw)
@@ -553,9 +552,10 @@ while True:
     # checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()
-        raise FloatingPointError(f"step {step}: loss {loss.item():g}, gradient not finite ({where})")
+        own = loss.item() * grad_accum_steps  # this rank's last micro-batch
+        raise FloatingPointError(f"step {step}: loss {own:g}, gradient not finite ({where})")
 
-    # Update, and exchange 2 of 2: each rank updates its share; then all-gathers, until the next forward
+    # Update, and exchange 2 of 2: each rank updates its share; all-gathers start here, and end before the next forward
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm
