@@ -137,9 +137,9 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
         r = (lam(i) - lam(i + 1)) / h
         c = 1 / (2 * r)
         D = (1 + c) * x0 - c * x0_last
-    shrink = float(sigma[i - 1] / sigma[i])
-    gain = float(alpha[i - 1]) * math.expm1(-h)
-    return shrink * x_t - gain * D, x0
+    shrink = sigma[i - 1] / sigma[i]
+    gain = alpha[i - 1] * math.expm1(-h)
+    return x_t * shrink - D * gain, x0  # tensors first: numpy's numbers would turn them into arrays
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}

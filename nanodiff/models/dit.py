@@ -249,8 +249,7 @@ class Final(nn.Module):
         self.ada = nn.Linear(config.width, 2 * config.width)
 
     def forward(self, x, c):  # (N, T, C), (N, C) -> (N, T, p*p*out)
-        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 2 C)
-        shift, scale = ada.chunk(2, dim=-1)
+        shift, scale = self.ada(c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C) each
         return self.linear(modulate(self.norm(x.float()), shift, scale))
 
 
