@@ -216,11 +216,14 @@ class Buffer:
         return host_copy(dict(zip(self.names, self.views(full)))) if on_first_rank else {}
 
     def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `named`: this rank's share."""
-        full = torch.zeros_like(self.flat)
-        for name, view in zip(self.names, self.views(full)):
-            view.copy_(named[name])
-        return full[self.mine]
+        """The inverse of `named`: this rank's share, the only part that is read."""
+        own = torch.zeros_like(self.own)
+        for name, p, offset in zip(self.names, self.params, self.offsets):
+            first, end = max(offset, self.mine.start), min(offset + p.numel(), self.mine.stop)
+            if first < end:
+                part = named[name].reshape(-1)[first - offset : end - offset]
+                own[first - self.mine.start : end - self.mine.start] = part
+        return own
 
 
 class Optimizer:
