@@ -4,7 +4,7 @@ Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema), ImageNet's 1.28 
 
     python -m scripts.prepare_data --path=imagenet/train --resolution=256 --name=imagenet256 --val_fraction=0.01
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae-ft-ema/ \
-        --name=imagenet256_latents --flip
+        --name=imagenet256_latents --flip --latent_norm=scale     # 0.18215
 
 Stage two: torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/dit_imagenet256.py
 
@@ -14,7 +14,6 @@ Sample as they do: python -m scripts.sample --sampler=ddpm --steps=250 --cfg_sca
 
 model_tag = "dit_imagenet256"
 data = "imagenet256_latents"
-latent_norm = "scale"  # 0.18215
 flip = True
 # DiT-XL/2: 28 blocks of width 1152 with 16 heads
 arch = "dit_classic"

@@ -141,7 +141,6 @@ time_input = "1000t"  # 1000t|t|1-t: what the network sees; t, 1-t: as REPA's, S
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
-latent_norm = "channels"  # channels|scale: normalise latents by the set's mean and std, or by the VAE's published scale
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
 ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights; as published: False
 # Only arch=unet
@@ -191,7 +190,7 @@ source, like = open_source(config, meta, device)
 
 train_set = open_dataset(data, "train", like)
 val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
-codec = make_codec(train_set, device, autoencoder, latent_norm, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
+codec = make_codec(train_set, device, autoencoder, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
 class_names = codec.description["class_names"] if class_cond else []
 num_classes = len(class_names)  # and the number of the null class
 shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)

@@ -32,6 +32,7 @@ from nanodiff.models.autoencoder import open_autoencoder
 data = ""  # name of an image set, or the path of its folder
 autoencoder = ""  # weights of the autoencoder: a file, one of an encoder/decoder pair, or a folder
 name = ""  # name of the latent set; "" = DATA_AUTOENCODER
+latent_norm = "channels"  # channels|scale: normalise by the set's mean and std, or by the autoencoder's published scale
 flip = False  # also encode the mirrored images, so that training can use --flip
 batch_size = 16  # >= 1: images at a time on each rank
 overwrite = False  # replace a set of the same name
@@ -148,7 +149,9 @@ if rank == 0:
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
     latents = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
-    writer.meta["latents"] = latents | {"mean": mean.tolist(), "std": std.tolist()}
+    if latent_norm == "channels":
+        latents |= {"mean": mean.tolist(), "std": std.tolist()}
+    writer.meta["latents"] = latents
     stack.close()
     shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
     print0(f"made {writer.path}: {num_images:,} latents of {shape}")

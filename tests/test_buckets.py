@@ -229,12 +229,19 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, tm
 
 def test_latents_keep_the_buckets(base, photos, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
-    run_script("cache_latents", "--data=photos", f"--autoencoder={vae}", "--name=latents", "--device_type=cpu")
+    run_script(
+        "cache_latents",
+        "--data=photos",
+        f"--autoencoder={vae}",
+        "--name=latents",
+        "--device_type=cpu",
+        "--latent_norm=scale",
+    )
     latents = open_dataset("latents")
     assert latents.buckets == {(h // 4, w // 4): bucket for (h, w), bucket in photos.buckets.items()}
     assert verify(latents)[0] == verify(photos)[0] and (latents.labels(range(21)) == photos.labels(range(21))).all()
     args = (*RUN, "--patch_size=1", "--num_iterations=3")
-    run_script("base_train", *args, "--data=latents", "--model_tag=cached", "--latent_norm=scale")
+    run_script("base_train", *args, "--data=latents", "--model_tag=cached")
     run_script("base_train", *args, f"--autoencoder={vae}", "--model_tag=live")  # encodes the same images
     np.testing.assert_allclose(losses(base, "cached"), losses(base, "live"), rtol=0.01)  # fp16
 

@@ -18,14 +18,13 @@ def make_codec(
     dataset,
     device,
     autoencoder: str = "",
-    latent_norm: str = "channels",
     flip: bool = False,
     like: dict | None = None,
 ) -> Pixels:
     """For training: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
 
-    `latent_norm`: "channels" normalises a latent set by its mean and deviation per channel, "scale" by the
-    autoencoder's published scale and shift, as for latents made on the fly. `like`: the description of the model that
+    A latent set is normalised by its mean and deviation per channel or, if it was made with latent_norm=scale, by the
+    autoencoder's published scale and shift, as latents made on the fly are. `like`: the description of the model that
     training starts from: latents and vectors are then normalised as that model knows them.
     """
     if flip and dataset.meta["kind"] == "latents" and dataset.meta["latents"]["copies"] < 2:
@@ -35,10 +34,9 @@ def make_codec(
     description = describe_data(dataset)
     if description["kind"] == "latents":
         info = dict(dataset.meta["latents"])
-        mean, std = info.pop("mean"), info.pop("std")
-        if latent_norm == "channels":
-            info["offset"], info["scale"] = mean, std
-        description["channels"] = len(mean)
+        if "mean" in info:
+            info["offset"], info["scale"] = info.pop("mean"), info.pop("std")
+        description["channels"] = len(info["offset"])
         description["latents"] = info
         return Latents(description, device, path=autoencoder)
     if not autoencoder:

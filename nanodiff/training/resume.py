@@ -125,9 +125,6 @@ def refuse_useless(config: dict, description: dict, conditions: list[str]) -> No
     `description`: of the codec; `conditions`: those that training drops.
     """
     kind = description["kind"]
-    if config["latent_norm"] != "channels" and kind == "images":
-        what = f"latent_norm={config['latent_norm']!r} would do nothing"
-        raise UserError(f"{what}: {config['data']} holds images, and no autoencoder is given")
     if config["bpd_every"] >= 0 and kind != "images":
         raise UserError(f"bpd_every={config['bpd_every']}: bits/dim need uint8 images, not {kind}; -1 = never")
     if config["guided_from"] < 1 and not (conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1):
