@@ -94,7 +94,8 @@ low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-re
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # Fine-tuning
 init_from = ""  # run, exported or published file to start from: its weights and, unless others are given, its settings
-#                 of the model and of what is learned; "" = weights drawn from the seed; a file of adapters is continued
+#                 of the model and of what is learned (of a run: the newest checkpoint's first average); "" = weights
+#                 drawn from the seed; a file of adapters is continued
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 lora_rank = 0  # >= 0: train and save only adapters of this rank (LoRA), and classes that init_from lacks; 0 = off
 # Only lora_rank > 0
@@ -220,7 +221,7 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; parameters that learn; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16
 #     steps  = images / batch
-#     rates  = lr, muon_lr times sqrt(batch / 64); lr also times 256 / width
+#     rates  = lr, muon_lr times sqrt(batch / 64); lr of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
@@ -390,7 +391,7 @@ def save():
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     if ddp_rank == 0:
         tensors = {
-            "model": host_copy(raw_model.state_dict()),
+            "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
             "optim": optim_state,  # of all parameters, whatever the number of ranks
             "train": dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums),
             **{f"ema_{rate}": average for rate, average in averages.items()},
@@ -412,8 +413,9 @@ def save():
 
 
 def keep_if_best(found):
-    """If this evaluation is the best, note it and keep its checkpoint. Only a saved step can be the best; where neither
-    cadence divides the other, it is saved here. Returns the best one. A collective."""
+    """If this evaluation is the best (lowest val/loss_ema, or val/FID_METRIC if there is fid_every), note it: its
+    checkpoint stays beside the newest. Only a saved step can be the best; where neither cadence divides the other,
+    it is saved here. Returns the best one. A collective."""
     name, images, every = "val/loss_ema", eval_images, eval_every
     if fid_every >= 0:
         name, images, every = f"val/{fid_metric}", fid_images, fid_every
@@ -527,7 +529,8 @@ while True:
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), by |u - target|: the target goes most of
-        # the way by its own u, and the end by its teacher's velocity; it draws how far each image jumps (flow_map.py)
+        # the way by its own u, and the end by its teacher's velocity, without gradient; |.| is smooth and a mean over
+        # pixels; r < t, where the jump ends, is drawn for each image (flow_map.py)
         draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw)
@@ -543,7 +546,8 @@ while True:
 
     # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
-    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step.
+    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. Besides these exchanges
+    # only numbers travel: losses, on log lines and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
