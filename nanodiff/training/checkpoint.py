@@ -134,12 +134,12 @@ def read_best(run_dir: Path) -> dict:
     """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured. If the
     file is damaged, what the newest checkpoint knows."""
     path = run_dir / "best.json"
-    if not path.exists():
-        return {}
     try:
-        best = read_json(path)
+        best = json.loads(path.read_bytes())
         return {key: best[key] for key in ("step", "metric", "value", "images")}
-    except (UserError, KeyError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
         print0(f"{path} is damaged: the newest checkpoint says which is the best")
     newest = find_checkpoint(run_dir)
     return (newest and load_meta(newest)["loop"].get("best")) or {}
