@@ -362,6 +362,7 @@ report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
+# It stops after these three, not before, so that the last step too is saved, evaluated and sampled
 
 
 def due(every):
@@ -392,7 +393,7 @@ def save():
     if ddp_rank == 0:
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
-            "optim": optim_state,  # of all parameters, whatever the number of ranks
+            "optim": optim_state,  # of all that learns, whatever the number of ranks
             "train": dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums),
             **{f"ema_{rate}": average for rate, average in averages.items()},
         }
