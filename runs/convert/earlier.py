@@ -14,3 +14,4 @@ for step, checkpoint in list_checkpoints(run_dir):
         config["gaussian_loss"] = config.pop("loss", config.get("gaussian_loss", "mse"))  # it has another name now
         tensors = {path.stem: load_tensors(path) for path in checkpoint.glob("*.pt")}
         print(f"converted {save_checkpoint(run_dir, step, tensors, meta)}")
+print("its samples stay the same bytes; resumed, it takes the images of an epoch in another order than it began with")
