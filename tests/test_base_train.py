@@ -316,10 +316,10 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
         other_rule.setattr(DiTConfig, "from_depth", lambda depth, **sizes: rule(depth, **sizes | {"heads": 2}))
         run_script("base_train", *args)
     assert before == {name: (first / name).read_bytes() for name in names}
-    changed = ("--lr=0.01", "--num_iterations=7", "--eval_every=-1")
+    changed = ("--lr=0.01", "--num_iterations=7", "--guided_from=0.5", "--eval_every=-1")
     assert run_script("base_train", *args, *changed, "--resume=changed")["step"] == len(losses(tiny, "a")) == 7
     config = json.loads((first / "config.json").read_text())
-    changes = {"lr": 0.01, "num_iterations": 7, "eval_every": -1}
+    changes = {"lr": 0.01, "num_iterations": 7, "guided_from": 0.5, "eval_every": -1}
     assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == changes
     with DatasetWriter("tiny", CLASS_NAMES, overwrite=True) as writer:
         writer.append("train", *draw_shapes(72, seed=0))

@@ -57,6 +57,7 @@ RATES = {
     "grad_clip",
     "warmup_ratio",
     "warmdown_ratio",
+    "guided_from",
     "dtype",
 }
 
