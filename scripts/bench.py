@@ -18,11 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 
 from configurator import configure, literal, satisfies
 from nanodiff.common import UserError, get_dist, print0
@@ -44,7 +42,7 @@ patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
 reference = True  # time the published recipe; if False, ratios are to the first arm
 rounds = 3  # >= 1: turns of each arm
 steps = 10  # >= 1: steps per turn, behind those that warm up
-profile = ""  # path for a chrome trace (.json) of 3 steps of the first arm; also prints their time by kind of kernel
+profile = ""  # path for a chrome trace (.json) of 3 steps of the first arm; also prints their longest kernels
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 json = False  # print one JSON object instead of the table
 
@@ -60,36 +58,25 @@ PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "refere
 WARM_UP = 3  # steps
 
 
-def parse_list(name: str, text: str) -> list:
-    items = [literal(item) for item in text.split(",")]
-    if any(isinstance(item, float) or not satisfies(item, RULES[name]) for item in items):
-        raise UserError(f"{name}s={text!r}; accepted: {RULES[name]}, comma-separated")
-    return items
-
-
 def published(arm: dict) -> dict:
     """The reference that an arm is compared with."""
-    arch = "dit_classic" if arm["arch"] == "dit" else arm["arch"]
-    return arm | PUBLISHED | {"arch": arch}
+    return arm | PUBLISHED | {"arch": "unet" if arm["arch"] == "unet" else "dit_classic"}
 
 
 def list_arms(config: dict) -> list[dict]:
     """One value of each list for each arm. A reference stands before what it is for."""
-    lists = [parse_list(name, config[f"{name}s"]) for name in RULES]
-    arms = []
+    lists, arms = [], []
+    for name, rule in RULES.items():
+        text = config[f"{name}s"]
+        lists.append([literal(item) for item in text.split(",")])
+        if any(isinstance(item, float) or not satisfies(item, rule) for item in lists[-1]):
+            raise UserError(f"{name}s={text!r}; accepted: {rule}, comma-separated")
     for values in itertools.product(*lists):
         arm = dict(zip(RULES, values)) | {"reference": False}
         if config["reference"] and published(arm) not in arms:
             arms.append(published(arm))
         arms.append(arm)
     return arms
-
-
-def describe(arm: dict, device) -> str:
-    dtype = str(choose_dtype(arm["dtype"], device)).removeprefix("torch.")
-    compiled = {True: "compiled", False: "eager", "max": "compiled (max)"}[arm["compile"]]
-    words = f"{arm['arch']} d{arm['depth']}, batch {arm['batch_size']}, {dtype}, {compiled}, {arm['optimizer']}"
-    return words + (", reference" if arm["reference"] else "")
 
 
 def arguments(arm: dict, num_iterations: int) -> list[str]:
@@ -107,19 +94,15 @@ def arguments(arm: dict, num_iterations: int) -> list[str]:
 
 
 def take_turn(arm: dict) -> dict:
-    """Run base_train in a process of its own; return num_params, memory_gb, and the metrics of each step."""
+    """Run base_train in a process of its own; return its peak memory_gb, and the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "scripts.base_train", *arguments(arm, WARM_UP + steps)]
-        environment = os.environ | {"NANODIFF_BASE_DIR": folder}
-        root = Path(__file__).resolve().parents[1]
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | {"NANODIFF_BASE_DIR": folder}, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
-        run_dir = Path(folder) / "runs" / "arm"
-        lines = [json_format.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        num_params = json_format.loads((run_dir / "config.json").read_text())["num_params"]
-        memory_gb = float(re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)[1])
-    return {"lines": lines, "num_params": num_params, "memory_gb": memory_gb}
+        text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
+    memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
+    return {"lines": [json_format.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
 
 
 def make_row(arm: dict, turns: list[dict], device) -> dict:
@@ -127,9 +110,11 @@ def make_row(arm: dict, turns: list[dict], device) -> dict:
     lines = [line for turn in turns for line in turn["lines"][WARM_UP:]]
     step_ms = [line["train/dt_ms"] for line in lines]
     median_ms = statistics.median(step_ms)
+    dtype = str(choose_dtype(arm["dtype"], device)).removeprefix("torch.")
+    compiled = {True: "compiled", False: "eager", "max": "compiled (max)"}[arm["compile"]]
+    what = f"{arm['arch']} d{arm['depth']}, batch {arm['batch_size']}, {dtype}, {compiled}, {arm['optimizer']}"
     return arm | {
-        "what": describe(arm, device),
-        "num_params": turns[0]["num_params"],
+        "what": f"{what}, reference" if arm["reference"] else what,
         "step_ms": median_ms,
         "images_per_sec": 1000 * arm["batch_size"] / median_ms,
         "min_ms": min(step_ms),
@@ -140,33 +125,13 @@ def make_row(arm: dict, turns: list[dict], device) -> dict:
     }
 
 
-KINDS = {  # the first whose pattern is in the name of a kernel, or of an operation on a CPU
-    "attention": r"attention|flash|fmha",
-    "matmul": r"gemm|cutlass|nvjet|xmma|cublas|mm\b|linear",
-    "exchange": r"nccl",
-    "convolution": r"conv",
-    "triton": r"triton|cpp_fused",
-    "copy": r"memcpy|memset|copy",
-    "other": r"",
-}
-
-
 def take_profile(path: str, arm: dict, device) -> None:
-    """Run base_train here; write a chrome trace of 3 of its steps, and print their time and launches by kind."""
-    on_gpu = device.type == "cuda"
+    """Run base_train here; write a chrome trace of 3 of its steps, and print the kernels that take the longest."""
 
     def ready(profiler):
         profiler.export_chrome_trace(path)
-        ms, launches = Counter(), Counter()
-        for event in profiler.key_averages():
-            if on_gpu and event.device_type != DeviceType.CUDA:
-                continue
-            kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.key, re.IGNORECASE))
-            ms[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 3000
-            launches[kind] += event.count // 3
-        print(f"profile of a step: {sum(ms.values()):.1f} ms in {sum(launches.values()):,} launches", file=sys.stderr)
-        for kind in KINDS:
-            print(f"{kind:>12} {ms[kind]:9.2f} ms {launches[kind]:7,} launches", file=sys.stderr, flush=True)
+        longest = profiler.key_averages().table(f"self_{device.type}_time_total", row_limit=20)
+        print(f"profile of 3 steps:\n{longest}", file=sys.stderr, flush=True)
 
     def end_step(*args):
         original(*args)
@@ -174,20 +139,11 @@ def take_profile(path: str, arm: dict, device) -> None:
 
     original, Meter.end_step = Meter.end_step, end_step
     schedule = torch.profiler.schedule(wait=WARM_UP - 1, warmup=1, active=3, repeat=1)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler,
-    ):
-        sys.argv = ["base_train", *arguments(arm, WARM_UP + 4)]
+    sys.argv = ["base_train", *arguments(arm, WARM_UP + 4)]
+    with tempfile.TemporaryDirectory() as folder:
         os.environ["NANODIFF_BASE_DIR"] = folder
-        runpy.run_module("scripts.base_train", run_name="__main__")
-
-
-def show(rows: list[dict]) -> None:
-    columns = [name for name, value in rows[0].items() if isinstance(value, float)]
-    print0("  ".join(f"{name:>9}" for name in columns) + "  what")
-    for row in rows:
-        print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler:
+            runpy.run_module("scripts.base_train", run_name="__main__")
 
 
 def main():
@@ -204,13 +160,16 @@ def main():
     turns = [[take_turn(arm) for arm in arms] for _ in range(rounds)]
     rows = [make_row(arm, of_arm, device) for arm, of_arm in zip(arms, zip(*turns))]
     for arm, row in zip(arms, rows):
-        base = rows[arms.index(published(arm))] if config["reference"] else rows[0]
+        base = rows[arms.index(published(arm))] if reference else rows[0]
         row["ratio"] = row["images_per_sec"] / base["images_per_sec"]
     if json:
         head = {"device": device_name(device), "torch": torch.__version__, "config": config}
         print0(json_format.dumps(head | {"rows": rows}))
     else:
-        show(rows)
+        columns = [name for name, value in rows[0].items() if isinstance(value, float)]
+        print0("  ".join(f"{name:>9}" for name in columns) + "  what")
+        for row in rows:
+            print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
     if profile:
         take_profile(profile, arms[int(reference)], device)
 
