@@ -1,16 +1,18 @@
 """
-Write a trained model to a file: for nanodiff, or in the published format of Meta's DiT.
+Write a trained model to a file: for nanodiff, or in the published format of Meta's DiT or OpenAI's UNet.
 
     python -m scripts.export --model=shapes_dit_d4              # then: scripts.sample --model=FILE.safetensors
     python -m scripts.export --model=my_dit --form=meta         # as facebookresearch/DiT's .pt
+    python -m scripts.export --model=my_unet --form=openai      # as openai/improved-diffusion's .pt
 
-A .safetensors holds all that sampling needs; Meta's form holds the weights as "ema", as its training checkpoints do,
-and beside them the heads, schedule and T that nanodiff needs; other settings are printed.
+A .safetensors holds all that sampling needs. Meta's form holds the weights as "ema", as its training checkpoints do,
+and beside them the heads, schedule and T that nanodiff needs. OpenAI's is a state dict, without these and without a
+null class. What a form does not hold is printed.
 """
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from nanodiff.common import UserError, print0
 from nanodiff.files import writing
 from nanodiff.formats.adapters import merge
 from nanodiff.formats.load import build, find, read, read_adapters
-from nanodiff.formats.published import from_meta, to_meta
+from nanodiff.formats.published import to_published
 from nanodiff.safetensors import described, save_safetensors
 
 model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
@@ -28,7 +30,7 @@ checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, 
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
-form = "safetensors"  # safetensors|meta: what to write
+form = "safetensors"  # safetensors|meta|openai: what to write
 out = ""  # path of the file; "" = exports/ in the run's folder
 overwrite = False  # replace a file of that name
 config = configure(globals())
@@ -43,19 +45,8 @@ meta, tensors = read(*find(model, checkpoint_step, ema))
 if lora:
     meta, tensors = merge(meta, tensors, *read_adapters(lora), lora_scale)
 loaded = build(meta, tensors, "cpu")
-model_config = loaded.model.config
-arch = meta["arch"]
-if form == "meta":
-    if arch != "dit_classic" or not model_config.num_classes or model_config.low_res:
-        raise UserError(f"form=meta takes a dit_classic with classes and without low_res; {loaded.source} is {arch}")
-    objective, variance = loaded.config["objective"], loaded.config.get("variance", "")
-    if objective != "eps" or variance == "learned":  # else sampled wrongly
-        read_as = "objective=eps, variance fixed or learned_range"
-        raise UserError(f"form=meta is read as {read_as}, not as {objective}, {variance}")
-    tensors = to_meta(tensors, model_config)
-    same_shape, _ = from_meta(tensors, model_config.heads)
-    if same_shape != replace(model_config, checkpointing=False):
-        raise UserError(f"form=meta cannot hold {model_config}: it is read as {same_shape}")
+if form != "safetensors":
+    tensors, told = to_published(form, loaded, tensors)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Write
@@ -73,19 +64,18 @@ try:
         meta.pop("lora", None)  # merged
         save_safetensors(tensors, path, described(meta))
     else:
-        settings = loaded.config | {"heads": model_config.heads}
-        names = ("heads", "noise_schedule", "num_timesteps", "rescale_timesteps", "objective")
-        told = {name: settings[name] for name in names if name in settings}
         with writing(path) as file:
-            torch.save({"ema": tensors, "nanodiff": told}, file)
+            torch.save(tensors if form == "openai" else {"ema": tensors, "nanodiff": told}, file)
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
 
 num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
-if form == "safetensors":
-    print0(f"to sample: python -m scripts.sample --model={shlex.quote(str(path))}")
-else:
+options = ""
+if form == "openai":
+    options = "".join(f",{name}={value}" for name, value in told.items())
+print0(f"to sample: python -m scripts.sample --model={shlex.quote(f'{path}{options}')}")
+if form != "safetensors":
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
     process = {name: loaded.config.get(name) for name in names}
-    print0(f"not in the file: {json.dumps({'model': asdict(model_config), 'process': process})}")
+    print0(f"not in the file: {json.dumps({'model': asdict(loaded.model.config), 'process': process})}")

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
-from test_load import CLASSIC, DIT, UNET, UPSAMPLER, write_run
+from test_load import CLASSIC, CONFIG, DIT, UNET, UPSAMPLER, write_run
 from tiny_runs import TIMELESS, randomise
 
 from nanodiff.common import UserError
@@ -152,26 +153,45 @@ def unet_file(path, **settings):
     model = UNet(config)
     model.load_state_dict(randomise(model.state_dict()))
     conv1d = ("qkv.weight", "proj_out.weight")
-    torch.save({k: v[..., None] if k.endswith(conv1d) else v for k, v in model.state_dict().items()}, path)
+    with open(path, "wb") as file:
+        torch.save({k: v[..., None] if k.endswith(conv1d) else v for k, v in model.state_dict().items()}, file)
     return model.eval()
 
 
 @pytest.mark.parametrize("settings", [dict(out_channels=6), dict(num_classes=3, low_res=4)])
-def test_improved_diffusions_file_is_its_model(tmp_path, capsys, settings):
+def test_improved_diffusions_file_is_its_model(export, tmp_path, capsys, settings):
+    """And exported, the same bytes."""
     model = unet_file(tmp_path / "ema.pt", channel_mult=(1, 2), attention_resolutions=(16,), **settings)
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "does not hold heads=4" in capsys.readouterr().out
     assert loaded.model.config == model.config and "no null class" in loaded.why_unguided
     assert_equal(loaded.model.state_dict(), model.state_dict())
+    again = export(tmp_path / "ema.pt", "--form=openai", f"--out={tmp_path / 'again.pt'}")
+    assert again.read_bytes() == (tmp_path / "ema.pt").read_bytes()
+
+
+def test_a_unet_trained_here_in_openais_form(base, export, capsys):
+    """The line that it prints names all that the file lacks; the null class, which the form lacks, is gone."""
+    write_run(base, "a", UNET)
+    path = export("a", "--form=openai")
+    out = capsys.readouterr().out
+    assert "null class is dropped" in out
+    loaded = load_run(re.search(f"--model=({path}.*)", out)[1], "cpu")
+    assert capsys.readouterr().out == ""  # nothing is taken as published
+    assert loaded.config.items() >= {key: CONFIG[key] for key in ("noise_schedule", "num_timesteps")}.items()
+    assert loaded.class_names == ["0", "1"] and "no null class" in loaded.why_unguided
+    assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
 
 
 @pytest.mark.parametrize(
     "model_config, objective, args, named",
     [
-        (DIT, "eps", "--form=meta", "dit_classic with classes and without low_res; .* is dit$"),
+        (DIT, "eps", "--form=meta", "takes arch=dit_classic with classes; .* is dit$"),
         (WITHOUT_CLASSES, "eps", "--form=meta", "with classes"),
         (DIT, "eps", "--out=model.pt", r"model\.pt.*safetensors"),
         (DIT, "eps", "--out=file/x.safetensors", "file/x"),
+        (DIT, "eps", "--form=openai", "takes arch=unet; .* is dit$"),
+        (dataclasses.replace(UNET, low_res=4), "eps", "--form=openai", "low_res=4.* read as .*low_res=2"),
         (CLASSIC, "flow", "--form=meta", "read as objective=eps.* not as flow"),
     ],
 )

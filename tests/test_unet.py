@@ -6,7 +6,7 @@ import torch
 from figures import assert_figures, filled, inputs, rule_weights, wave
 
 from nanodiff.formats.load import load_run
-from nanodiff.formats.published import from_improved_diffusion
+from nanodiff.formats.published import from_improved_diffusion, to_improved_diffusion
 from nanodiff.models.unet import UNet, UNetConfig
 
 golden = conftest.golden("unet.json")["cases"]
@@ -19,7 +19,8 @@ def build(**settings):
 
 @pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
 def test_published_weights_and_outputs(case):
-    """The config is read from the state dict, its weights load strictly, and the outputs are the published ones."""
+    """The config is read from the state dict, its weights load strictly, the outputs are the published ones, and the
+    way back gives the state dict."""
     theirs = rule_weights(case["parameters"])
     config, state_dict = from_improved_diffusion(theirs, image_size=16, num_heads=case["config"]["num_heads"])
     for name, value in case["config"].items():
@@ -37,6 +38,8 @@ def test_published_weights_and_outputs(case):
             out = model.to(memory_format=layout)(x_t, t, y, low_res=low_res)
         assert out.dtype == torch.float32
         assert_figures(out, case["forward"], tolerance)
+    again = to_improved_diffusion(model.state_dict(), config)
+    assert [*again] == [*theirs] and all(torch.equal(again[name], x) for name, x in theirs.items())
 
 
 def test_published_parameter_count():

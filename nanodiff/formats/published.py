@@ -1,7 +1,7 @@
 """Published weights: Meta's DiT, SiT, REPA, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
 `from_*` gives our config, read off names and shapes, and our state dict, or raises what a foreign dict makes it raise;
-`to_meta` gives the published state dict.
+`to_*` gives the published state dict.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
+from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
@@ -40,10 +41,11 @@ DIFFUSERS = (
     ("t_embed.2.", "timestep_embedder.linear_2."),
     ("y_embed.", "class_embedder.embedding_table."),
 )
+CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
 # Settings that published files lack, and the pattern of their values
 MISSING = {
     "heads": r"[1-9]\d*",
-    "num_heads_upsample": r"[1-9]\d*",  # a UNet's
+    "num_heads_upsample": r"0|[1-9]\d*",  # a UNet's
     "image_size": r"[1-9]\d*",  # a UNet's
     "noise_schedule": "linear|cosine",
     "num_timesteps": r"[1-9]\d*",
@@ -51,8 +53,17 @@ MISSING = {
     "objective": "eps|flow",  # Meta's form: DiT's, SiT's
     "time_input": "1000t|t|1-t",  # objective=flow
 }
+GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
+OPTIONS = {  # those of them that each form lacks
+    "meta": ("heads", "objective", *GAUSSIAN),
+    "sit": ("heads", "objective", "time_input"),
+    "diffusers": GAUSSIAN,
+    "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
+}
 SIT = re.compile("(?<![a-z])(sit|repa)(?![a-z])", re.IGNORECASE)
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
+# Fields of a config that no published form holds: they change nothing, or names of weights show them
+NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions")
 
 
 def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
@@ -65,29 +76,26 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         tensors = tensors["ema"]
     heads = told.get("heads", 0)
     config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
-    options = {*config} & {*MISSING}
-    is_repa = "projectors.0.0.weight" in tensors
     if "x_embedder.proj.weight" in tensors:
-        arch = "dit_classic"
-        options |= {"heads", "objective"}
+        form = "meta"
+        is_repa = "projectors.0.0.weight" in tensors
         if "objective" not in told and (is_repa or SIT.search(path.name)):
             accepted = "objective=flow (SiT, REPA), objective=eps (DiT)"
             raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
         if told.get("objective") == "flow":
-            options = {"heads", "objective", "time_input"}
+            form = "sit"
             time_input = told.get("time_input", "t" if is_repa else "1-t")
             config = {"time_input": time_input, "timesteps": "uniform", "label_drop": 0.1}
             model_config, tensors = from_sit(tensors, heads, time_input)
         else:
             model_config, tensors = from_meta(tensors, heads)
     elif "pos_embed.proj.weight" in tensors:
-        arch = "dit_classic"
+        form = "diffusers"
         model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
     else:
-        arch = "unet"
-        model_config, tensors = from_improved_diffusion(tensors, told.get("image_size", 0), heads)
-        model_config = dataclasses.replace(model_config, num_heads_upsample=told.get("num_heads_upsample", 0))
-        options |= {"heads", "num_heads_upsample", "image_size"}
+        form = "openai"
+        of_unet = (told.get(name, 0) for name in ("image_size", "heads", "num_heads_upsample"))
+        model_config, tensors = from_improved_diffusion(tensors, *of_unet)
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
         if model_config.use_scale_shift_norm:
@@ -96,19 +104,16 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
                 config["noise_schedule"] = "cosine"
             if not model_config.num_classes:
                 config["rescale_timesteps"] = True
+    options = OPTIONS[form]
+    for name in told.keys() - {*options}:
+        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
     channels, num_classes = model_config.in_channels, model_config.num_classes
-    if "time_input" not in config:
+    if form != "sit":
         learns_variance = model_config.out_channels == 2 * channels
         config |= {"gaussian_loss": "mse", "variance": "learned_range" if learns_variance else "fixed_large"}
-    config |= {
-        "objective": told.get("objective", "eps"),
-        "low_res_size": model_config.low_res,
-    }
-    for name in told.keys() - options:
-        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
-    shape = dataclasses.asdict(model_config)
-    settings = config | shape | {"heads": shape.get("heads") or shape["num_heads"]}
-    assumed = [f"{name}={settings[name]}" for name in MISSING if name in options - told.keys()]
+    config |= {"objective": told.get("objective", "eps"), "low_res_size": model_config.low_res}
+    settings = config | named(model_config)
+    assumed = [f"{name}={settings[name]}" for name in MISSING if name in options and name not in told]
     note = ""
     if assumed:
         told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
@@ -122,8 +127,40 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         "num_classes": num_classes,
         "class_names": [str(i) for i in range(num_classes)],
     }
-    meta = {"step": 0, "ema": "as published", "arch": arch, "config": config, "data": data, "note": note}
-    return meta | {"model_config": shape}, tensors
+    meta = {"step": 0, "ema": "as published", "arch": settings["arch"], "config": config, "data": data, "note": note}
+    return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
+
+
+def named(model_config) -> dict:
+    """A model's shape by the names of settings and of MISSING."""
+    return model_settings(model_config) | {"image_size": model_config.image_size}
+
+
+def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
+    """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and what that does not hold (MISSING).
+
+    UserError if the form would be read as another model.
+    """
+    model_config, source = loaded.model.config, loaded.source
+    settings = loaded.config | named(model_config)
+    takes = "unet" if form == "openai" else "dit_classic with classes"
+    if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):
+        raise UserError(f"form={form} takes arch={takes}; {source} is {settings['arch']}")
+    objective, variance = settings["objective"], settings.get("variance", "")
+    if objective != "eps" or variance == "learned":  # else sampled wrongly
+        read_as = "objective=eps, variance fixed or learned_range"
+        raise UserError(f"form={form} is read as {read_as}, not as {objective}, {variance}")
+    if form == "meta":
+        theirs = to_meta(tensors, model_config)
+        again, _ = from_meta(theirs, model_config.heads)
+    else:
+        theirs = to_improved_diffusion(tensors, model_config)
+        names = ("image_size", "num_heads", "num_heads_upsample")
+        again, _ = from_improved_diffusion(theirs, *(getattr(model_config, name) for name in names))
+    for name, value in dataclasses.asdict(model_config).items():
+        if name not in NOT_HELD and getattr(again, name) != value:
+            raise UserError(f"form={form} cannot hold {model_config}: it is read as {again}")
+    return theirs, {name: settings[name] for name in OPTIONS[form] if name in settings}
 
 
 def rename(name: str, pairs) -> str:
@@ -210,7 +247,9 @@ def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
     return config, flatten_patches(ours)
 
 
-def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: int = 0) -> tuple[UNetConfig, dict]:
+def from_improved_diffusion(
+    state_dict: dict, image_size: int = 0, num_heads: int = 0, num_heads_upsample: int = 0
+) -> tuple[UNetConfig, dict]:
     """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
 
     image_size=0: attention starts at 16 pixels, as published. num_heads=0: 4, or LSUN's 1. Six input channels mean
@@ -243,9 +282,19 @@ def from_improved_diffusion(state_dict: dict, image_size: int = 0, num_heads: in
         attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
         channel_mult=tuple(level[0] // model_channels for level in widths),
         num_heads=num_heads or (4 if scale_shift else 1),
+        num_heads_upsample=num_heads_upsample,
         num_classes=shapes.get("label_emb.weight", (0,))[0],
         null_class=False,
         use_scale_shift_norm=scale_shift,
         low_res=low_res,
     )
-    return config, {name: p.squeeze(-1) if p.ndim == 3 else p for name, p in state_dict.items()}
+    return config, {name: p.squeeze(-1) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
+
+
+def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
+    """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class."""
+    theirs = {name: p.unsqueeze(-1) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
+    if config.num_classes and config.null_class:
+        theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
+        print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
+    return theirs
