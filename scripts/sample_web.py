@@ -33,7 +33,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, load_run
+from nanodiff.formats.load import Loaded, find_run, load_run, read_meta, shipped
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
@@ -43,7 +43,7 @@ from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
 
-model = ""  # tag or folder of the run that the page shows first; "" = the one written to last
+model = ""  # tag or folder of the run, or file, that the page shows first; "" = the run written to last
 port = 8000  # [0, 65535]: on 127.0.0.1; 0 = any free one
 low_res = ""  # what super-resolution models enlarge: .npz, folder or val; "" = val, if there is one
 autoencoder = ""  # path of the VAE of latent models; "" = where it was when their latents were made
@@ -58,18 +58,30 @@ FRAME_SIZE = 64  # pixels per image in these pictures
 
 
 def list_runs(first: Path) -> dict[str, Path]:
-    """{tag: folder} of the runs with checkpoints: `first`, then the others, newest first."""
-    others = [path for path in (base_dir() / "runs").glob("*") if list_checkpoints(path) and path.name != first.name]
+    """{tag: folder or file}: `first`, then the other runs with checkpoints, newest first, then the shipped weights."""
+    others = [path for path in (base_dir() / "runs").glob("*") if list_checkpoints(path)]
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    return {path.name: path for path in [first, *others]}
+    runs = {}
+    for path in [first, *others, *shipped().values()]:
+        runs.setdefault(path.name.removesuffix(".safetensors"), path)
+    return runs
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run, and the settings of the run's grids. Raises UserError if it cannot be sampled."""
-    checkpoints = list_checkpoints(path)
-    if not checkpoints:
-        raise UserError(f"{path} holds no checkpoint")
-    meta = load_meta(checkpoints[-1][1])
+    """What the page offers for a run or a file of weights, and the settings of the run's grids.
+
+    Raises UserError if it cannot be sampled.
+    """
+    if path.is_file():
+        meta = read_meta(str(path))
+        weights = [(meta["step"], meta["ema"])]
+    else:
+        checkpoints = list_checkpoints(path)
+        if not checkpoints:
+            raise UserError(f"{path} holds no checkpoint")
+        meta = load_meta(checkpoints[-1][1])
+        emas = [*map(str, meta["ema_rates"]), "raw"]
+        weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
     with reading(path, "was trained by another version"):
         config = meta["config"]
         num_classes = meta["model_config"]["num_classes"]
@@ -77,9 +89,8 @@ def describe_run(path: Path) -> dict:
         is_guided = not why_unguided(config, has_condition, meta["step"])
         process = make_process(config, meta["data"])
         own = own_settings(config, process) | ({} if is_guided else {"cfg_scale": 1})
-        emas = [*map(str, meta["ema_rates"]), "raw"]
         return {
-            "weights": [(step, ema) for step, _ in reversed(checkpoints) for ema in emas],
+            "weights": weights,
             "classes": meta["data"]["class_names"] if num_classes else [],
             "is_guided": is_guided,
             "samplers": ["auto", *process.samplers],
@@ -228,8 +239,6 @@ class Handler(LocalHandler):
 
 def main():
     first_run = find_run(model).resolve()
-    if first_run.is_file():
-        raise UserError(f"model={model!r} is a file, and the page samples runs: use scripts.sample")
     describe_run(first_run)  # refuses a run that cannot be sampled
     device = init_device(device_type)
     compute_dtype = choose_dtype(dtype, device)

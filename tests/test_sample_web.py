@@ -17,6 +17,7 @@ from webdriver import CHROMEDRIVER, Browser
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import CLASS_NAMES
+from nanodiff.formats import load
 from nanodiff.formats.load import find_run, load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.safetensors import load_safetensors
@@ -123,6 +124,18 @@ def test_latents_are_watched_as_they_are_and_decoded_at_the_end(base, run_script
     assert picture(last).shape == (16 * 3 + 4, 16 * 3 + 4, 3) and not last["warning"]
 
 
+def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(flow, run_script, tmp_path, monkeypatch):
+    run_script("export", "--model=flow", f"--out={tmp_path}/ours.safetensors")
+    monkeypatch.setattr(load, "WEIGHTS", tmp_path)
+    assert [*list_runs(flow)] == ["flow", "sr", "ours"]
+    expected = picture(drawn(flow, steps=3, num_images=2)[-1])
+    shutil.rmtree(flow.parent)
+    ours = find_run("")
+    assert ours == find_run("ours") == tmp_path / "ours.safetensors" and [*list_runs(ours)] == ["ours"]
+    assert describe_run(ours)["weights"] == [(1, "0.999")]
+    assert (picture(drawn(ours, steps=3, num_images=2, run="ours")[-1]) == expected).all()
+
+
 def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     offered = describe_run(flow)
     assert offered["weights"] == [(1, "0.999"), (1, "raw"), (0, "0.999"), (0, "raw")]
@@ -135,7 +148,8 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     (eps.parent / "not a run").mkdir()
     runs = list_runs(eps)
     assert next(iter(runs)) == "eps" and "not a run" not in runs
-    assert describe_runs(runs).keys() == {"eps", "flow", "sr"} and offered["time"] == flow.stat().st_mtime
+    assert describe_runs(runs).keys() - load.shipped().keys() == {"eps", "flow", "sr"}
+    assert offered["time"] == flow.stat().st_mtime
     *_, last = drawn(eps, steps=2, num_images=2, cfg_scale=4)
     assert last["settings"]["cfg_scale"] == 1
 

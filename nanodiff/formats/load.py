@@ -25,6 +25,7 @@ from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_weights, list_checkpoints, read_best
 
+WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 # What may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6; and the pattern of its values
 OPTIONS = {"step": r"newest|best|\d+", "ema": r"raw|[\d.]+"} | MISSING
@@ -91,17 +92,26 @@ class Loaded:
         return sample(self, *args, **settings)
 
 
+def shipped() -> dict[str, Path]:
+    """{name: file} of the weights that come with the code."""
+    return {path.stem: path for path in sorted(WEIGHTS.glob("*.safetensors"))}
+
+
 def find_run(run: str) -> Path:
-    """The folder of a run, or a file, by its path or tag; "" is the most recently written run."""
+    """The folder of a run, or a file, by its path or tag, or shipped weights by their name; "" is the run that was
+    written to last or, if there is none, the first of the shipped weights."""
     runs = base_dir() / "runs"
     known = sorted((p for p in runs.glob("*") if (p / "checkpoints").is_dir()), key=os.path.getmtime)
-    if not run and known:
-        return known[-1]
-    for path in (os.path.expanduser(run), runs / run) if run else ():
+    if not run and (found := known[-1:] or [*shipped().values()]):
+        return found[0]
+    for path in (os.path.expanduser(run), runs / run, shipped().get(run, "")) if run else ():
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
     tags = nearest(run, [p.name for p in known])
-    raise UserError(f"{run!r} is no folder, file or tag; nearest tags: {tags}; scripts.base_train trains one")
+    names = ", ".join(shipped()) or "none"
+    raise UserError(
+        f"{run!r} is no folder, file or tag; nearest tags: {tags}; shipped: {names}; scripts.base_train trains one"
+    )
 
 
 def split_options(run: str) -> tuple[str, dict]:
