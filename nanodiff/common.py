@@ -74,15 +74,22 @@ def printable(text: str) -> str:
 
 
 def print0(*args, is_picture: bool = False, **kwargs):
-    """print on rank 0, flushed; if the reader is gone (`| head`, closed terminal), the run continues."""
+    """print on rank 0, flushed, and text to print0.file too, if a run has opened its log. If the reader is gone
+    (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
+    texts = [arg if is_picture else printable(str(arg)) for arg in args]
+    if print0.file and not is_picture:
+        print(*texts, file=print0.file, flush=True)
     try:
-        print(*(arg if is_picture else printable(str(arg)) for arg in args), **kwargs, flush=True)
+        print(*texts, **kwargs, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         sys.stdout = open(os.devnull, "w")
+
+
+print0.file = None
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:

@@ -39,7 +39,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, i
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
-from nanodiff.dist import StopSignal, from_first_rank
+from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import save_adapters
 from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
@@ -165,10 +165,19 @@ bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation imag
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The machine
+# The run's folder: one trainer at a time
 
 ddp_rank, _, world = get_dist()
 check_wandb(run)
+model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
+run_dir = run_folder(model_tag)
+if ddp_rank == 0:
+    lock = lock_run(run_dir)
+    print0.file = open(run_dir / "log.txt", "a")  # keeps what is printed from here on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
@@ -177,13 +186,10 @@ print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run's folder: one trainer at a time, resumed from its newest intact checkpoint
+# Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
-model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
-run_dir = run_folder(model_tag)
-lock = lock_run(run_dir) if ddp_rank == 0 else None
 checkpoint, meta = resume_point(run_dir, resume)
-# What init_from names, if it is needed; and `like`, how its model sees data: which classes, on which scale
+# source: init_from's model, unless a resumed run can do without; like: how it sees data (classes, scale)
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,8 +200,8 @@ val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] e
 codec = make_codec(train_set, device, autoencoder, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
 class_names = codec.description["class_names"] if class_cond else []
 num_classes = len(class_names)  # and the number of the null class
-shapes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
-print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {shapes}, {num_classes or 'no'} classes")
+sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
+print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {num_classes or 'no'} classes")
 if codec.undecodable:
     print0(f"grids will show latents, not pixels: {codec.undecodable}")
 
@@ -232,14 +238,14 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known before the batch is
 if num_iterations >= 0:
-    horizon = "as given"
+    how_long = "as given"
 elif num_epochs > 0:
-    total_images, horizon = num_epochs * len(train_set), f"{num_epochs:g} epochs"
+    total_images, how_long = num_epochs * len(train_set), f"{num_epochs:g} epochs"
 elif target_flops > 0:
-    total_images, horizon = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
+    total_images, how_long = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
 elif target_param_data_ratio > 0:
     total_images = target_param_data_ratio * num_trained / tokens
-    horizon = f"{target_param_data_ratio:g} tokens per parameter that learns"
+    how_long = f"{target_param_data_ratio:g} tokens per parameter that learns"
 else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
@@ -266,7 +272,7 @@ if choose_batch:
 if num_iterations < 0:
     num_iterations = max(1, round(total_images / total_batch_size))
 epochs = num_iterations * total_batch_size / len(train_set)
-print0(f"run: {num_iterations:,} steps ({horizon}) x {total_batch_size:,} images: {epochs:.1f} epochs")
+print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if choose_batch else 'as given'})")
 if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
@@ -301,16 +307,16 @@ num_iterations = last_step(checkpoint, step, num_iterations)  # `step` itself fo
 # ---------------------------------------------------------------------------------------------------------------------
 # Optimizer, averages, micro-batches
 
-timestep_sampler = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
+t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
-rates = dict(lr=lr, muon_lr=muon_lr, weight_decay=weight_decay, betas=(0.9, beta2))
-is_compiled = compile != "False"
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of the exchange
-optim = make_optimizer(raw_model, optimizer, **rates, compile=is_compiled, grad_dtype=grad_dtype)
+adam = dict(lr=lr, betas=(0.9, beta2))
+on_device = dict(compile=compile != "False", grad_dtype=grad_dtype)
+optim = make_optimizer(raw_model, optimizer, muon_lr=muon_lr, weight_decay=weight_decay, **adam, **on_device)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
@@ -326,18 +332,25 @@ sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-asked_for = {} if learns_guidance(config) else config.given  # cfg_scale is then for training
-guidance = choose_guidance(cfg_scale, cfg_interval, fault, asked_for)
+teaches = learns_guidance(config)  # cfg_scale is then for training, and no sample can ignore it
+guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
-if not learns_guidance(config):
+if not teaches:
     config |= sample_settings.guidance
-quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device) if fid_every >= 0 else None
+# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks
+judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
+if fid_every >= 0:
+    judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
+    quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device)
+# Where neither cadence divides the other, a best step is saved when it is found
+saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
 # Counters that a resume restores
 progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
+meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
@@ -347,10 +360,11 @@ if checkpoint:
     # An average missing from the checkpoint starts from its weights
     kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
     ema.load_state_dict({str(rate): load_safetensors(checkpoint / f"ema_{rate}.safetensors")[0] for rate in kept})
-    state = load_tensors(checkpoint / "train.pt")
-    timestep_sampler.load_state_dict(state["timesteps"])
-    scaler.load_state_dict(state["scaler"])
+    train_state = load_tensors(checkpoint / "train.pt")
+    t_distribution.load_state_dict(train_state["timesteps"])
+    scaler.load_state_dict(train_state["scaler"])
     progress |= meta["loop"]
+    meter.load_state_dict(train_state.get("meter", []))
 
 described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
@@ -394,7 +408,7 @@ def save():
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
             "optim": optim_state,  # of all that learns, whatever the number of ranks
-            "train": dict(timesteps=timestep_sampler.state_dict(), scaler=scaler.state_dict(), meter=sums),
+            "train": dict(timesteps=t_distribution.state_dict(), scaler=scaler.state_dict(), meter=sums),
             **{f"ema_{rate}": average for rate, average in averages.items()},
         }
         saved = {
@@ -413,24 +427,6 @@ def save():
     saver.step = step
 
 
-def keep_if_best(found):
-    """If this evaluation is the best (lowest val/loss_ema, or val/FID_METRIC if there is fid_every), note it: its
-    checkpoint stays beside the newest. Only a saved step can be the best; where neither cadence divides the other,
-    it is saved here. Returns the best one. A collective."""
-    name, images, every = "val/loss_ema", eval_images, eval_every
-    if fid_every >= 0:
-        name, images, every = f"val/{fid_metric}", fid_images, fid_every
-    found = dict(step=step, metric=name, value=found.get(name, math.inf), images=images)
-    if is_better(found, progress["best"]):
-        if save_every > 0 and every > 0 and save_every % every and every % save_every and step != saver.step:
-            save()
-        if step == saver.step:
-            progress["best"] = found
-            if ddp_rank == 0:
-                write_best(run_dir, found)
-    return progress["best"]
-
-
 model = compiled(raw_model, device, num_iterations, compile)
 if objective.startswith("flow_map"):
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
@@ -438,12 +434,9 @@ draw_device = device if device.type == "cuda" else torch.device("cpu")  # where 
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stored
+images, stored_cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stored
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
-meter = Meter(process, device, progress)
-if checkpoint:
-    meter.load_state_dict(state.get("meter", []))
 saver = Saver(start_step if checkpoint else -1)
 verifier = Verifier(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
@@ -458,37 +451,42 @@ while True:
     if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
-    # Evaluate: all of it with the averaged weights but val/loss, and eagerly: compiling for few batches takes longer
+    # Evaluate with the averaged weights, but for val/loss; eagerly, as compiling for a few batches takes longer
     if not stopping and any(due(every) for every in (eval_every, bpd_every, fid_every, sample_every)):
-        found = {}
+        figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
-            # Validation loss of the raw weights and of their average, on the same images, t and noise each time. Its t
-            # have one distribution whatever the training's, so that runs compare; its level is another than train/loss
+            # Validation loss of the raw weights and of their average: the same images, t and noise each time. t is
+            # distributed alike in all runs, so that they compare; the level differs from train/loss
             if due(eval_every):
                 raw_model.eval()
-                found["val/loss"], _ = validation_loss(raw_model, *on_val)
+                figures["val/loss"], _ = validation_loss(raw_model, *on_val)
                 raw_model.train()
             with ema.applied(raw_model):  # sets eval mode too
                 if due(eval_every):
-                    found["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
-                    found |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
+                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
+                    figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 # Bits/dim of a Gaussian diffusion: the variational bound on the likelihood (IDDPM, section 3)
                 if due(bpd_every):
-                    found["val/bpd"] = bits_per_dim(raw_model, *on_val[:-1])["total_bpd"]
+                    figures["val/bpd"] = bits_per_dim(raw_model, *on_val[:-1])["total_bpd"]
                 # Samples compared with the training images: Frechet and kernel distance, precision, recall
                 if due(fid_every):
-                    figures = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
-                    figures = from_first_rank(figures, "samples' figures")  # which it alone computes
-                    found |= {f"val/{name}": value for name, value in figures.items()}
+                    measured = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
+                    figures |= {f"val/{name}": value for name, value in measured.items()}
                 # The vibe check: a grid from the same noise and classes each time, drawn by all ranks
                 if due(sample_every):
                     shown = val_set or train_set
                     grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
-        if found:
-            best = keep_if_best(found)
-            print0(log.evaluation(step, found, best))
+        if figures:
+            result = judged_by | dict(step=step, value=figures.get(judged_by["metric"], math.inf))
+            if is_better(result, progress["best"]) and (step == saver.step or saves_best):
+                if step != saver.step:
+                    save()
+                progress["best"] = result
+                if ddp_rank == 0:
+                    write_best(run_dir, result)
+            print0(log.evaluation(step, figures, progress["best"]))
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
@@ -504,7 +502,7 @@ while True:
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
-    t, t_weight = timestep_sampler.sample(u_t)  # (N,), (N,)
+    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
     process.done = step / num_iterations  # learned guidance starts late
 
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast them in every micro-step
@@ -520,7 +518,7 @@ while True:
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop some labels (and vectors), so that the model also learns to denoise without: guidance needs both
-        cond = from_stored(cond, codec.description, flips)
+        cond = from_stored(stored_cond, codec.description, flips)
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
@@ -532,18 +530,18 @@ while True:
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), by |u - target|: the target goes most of
         # the way by its own u, and the end by its teacher's velocity, without gradient; |.| is smooth and a mean over
         # pixels; r < t, where the jump ends, is drawn for each image (flow_map.py)
-        draw = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
+        draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, cond, draw)
+            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1
         scaler.scale(loss).backward()
         # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
-        images, cond = next(loader)
+        images, stored_cond = next(loader)
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     # loss-second-moment learns here at which t the losses are large; other distributions ignore it
-    timestep_sampler.update(*meter.losses())
+    t_distribution.update(*meter.losses())
 
     # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
@@ -575,13 +573,8 @@ while True:
     step += 1
     log_now = step % log_every == 0 or step == num_iterations
     meter.end_step(x0.shape, log_now)  # waits for the device on log lines
-    # After the first step everything is allocated and compiled: from here on Python's garbage collector only costs time
-    if step == start_step + 1:
-        gc.collect()
+    if step == start_step + 1:  # all is allocated and compiled: Python's garbage collector need not look at it again
         gc.freeze()
-        gc.disable()
-    elif step % 5000 == 0:
-        gc.collect()
     if log_now:
         # Mean losses over all images of all ranks since the last line, by quarter of t too; times; img/s and MFU
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)

@@ -38,6 +38,7 @@ def run_script(monkeypatch):
         done = runpy.run_module(f"scripts.{name}", run_name="__main__")
         if done.get("lock"):
             done["lock"].close()  # as the end of the process would
+            done["print0"].file = None
         return done
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -46,13 +46,16 @@ def tiny(base):
         ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99", "--log_every=3"),
     ],
 )
-def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
+def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, capsys, more):
+    """And log.txt is all that was printed."""
     run_script("base_train", *TINY, *more, "--device_batch_size=8", "--model_tag=whole")
+    capsys.readouterr()
     # The other run loses its process after step 4; what it logged after its newest checkpoint is logged again
     part = (*TINY, *more, "--device_batch_size=8", "--model_tag=parts", "--save_every=2")
     saved = run_script("base_train", *part, "--checkpoints_kept=-1")
     shutil.rmtree(saved["run_dir"] / "checkpoints" / "step_000006")
     assert run_script("base_train", *part)["start_step"] == 4
+    assert (saved["run_dir"] / "log.txt").read_text() == capsys.readouterr().out
     assert metrics(tiny, "parts") == metrics(tiny, "whole")
     assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
     assert not torch.are_deterministic_algorithms_enabled()  # a CPU needs none of it

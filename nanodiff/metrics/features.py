@@ -14,7 +14,7 @@ import torch
 from nanodiff.common import UserError, get_dist, in_batches, make_generator, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.dist import gather_batches
+from nanodiff.dist import from_first_rank, gather_batches
 from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
@@ -167,10 +167,9 @@ class SampleQuality:
         self.reference = reference_features(image_set(data, "train"), self.network)
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
-        """`compare` of samples drawn with seed 0, on the first rank; {} on the others."""
+        """`compare` of samples drawn with seed 0, the same on all ranks."""
         samples = ModelSamples(model, process, codec, settings, inputs=self.inputs)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
-        if found is None:
-            return {}
-        return compare(self.metric, found, self.reference)
+        figures = {} if found is None else compare(self.metric, found, self.reference)
+        return from_first_rank(figures, "samples' figures")

@@ -218,7 +218,7 @@ def go_back(run_dir: Path, step: int) -> None:
         tags = (run_dir.with_name(f"{run_dir.name}.left{n}") for n in itertools.count(1))
         left = next(path for path in tags if not path.exists())
         left.mkdir()
-        for path in (run_dir / name for name in ("config.json", "metrics.jsonl", "best.json")):
+        for path in (run_dir / name for name in ("config.json", "metrics.jsonl", "log.txt", "best.json")):
             if path.exists():
                 shutil.copy(path, left)
         for path in later:
