@@ -1,0 +1,148 @@
+"""README and the guide tell the truth: every command is accepted, and what needs neither GPU nor network runs."""
+
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, script_settings
+from image_helpers import make_folder
+from tiny_runs import make_autoencoder, make_data, randomise
+
+from nanodiff.data import shapes
+from nanodiff.formats.published import to_meta
+from nanodiff.metrics import classifier, features, well_formed
+from nanodiff.models.dit import DiT, DiTConfig
+
+RUNS = ROOT / "runs"
+PAGES = [ROOT / "README.md", RUNS / "GUIDE.md"]
+DOCUMENTS = [*PAGES, *sorted(RUNS.glob("*.sh")), *sorted(set(RUNS.glob("*.md")) - set(PAGES))]
+SCRIPTS = "|".join(path.stem for path in (ROOT / "scripts").glob("*.py"))
+
+
+def commands(text, short=False):
+    """[(script, [argument, ...])] of the commands in a text, in its order; `short`: `base_train --flip`, too."""
+    start = r"(?:-m scripts\.|`)" if short else r"-m scripts\."
+    found = re.finditer(rf"{start}({SCRIPTS})(?![\w.])([^`\n|>)]*)", text.replace("\\\n", " "))
+    return [(match[1], [arg for arg in shlex.split(match[2], comments=True) if arg != "--"]) for match in found]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_commands_that_we_tell_users_are_accepted(path):
+    """Scripts, presets, names and values."""
+    for script, args in commands(path.read_text(), short=path in PAGES):
+        if script == "report":  # takes no settings
+            continue
+        settings = [arg for arg in args if arg.startswith("--") or arg.endswith(".py")]
+        settings = [arg for arg in settings if "$" not in arg and "..." not in arg]
+        config = script_settings(script, *settings)
+        assert all(arg.partition("=")[0][2:] in config for arg in settings if arg.startswith("--")), (script, args)
+    for story in re.findall(r"bash (runs/\w+\.sh)", path.read_text()):
+        assert (ROOT / story).is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pages from top to bottom, in one folder: what a command uses is a preset's, in capitals, a file, or made above it
+
+TRAIN = (
+    "--num_iterations=1 --total_batch_size=4 --eval_every=0 --eval_images=4 --sample_every=-1 --sample_steps=1 "
+    "--compile=False --dtype=float32 --device_type=cpu"
+).split()  # fmt: skip
+SMALLER = {  # what is appended to a command
+    "prepare_data": ["--workers=1", "--overwrite"],
+    "cache_latents": ["--device_type=cpu", "--overwrite"],
+    "sample": ["--num_images=4", "--device_type=cpu", "--dtype=float32"],
+    "base_eval": ["--num_images=12", "--device_type=cpu", "--dtype=float32"],
+}
+STAND_INS = {
+    "RUN": "mine_dit_d6", "RUN_A": "mine_dit_d6", "RUN_B": "shapes_cpu", "RUN_OR_FILE": "mine_dit_d12",
+    "BASE": "mine_dit_d12", "NAME": "dummy",
+}  # fmt: skip
+NOT_RUN = {
+    # measures for minutes, serves until it is stopped (both have tests of their own), downloads
+    "bench", "sample_web", "base_train --fid_every=5000", "prepare_data --source=cifar10 --name=cifar10",
+    # words in a text, to be completed by a path, a run or a set
+    "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "sample", "sample --npz",
+    "cache_latents --autoencoder=PATH", "base_train --init_from=FILE", "sample --guide_model=WEAKER_RUN",
+    "base_train --init_from=RUN --lora_rank=8", "base_train --objective=flow_map", "base_eval --metric=fid",
+}  # fmt: skip
+
+
+class Words:
+    """In place of any encoder of text, and of DINOv2."""
+
+    def __getattr__(self, name):
+        return lambda *args: self
+
+    def __call__(self, x):
+        return torch.ones(5, 768) if isinstance(x, str) else x.flatten(1)[:, ::999]
+
+
+@pytest.fixture
+def place(base, monkeypatch):
+    """The current folder, with the files of which the pages speak."""
+    monkeypatch.chdir(base)
+    for module, name, value in (
+        (shapes, "NUM_IMAGES", {"train": 64, "val": 24}),
+        (classifier, "MIN_TRAINED", 100),
+        (well_formed, "NUM_REAL", 8),
+        (features, "load_inception", lambda *_: classifier.Classifier(3, 32, 8, width=4).requires_grad_(False).eval()),
+        (torch.hub, "load", lambda *_: Words()),
+        (torch.Tensor, "cuda", lambda x: x),
+    ):
+        monkeypatch.setattr(module, name, value)
+    make_data("cifar10", resolution=32)  # the sets of which the presets speak
+    make_data("mnist", resolution=28)
+    files = make_folder(base / "FOLDER", sizes=((20, 30), (30, 20)), per_class=6)
+    (base / "captions.tsv").write_text("".join(f"{file}\ta caption\n" for file in files))
+    np.save("scans.npy", np.arange(20 * 64.0).reshape(20, 8, 8))
+    np.save("asked.npy", np.ones((4, 32, 768), np.float32))
+    np.savez("FILE.npz", np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), np.uint8))
+    np.savez("base_samples.npz", np.zeros((4, 8, 8, 3), np.uint8))
+    for name in "AB":
+        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(64, 151)))
+    make_autoencoder(base / "PATH", latent_channels=4)
+    config = DiTConfig(64, 4, 8, 8, 64, 1, 1, num_classes=5, block="classic")
+    for name in ("SiT", "DiT"):
+        torch.save(to_meta(randomise(DiT(config).state_dict()), config), f"{name}-XL-2-256x256.pt")
+    return base
+
+
+def test_the_pages_run_from_top_to_bottom(place, run_script):
+    """Each command as it stands, and behind it settings that make it small."""
+    examples = []
+
+    def run(script, *args, is_example=False):
+        command = " ".join([script, *args])
+        if command in NOT_RUN:
+            return
+        given = dict(arg[2:].partition("=")[::2] for arg in args if arg.startswith("--"))
+        for preset in RUNS.glob(f"{given.get('model')}.py"):  # of which a page says only the name
+            if not (place / "runs" / preset.stem).exists():
+                run("base_train", f"runs/{preset.name}")
+        more = SMALLER.get(script, []) + ["--steps=1,2"] * ("steps" in given)
+        if script == "base_train":
+            settings = script_settings(script, *args)
+            more = TRAIN + (["--depth=1", "--num_res_blocks=1"] if settings["arch"] == "unet" else ["--width=64"])
+            more += ["--num_timesteps=5"] * (settings["objective"] == "eps")
+            if is_example or "init_from" in given:  # they stand side by side
+                examples.append(command)
+                more += [f"--model_tag=example{len(examples)}"]
+        words = [re.sub(r"(?<==)\w+|^\w+$", lambda word: STAND_INS.get(word[0], word[0]), arg) for arg in args]
+        try:
+            run_script(script, *words, *more)
+        except BaseException as error:
+            error.add_note(f"in {command}")
+            raise
+        for adapters in place.glob("runs/*/adapters/*"):
+            shutil.copy(adapters, "FILE.safetensors")
+
+    for page in PAGES:
+        for language, block, inline in re.findall(r"```(\w*)\n(.*?)```|(`[^`\n]+`)", page.read_text(), re.S):
+            if language == "python" and not block.startswith(" "):  # README's loop is a part of base_train
+                exec(block, {"encode": Words()})
+            for script, args in commands(block or inline, short=bool(inline)):
+                run(script, *args, is_example=bool(inline))
+    assert np.load("A.npy").shape == (64, 151)  # the features that DINOv2's stand-in gave
