@@ -266,24 +266,6 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
             assert result[name] == pytest.approx(line[f"val/{name}"], rel=1e-4, abs=1e-6)
 
 
-def test_mistakes(run_dir, run_script, monkeypatch):
-    monkeypatch.chdir(run_dir)
-    with DatasetWriter("plain") as writer:
-        for split in ("train", "val"):
-            writer.append(split, draw_shapes(12, seed=0)[0])
-    np.savez("s.npz", np.zeros((12, 16, 16, 3), np.uint8))
-    for arguments, message in (
-        ("--metric=fid --samples=s.npz --data=large", r"\(3, 32, 32\), s.npz \(3, 16, 16\)"),
-        ("--metric=fid --steps=5,x", "steps='5,x'; accepted: a whole number"),
-        ("--metric=fid --num_images=9", "needs 10 images or more, got 9"),
-        ("--metric=fd_classifier --samples=s.npz --data=plain", "labels of 2 or more classes"),
-        ("--metric=class_accuracy --samples=s.npz --data=tiny", "s.npz has no classes"),
-        ("--metric=well_formed", "data='tiny'; accepted: shapes, shapes32, shapes64"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run_script("base_eval", *TIMELESS, *arguments.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "metric, args",

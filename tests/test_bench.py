@@ -79,20 +79,6 @@ def test_runs_of_base_train_the_table_and_the_profile(run_bench, tmp_path, monke
     assert {"aten::addmm", "aten::_fused_adamw_"} <= names  # of our arm
 
 
-@pytest.mark.parametrize(
-    "arg, fault",
-    [
-        ("--depths=4,x", "depths='4,x'; accepted: >= 1, comma-separated"),
-        ("--depths=1.5", "depths='1.5'; accepted"),
-        ("--archs=dit,vit", "archs='dit,vit'; accepted: dit_classic.dit.unet"),
-        ("--compiles=yes", "compiles='yes'; accepted: True.False.max"),
-    ],
-)
-def test_mistakes(run_bench, arg, fault):
-    with pytest.raises(UserError, match=fault):
-        run_bench("--archs=dit", arg)
-
-
 def test_a_run_that_fails_ends_the_bench(run_bench):
     with pytest.raises(UserError, match="patch_size=3; accepted"):
         run_bench("--archs=dit", "--patch_size=3", real=True)

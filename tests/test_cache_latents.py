@@ -65,23 +65,14 @@ def test_killed_runs_and_two_ranks_make_the_same_set(base, vae, run_script):
         assert files(base, name) == files(base, "whole")
 
 
-def test_mistakes(base, vae, run_script, capsys):
+def test_other_latents_are_made_again_and_none_of_latents(base, vae, run_script, capsys):
     parts = base / "data" / ".whole.parts" / "notes"
     parts.mkdir(parents=True)
     (parts / "plan.json").write_text(json.dumps({"autoencoder": "another"}))
     (parts / "train_000.json").write_text("{}")
     cache(run_script, vae, "whole")
     assert "starting again" in capsys.readouterr().out and verify(open_dataset("whole"))
-    for args, line in (
-        (["--data=tiny"], "give --data=NAME of an image set and --autoencoder=PATH"),
-        (["--data=nowhere", f"--autoencoder={vae}"], "no data set 'nowhere'"),
-        (["--data=tiny", "--autoencoder=nowhere"], "no such file: nowhere"),
-        (["--data=whole", f"--autoencoder={vae}"], "holds latents, 6 channels, sides of 4 px; accepted: images"),
-        (["--data=tiny", f"--autoencoder={vae}", "--name=whole"], "exists already (--overwrite replaces it)"),
-        (["--data=tiny", f"--autoencoder={vae}", "--name=a/b"], "name='a/b' cannot name a data set"),
-    ):
-        with pytest.raises(UserError) as error:
-            run_script("cache_latents", *args, "--device_type=cpu")
-        assert line in str(error.value)
+    with pytest.raises(UserError, match="holds latents, 6 channels, sides of 4 px; accepted: images"):
+        run_script("cache_latents", "--data=whole", f"--autoencoder={vae}")
     cache(run_script, vae, "whole", "--overwrite", "--flip")
     assert open_dataset("whole").channels == 12

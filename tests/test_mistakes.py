@@ -6,17 +6,25 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from image_helpers import make_folder
 from processes import run_process
-from tiny_runs import TINY, make_data
+from tiny_runs import TINY, make_autoencoder, make_runs
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
+from nanodiff.data.shapes import draw_shapes
+from nanodiff.png import encode_png
 
 TRAIN = ("base_train", *TINY)
 UNET = ("base_train", *(arg for arg in TINY if "patch_size" not in arg), "--arch=unet")
-SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1")
+LORA = (*TRAIN, "--init_from=a", "--lora_rank=2")
+SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1", "--model=a")
+GIVEN = (*SAMPLE, "--from_images=s.npz")
 EVAL = ("base_eval", "--device_type=cpu")
 PREPARE = ("prepare_data", "--workers=1")
+BUCKETS = (*PREPARE, "--path=images", "--name=x", "--aspect_buckets")
+CACHE = ("cache_latents", "--device_type=cpu", "--data=tiny", "--autoencoder=vae")
+BENCH = ("bench", "--data=tiny", "--archs=dit", "--depths=1", "--device_type=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +34,25 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(root))
         patch.chdir(root)
-        make_data()
-        for tag, *args in (("a",), ("plain", "--class_cond=False")):
-            run_process(*TRAIN, "--num_iterations=1", f"--model_tag={tag}", *args)
+        make_runs(root, a=[], plain=["--class_cond=False"], x0=["--objective=flow_x0"], large=["--data=large"])
         shutil.copytree(root / "runs" / "a", root / "runs" / "broken")
+        shutil.rmtree(root / "runs" / "broken" / "checkpoints" / "step_000000")
         model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.safetensors"
         data = model.read_bytes()
         model.write_bytes(data[:5000] + b"?" + data[5001:])
         (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)
         (root / "file").write_text("no folder")
         np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
-        with DatasetWriter("alone") as writer:
-            writer.append("train", np.zeros((4, 3, 16, 16), np.uint8))
+        for name in ("alone", "unlabelled"):
+            with DatasetWriter(name) as writer:
+                for split in ("train", "val")[: 1 + (name == "unlabelled")]:
+                    writer.append(split, draw_shapes(12, seed=0)[0])
+        np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
+        np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8))
+        (root / "text.png").write_text("no image")
+        (root / "black.png").write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8)))
+        make_folder(root / "images")
+        make_autoencoder(root / "vae")
         flat = ("pos_embed", "x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight")
         torch.save({name: torch.zeros(1) for name in flat}, root / "flat.pt")  # almost a published model
         yield root
@@ -75,16 +90,62 @@ MISTAKES = [
     ((*SAMPLE, f"--model={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--model=~nobody/x"), "~nobody/x"),
     ((*SAMPLE, "--model=empty"), "empty"),
-    ((*SAMPLE, "--model=a", "--ema=0.5"), "0.5"),
-    ((*SAMPLE, "--model=a", "--out=file/x"), "see out"),
+    ((*SAMPLE, "--ema=0.5"), "0.5"),
+    ((*SAMPLE, "--out=file/x"), "see out"),
     ((*SAMPLE, "--model=flat.pt"), "flat.pt"),
     ((*EVAL, "--model=plain", "--metric=loss", "--data=alone"), "'val'"),
     ((*EVAL, "--model=plain", "--metric=class_accuracy"), "class_accuracy"),
     ((*EVAL, "--model=a", "--metric=bpd"), "bpd"),
+    ((*EVAL, "--model=a", "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
+    ((*EVAL, "--model=a", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
+    ((*EVAL, "--model=a", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
+    ((*EVAL, "--metric=fd_classifier", "--samples=s.npz", "--data=unlabelled"), "labels of 2 or more classes"),
+    ((*EVAL, "--metric=class_accuracy", "--samples=s.npz", "--data=tiny"), "s.npz has no classes"),
+    ((*EVAL, "--model=a", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
+    (("report", "b"), "nearest tags: "),
+    (("report", "empty"), "no config.json"),
+    (("report", "a", "--out=no/page.html"), "folder that exists"),
+    # adapters
+    ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),
+    ((*LORA, "--init_from=none"), "'none' is no folder, file or tag; nearest tags: "),
+    ((*LORA, "--data=large"), "the data have resolution 32, the model wants 16"),
+    ((*LORA, "--t_range=0.8,0.5"), "t_range='0.8,0.5'; accepted: two numbers"),
+    ((*LORA, "--trainable=final"), "trainable='final' with lora_rank"),
+    ((*LORA, "--objective=flow_x0"), "objective='flow_x0' with lora_rank"),
+    ((*LORA, "--lora_targets=nose"), "no linear layer is named 'nose'"),
+    # what is asked of samples
+    ((*SAMPLE, "--num_images=257"), "num_images=257: a grid shows 256; --npz keeps more"),
+    ((*SAMPLE, "--classes=ring,rig"), "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
+    ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; this model has no classes"),
+    ((*SAMPLE, "--out=."), "is a folder; accepted: the path of a file in it, without suffix"),
+    ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
+    ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
+    ((*SAMPLE, "--guide_model=x0"), "they differ in objective"),
+    ((*SAMPLE, "--guide_model=large"), "they differ in image_size"),
+    ((*SAMPLE, "--from_images=absent"), "absent' is not there; accepted: an .npz file, a folder"),
+    ((*SAMPLE, "--from_images=small.npz"), "(3, 8, 8); accepted: (3, 16, 16)"),
+    ((*SAMPLE, "--from_images=text.png"), "text.png' is neither; accepted"),
+    ((*GIVEN, "--mask=text.png"), "text.png is no image"),
+    ((*GIVEN, "--mask=black.png"), "black.png' keeps nothing"),
+    ((*GIVEN, "--size=16x32"), "size='16x32' with from_images"),
+    ((*SAMPLE, "--strength=0.2"), "would do nothing without from_images"),
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
+    ((*BUCKETS, "--resolution=18"), "resolution=18; accepted with aspect_buckets: multiples of 16"),
+    (BUCKETS, "resolution=0; accepted with aspect_buckets: multiples of 16"),
+    ((*BUCKETS, "--path=", "--source=shapes", "--resolution=16"), "aspect_buckets is for image files"),
+    ((*CACHE, "--autoencoder="), "give --data=NAME of an image set and --autoencoder=PATH"),
+    ((*CACHE, "--data=nowhere"), "no data set 'nowhere'"),
+    ((*CACHE, "--autoencoder=nowhere"), "no such file: nowhere"),
+    ((*CACHE, "--name=a/b"), "name='a/b' cannot name a data set"),
+    ((*CACHE, "--name=large"), "exists already (--overwrite replaces it)"),
+    # measuring speed
+    ((*BENCH, "--depths=4,x"), "depths='4,x'; accepted: >= 1, comma-separated"),
+    ((*BENCH, "--depths=1.5"), "depths='1.5'; accepted"),
+    ((*BENCH, "--archs=dit,vit"), "archs='dit,vit'; accepted: dit_classic"),
+    ((*BENCH, "--compiles=yes"), "compiles='yes'; accepted: True"),
 ]
 
 

@@ -149,21 +149,6 @@ def test_default_names_tell_what_differs(runs, run_script):
     assert name != name_of_settings("sample", config)
 
 
-def test_mistakes(run_script):
-    for args, message in (
-        ("--num_images=257", "num_images=257: a grid shows 256; --npz keeps more"),
-        ("--classes=ring,rig", "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
-        ("--model=plain --classes=1", "classes: '1' is unknown; this model has no classes"),
-        ("--out=.", "is a folder; accepted: the path of a file in it, without suffix"),
-        ("--low_res=val", "low_res='val' would do nothing: .*flow.* was trained without low_res"),
-        ("--guide_model=plain", "plain.* cannot guide .*flow.*: they differ in num_classes$"),
-        ("--guide_model=x0", "they differ in objective$"),
-        ("--guide_model=large", "they differ in image_size$"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run_script("sample", *TIMELESS, "--model=flow", *args.split())
-
-
 def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw, run_script, capsys):
     guided = ("--num_images=3", "--cfg_scale=4", "--cfg_interval=0.3,0.7")
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
