@@ -9,7 +9,7 @@ track=${1:-} seed=${2:-}
 [[ $track =~ ^(cpu|gpu)$ && $seed =~ ^[0-9]+$ ]] || { echo "error: give a track, cpu or gpu, and a seed" >&2; exit 2; }
 case $track in
     cpu)
-        limit=1200 num_images=500
+        limit=1200 num_images=5000
         settings=(--depth=3 --patch_size=4 --num_iterations=4000 --total_batch_size=64 --lr=0.004)
         settings+=(--guided_from=0.4 --cfg_scale=4 --cfg_interval=0.3,0.7)
         ;;

@@ -33,6 +33,7 @@ from nanodiff.formats.load import load_run, tell_best
 from nanodiff.metrics import features as metrics
 from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
+from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import in_words
@@ -40,17 +41,18 @@ from nanodiff.sampling.loaded import samples_of, settings_for
 from nanodiff.web.report import LiveReport
 
 model = ""  # tag or folder of a run; "" = the one written to last
-metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|features: what to measure
+metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
 checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
 autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
-num_images = 0  # >= 0: validation images, or samples (usually 50,000 for fid); 0 = 400, or all in `samples`
+num_images = 0  # >= 0: validation images, or samples; 0 = all in `samples`, else 5,000 for a distance (published FIDs
+#                 have 50,000) and 400 for the rest
 seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
-# Only metric=class_accuracy|well_formed|fid|fd_classifier
+# Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
 steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
@@ -58,9 +60,9 @@ cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
-# Only metric=fid|fd_classifier
+# Only metric=fid|fd_classifier|fd_simclr
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
-# Only metric=class_accuracy|fid|fd_classifier
+# Only metric=class_accuracy|fid|fd_classifier|fd_simclr
 judge = ""  # path of Inception's weights (fid), or of a classifier's, such as those in runs/records, so that figures of
 #             two machines compare; "" = downloaded, or trained on the set, once
 # Only metric=fid
@@ -70,21 +72,20 @@ features = ""  # .npy of features (N, D) by any network, of the images to measur
 reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
 FIGURES = {  # what is printed, the figure that was asked for first; the file has the rest
-    "loss": "validation loss {:.4f}",
-    "loss_q0": "by quarter of t from image to noise {:.4f}",
-    "loss_q1": "{:.4f}",
-    "loss_q2": "{:.4f}",
-    "loss_q3": "{:.4f}",
-    "total_bpd": "{:.4f} bits/dim",
-    "well_formed": "{:.1%} well formed",
-    "well_formed_of_real_images": "of real images {:.1%}",
-    "fid": "FID {:.3f} (of the reference itself 0)",
-    "fd_classifier": "fd_classifier {:.3f} (of the reference itself 0)",
-    "fd_features": "fd_features {:.4g} (of the reference itself 0)",
-    "precision": "precision {:.3f}",
-    "recall": "recall {:.3f}",
-    "class_accuracy": "{:.1%} show their class",
-    "classifier_accuracy_on_real_images": "of real images {:.1%}",
+    "loss": ("validation loss {}", "{:.4f}"),
+    "loss_q0": ("by quarter of t from image to noise {}", "{:.4f}"),
+    "loss_q1": ("{}", "{:.4f}"),
+    "loss_q2": ("{}", "{:.4f}"),
+    "loss_q3": ("{}", "{:.4f}"),
+    "total_bpd": ("{} bits/dim", "{:.4f}"),
+    "well_formed": ("{} well formed", "{:.1%}"),
+    "fid": ("FID {}", "{:.3f}"),
+    "fd_classifier": ("fd_classifier {}", "{:.3f}"),
+    "fd_simclr": ("fd_simclr {}", "{:.3f}"),
+    "fd_features": ("fd_features {}", "{:.4g}"),
+    "precision": ("precision {}", "{:.3f}"),
+    "recall": ("recall {}", "{:.3f}"),
+    "class_accuracy": ("{} show their class", "{:.1%}"),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,12 +159,13 @@ elif metric == "features":
 # Samples: those given, or the model's, drawn one batch at a time
 
 else:
+    is_distance = metric.startswith("f")  # to real images
     if samples:
         num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
         plan = [measured]
     else:
-        num_images = num_images or 400
+        num_images = num_images or (5000 if is_distance else 400)
         counts = steps.split(",")
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
@@ -180,11 +182,11 @@ else:
         names = loaded.class_names
         result |= {"batch_size": batch_size}
     result |= measured.protocol | {"num_images": num_images}
-    is_distance = metric in ("fid", "fd_classifier")  # to real images
     if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     if not is_distance and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
+    has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes
     labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)
@@ -194,7 +196,7 @@ else:
         shape = (dataset.channels, dataset.resolution, dataset.resolution)
         if measured.shape != shape and measured.shape[1:] not in dataset.buckets:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
-        if metric != "fid" and measured.num_classes and names:  # number the classes as the data set does
+        if has_classes and names:  # number the classes as the data set does
             labels = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
     batches = measured.batches(np.arange(num_images), batch_size)
 
@@ -207,47 +209,66 @@ else:
         elif is_distance:
             known = metrics.reference_features(dataset, network)
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
+        elif not network.num_classes:
+            raise UserError(f"metric={metric}: {network.title}; accepted: a judge of classes")
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
-        if metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
-            result["classifier_accuracy_on_real_images"] = float(network.accuracy)
+
+    def judged(images_of, batches, labels) -> dict:
+        """Figures of images with these labels, on the first rank; {} on the others."""
+        row = {}
+        if metric == "well_formed":
+            images = gather_batches(images_of, batches, "samples")
+            return measure_form(np.concatenate(images), labels) if rank == 0 else row
+        found = metrics.collect_features(images_of, batches, network, "samples")
+        if rank == 0 and is_distance:
+            row |= metrics.compare(metric, found, known)
+        if rank == 0 and has_classes and network.num_classes:
+            is_right = found.logits.argmax(1).numpy() == labels
+            row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
+        return row
 
     rows = []  # figures, one row for each sampler and number of steps
     varied = ("sampler", "steps", "network_evaluations") if len(plan) > 1 else ()
     for measured in plan:
         row = {key: measured.protocol[key] for key in varied}
         with autocast:
-            if metric == "well_formed":
-                images = gather_batches(measured.images, batches, "samples")
-            else:
-                found = metrics.collect_features(measured.images, batches, network, "samples")
+            row |= judged(measured.images, batches, labels.numpy())
         if bad := int(over_ranks(measured.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
-        if rank == 0 and metric == "well_formed":
-            row |= measure_form(np.concatenate(images), labels.numpy())
-        if rank == 0 and is_distance:
-            row |= metrics.compare(metric, found, known)
-        if rank == 0 and metric in ("class_accuracy", "fd_classifier") and measured.num_classes:
-            right = (found.logits.argmax(1) == labels).double()  # (N,)
-            row["class_accuracy"] = float(right.mean())
-            row["class_accuracy_of"] = {}
-            for k, class_name in enumerate(dataset.class_names):
-                if (labels == k).any():
-                    row["class_accuracy_of"][class_name] = round(float(right[labels == k].mean()), 4)
         rows.append(row)
     if varied:
         result = {key: value for key, value in result.items() if key not in varied} | {"rows": rows}
     else:
         result |= rows[0]
 
+    # The same figures of as many real images that the model was not trained on
+    if not reference:
+        other = "val" if reference_split == "train" else "train"
+        n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
+        if n >= 10:
+            real = metrics.image_set(name, other)
+            ids = real.first(n)
+            result["real_images"] = {"split": other, "num_images": n}
+            result["real_images"] |= judged(real.images, real.batches(ids, batch_size), real.labels(ids))
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
 
+real = result.get("real_images", {})
+how_many = "as many" if real.get("num_images") == num_images else f"{real.get('num_images')}"
 for row in result.get("rows", [result]):
     for key, value in (result | row).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
-    figures = [text.format(value) for key, text in FIGURES.items() if (value := (result | row).get(key)) is not None]
+    figures = []
+    for key, (text, form) in FIGURES.items():
+        if (value := (result | row).get(key)) is not None:
+            figure = text.format(form.format(value))
+            if key in real:
+                of = "" if figures else f"{how_many} real images: "
+                figure += f" ({of}{form.format(real[key])})"
+            figures.append(figure)
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]

@@ -16,7 +16,7 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.pixels import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
-from nanodiff.metrics import classifier, features, well_formed
+from nanodiff.metrics import classifier, features
 from nanodiff.sampling import draw
 
 
@@ -112,12 +112,12 @@ def test_bits_per_dim(base, run_script):
 def test_well_formed_end_to_end(run_dir, run_script, monkeypatch, tmp_path):
     """A run's samples are not well formed, a file of real shapes with classes in another order is."""
     monkeypatch.setattr(dataset, "SHAPES", {"tiny": 16})
-    monkeypatch.setattr(well_formed, "NUM_REAL", 8)
     assert evaluate(run_script, run_dir, "well_formed", "--num_images=8", "--steps=1")["well_formed"] == 0
     images, labels = draw_shapes(16, seed=3)
     protocol = json.dumps({"class_names": CLASS_NAMES[::-1]})
     np.savez(tmp_path / "s.npz", arr_0=images.transpose(0, 2, 3, 1), labels=7 - labels, protocol=protocol)
-    assert evaluate_file(run_script, tmp_path / "s.npz", "well_formed", "--data=tiny")["well_formed"] >= 0.9
+    found = evaluate_file(run_script, tmp_path / "s.npz", "well_formed", "--data=tiny")
+    assert min(found["well_formed"], found["real_images"]["well_formed"]) >= 0.9
 
 
 def write_npz(path, dataset):
@@ -181,7 +181,7 @@ def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_c
     assert table["rows"][3].items() <= one.items() and table["rows"][2]["fd_classifier"] != one["fd_classifier"]
 
 
-def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path):
+def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path, capsys):
     Image = pytest.importorskip("PIL.Image")
     make_data(train=30)
     dataset = open_dataset("tiny", "val")
@@ -197,6 +197,11 @@ def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick
     itself = evaluate_file(run_script, tmp_path / "images", "fd_classifier", "--data=tiny", "--reference_split=val")
     assert itself["fd_classifier"] < 1e-6 < one["fd_classifier"]
     assert (itself["precision"], itself["recall"]) == (1, 1)
+    # The samples are the held-out images: the figures of as many real ones are the same, and stand beside them
+    figures = ("num_images", "fd_classifier", "kd_classifier", "precision", "recall", "class_accuracy")
+    assert {key: one["real_images"][key] for key in figures} == {key: one[key] for key in figures}
+    score = f"{one['fd_classifier']:.3f}"
+    assert f"fd_classifier {score} (as many real images: {score}), precision" in capsys.readouterr().out
 
 
 def test_a_judge_brought_along_has_the_figures_of_the_one_trained_here(run_dir, run_script, quick_classifier, tmp_path):
@@ -295,11 +300,11 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
         return to_model_range(cond["y"][:, None, None, None].expand(-1, *shape).to(torch.uint8))
 
     def read(images):
-        asked = images[:, 0, 0, 0].long()
+        asked = torch.as_tensor(images)[:, 0, 0, 0].long()
         guessed = torch.where(asked < 5, 7 - asked, 8)
         return torch.zeros(len(images), 1), torch.nn.functional.one_hot(guessed, 9)
 
-    reader = SimpleNamespace(features=read, num_features=1, accuracy=1.0, title="a reader")
+    reader = SimpleNamespace(features=read, num_features=1, num_classes=9, title="a reader")
     monkeypatch.setattr(draw, "sample_images", paint)
     monkeypatch.setattr(features, "get_classifier", lambda *args: reader)
     images, labels = draw_shapes(24, seed=24)  # those of the validation split

@@ -28,7 +28,10 @@ MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
 
 
 class Classifier(Network):
-    """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K)."""
+    """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K).
+
+    Without classes, trained without labels, it has no logits but the features.
+    """
 
     name = "classifier"
     batch_size = 1024
@@ -48,18 +51,24 @@ class Classifier(Network):
             Residual(4 * w),
         )
         self.num_features = 8 * w
-        self.head = nn.Linear(self.num_features, num_classes)
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self.register_buffer("accuracy", torch.zeros(()))  # on held-out real images
 
     @property
     def title(self) -> str:
+        if not self.num_classes:
+            return f"{self.name}, trained without labels"
         return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = shrink(images, self.resolution).float() / 127.5 - 1
-        h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
-        features = torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)
+        features = self.pooled(shrink(images, self.resolution).float() / 127.5 - 1)
         return features, self.head(features)
+
+    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """x (N, C, r, r) in [-1, 1] -> features (N, F)."""
+        h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
+        return torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)
 
 
 class Residual(nn.Module):
@@ -145,8 +154,9 @@ def initialise(classifier: Classifier, seed: int) -> Classifier:
     for module in classifier.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, generator=generator)
-    nn.init.zeros_(classifier.head.weight)
-    nn.init.zeros_(classifier.head.bias)
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
     return classifier
 
 
@@ -169,7 +179,7 @@ def save_classifier(classifier: Classifier, path: Path) -> None:
 
 def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
     """The classifier of a state dict, for images of `resolution`."""
-    num_classes, channels = len(tensors["head.weight"]), tensors["trunk.0.0.weight"].shape[1]
+    num_classes, channels = len(tensors.get("head.bias", ())), tensors["trunk.0.0.weight"].shape[1]
     classifier = Classifier(channels, resolution, num_classes)
     classifier.load_state_dict(tensors, strict=False)  # a file is without batch normalisation's counters
     return classifier.to(device, memory_format=torch.channels_last).requires_grad_(False).eval()

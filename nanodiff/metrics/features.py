@@ -30,9 +30,8 @@ from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.inputs import rows_of
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
+SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
-# Frechet distance -> kernel distance
-KERNEL_DISTANCES = {"fid": "kid", "fd_classifier": "kd_classifier", "fd_features": "kd_features"}
 
 
 @dataclass
@@ -60,10 +59,12 @@ def image_set(name: str, split: str) -> Dataset:
 def load_network(metric: str, data: str, device, weights: str = ""):
     """The network of a metric: Inception for "fid", else a classifier. Called by all ranks.
 
-    `weights`: its file. "" means the published Inception, or a classifier trained on `data`.
+    `weights`: its file. "" means the published Inception, the shipped network, or a classifier trained on `data`.
     """
     if metric == "fid":
         return load_inception(weights, device)
+    if metric == "fd_simclr":
+        weights = weights or SIMCLR
     if weights:
         return load_classifier(Path(weights).expanduser(), device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
@@ -71,12 +72,14 @@ def load_network(metric: str, data: str, device, weights: str = ""):
 
 @torch.no_grad()
 def collect_features(images_of, batches: list[np.ndarray], network, label: str = "") -> Features | None:
-    """Features of images 0 ... N-1, computed by all ranks; returned on the first, None on the others.
+    """Features of the images with the ids in `batches`, computed by all ranks; None on all but the first.
 
     `images_of` maps each batch of ids (n,) to images (n, C, H, W) uint8. The number of ranks changes the result only
     by the rounding of float64 sums.
     """
-    num_images = sum(len(ids) for ids in batches)
+    all_ids = np.concatenate(batches)
+    order = np.argsort(all_ids)
+    num_images = len(all_ids)
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
@@ -85,7 +88,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     def compute(ids):
         x, logits = network.features(images_of(ids))  # (n, F), (n, K)
         stats.update(x)
-        return x[is_kept[ids]], logits
+        return x[is_kept[np.searchsorted(all_ids, ids, sorter=order)]], logits
 
     rows = gather_batches(compute, batches, label)
     stats.all_reduce()
@@ -93,7 +96,6 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
         return None
     some = torch.cat([x for x, _ in rows])
     logits = torch.cat([x for _, x in rows])
-    order = np.argsort(np.concatenate(batches))
     shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
     return Features(stats.mu, stats.sigma, some[shuffled], logits[order])
 
@@ -144,7 +146,7 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         n = min(len(samples.some), len(reference.some))
         if n < 10:
             raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
-        kernel = KERNEL_DISTANCES[metric]
+        kernel = metric.replace("f", "k", 1)  # "fid" -> "kid", "fd_..." -> "kd_..."
         result[kernel], result[f"{kernel}_std"] = kernel_distance(samples.some, reference.some)
         result["precision"], result["recall"] = precision_recall(reference.some[:n], samples.some[:n])
     if metric == "fid":

@@ -1,5 +1,6 @@
-"""What the judges have in common: Inception and the classifier."""
+"""What the judges have in common: Inception, the classifier, and how often they find the class that was asked for."""
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -13,6 +14,7 @@ class Network(nn.Module):
     """
 
     batch_size = 64
+    num_classes = 0  # of the data set, if the logits are of these
 
     @torch.no_grad()
     def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,3 +24,13 @@ class Network(nn.Module):
             found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
         features, logits = zip(*found)
         return torch.cat(features).cpu(), torch.cat(logits).cpu()
+
+
+def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
+    """The share of images (N,) that are right, as `name`; of those of each class in `labels` (N,), as NAME_of."""
+    by_class = {}
+    for k, class_name in enumerate(class_names):
+        asked = labels == k
+        if asked.any():
+            by_class[class_name] = round(float(is_right[asked].mean()), 4)
+    return {name: float(is_right.mean()), f"{name}_of": by_class}

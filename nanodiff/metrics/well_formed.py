@@ -9,9 +9,9 @@ import functools
 
 import numpy as np
 
-from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, RADII, draw_masks, draw_poses, draw_split, within
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, RADII, draw_masks, draw_poses, within
+from nanodiff.metrics.network import share_by_class
 
-NUM_REAL = 240  # held-out shapes to compare with
 LIMIT = 1.0  # well formed up to here: a quarter of a pixel at 16 px, and 99% of held-out shapes
 BANK = 2000  # renders of a class to start from
 TRIES = 21  # per round of the search: the best pose so far and twenty around it
@@ -77,23 +77,8 @@ def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray,
 def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     """Share of well-formed images and median distance, for images (N, 3, H, H) uint8 that should show the classes
     (N,) of CLASS_NAMES."""
-    real, real_labels = next(draw_split("val", seed=0, resolution=images.shape[-1]))
-    images = np.concatenate([real[:NUM_REAL], images])
-    labels = np.concatenate([real_labels[:NUM_REAL], labels])
     distance = np.full(len(images), np.inf)  # for an unknown class
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
         distance[labels == label] = distances(images[labels == label], label)
-    real, found = np.split(distance, [NUM_REAL])
-    is_well = found <= LIMIT
-    by_class = {}
-    for k, name in enumerate(CLASS_NAMES):
-        asked = labels[NUM_REAL:] == k
-        if asked.any():
-            by_class[name] = round(float(is_well[asked].mean()), 4)
-    return {
-        "well_formed": float(is_well.mean()),
-        "well_formed_of": by_class,
-        "well_formed_of_real_images": float((real <= LIMIT).mean()),
-        "median_distance": float(np.median(found)),
-        "median_distance_ratio": float(np.median(found) / np.median(real)),
-    }
+    shares = share_by_class(distance <= LIMIT, labels, CLASS_NAMES, "well_formed")
+    return shares | {"median_distance": float(np.median(distance))}
