@@ -243,11 +243,13 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script, 
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
     is_offline(page)
-    differing = page.source.split("What differs")[1].split("<details>")[0]
+    differing = page.source.split("What differs")[1].split("<figure")[0]
     assert "total_batch_size" in differing and "resolution" not in differing
     head, *rows = re.findall("<tr>(.*?)</tr>", differing)
     assert re.findall("<th>(.*?)</th>", head) == ["", "a", "b", "b from step 10", "b from step 20"]
     assert {"<th>lr</th><td></td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
+    assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td><td></td><td></td>" in rows
+    assert page.source.index("What differs") < page.source.index("<figure") < page.source.index("plain of a")
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
     assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     run_script("report", "a", "b", f"--out={base / 'page.html'}")

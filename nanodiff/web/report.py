@@ -25,18 +25,22 @@ PARSED = 20_000  # lines of metrics.jsonl; of a longer one, not every line about
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
-WORDS = {"train/": "training ", "val/": "validation ", "_ema": " of the average"}
-WORDS |= {"lrm": "learning rate", "grad_norm": "gradient norm"}
+WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
 WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
-CHARTS = {  # metric -> title, y axis ("zero": from 0). Other metrics follow
-    "loss": ("Loss", "log"),
-    "loss" + BY_QUARTER: ("Loss" + BY_QUARTER, "log"),
+CHARTS = {  # metric -> title, y axis ("zero": from 0): quality first. Other metrics follow
     "fid": ("FID", ""),
     "fd_classifier": ("Fréchet distance in a classifier's features", ""),
+    "fd_simclr": ("Fréchet distance in features learned without labels", ""),
+    "precision": ("Precision: samples that look real", ""),
+    "recall": ("Recall: real images that samples resemble", ""),
     "bpd": ("Bits per dimension", ""),
+    "loss": ("Loss", "log"),
+    "loss" + BY_QUARTER: ("Loss" + BY_QUARTER, "log"),
     "lrm": ("Learning rate, relative to its peak", "zero"),
     "grad_norm": ("Gradient norm before clipping", "log"),
     "images_per_sec": ("Images per second", "zero"),
+    "dt_ms": ("Milliseconds per step", "zero"),
+    "data_ms": ("Milliseconds per step that it waits for data", "zero"),
     "mfu": ("MFU, percent of the peak", "zero"),
 }
 # Not worth a chart: straight lines, and the loss, which the chart of train/loss smooths
@@ -136,9 +140,11 @@ def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
 
 
 def in_words(key: str) -> str:
+    """A curve's name: "validation loss of the average"; a chart's title if it has no other curve."""
     for part, words in WORDS.items():
         key = key.replace(part, words)
-    return key
+    name = key.split("/")[-1]
+    return CHARTS.get(name, (name,))[0]
 
 
 def charts(runs: list[Run]) -> str:
@@ -217,12 +223,12 @@ def cell(value) -> str:
     return escape(str(value))
 
 
-def table(columns: dict[str, dict], differing: bool = False) -> str:
-    """Columns by their headings; a row for each key, or only for those whose values differ."""
+def table(columns: dict[str, dict]) -> str:
+    """Columns by their headings, and a row for each key."""
     rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         values = [cell(column.get(key)) for column in columns.values()]
-        if len(set(values)) > 1 or (any(values) and not differing):
+        if any(values):
             cells = "".join(f"<td>{value}</td>" for value in values)
             rows += f"<tr><th>{escape(key)}</th>{cells}</tr>"
     return f'<div class="scroll"><table>{rows}</table></div>'
@@ -251,19 +257,37 @@ def evaluation(path: Path, run: Run) -> str:
     result = json.loads(path.read_text())
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
-    protocol = flat(result)
+    real, protocol = flat(result.pop("real_images", {})), flat(result)
     measured = {}
     for key, value in list(protocol.items()):
         if type(value) is float and not key.endswith(("cfg_scale", "eta")):
             measured[key] = protocol.pop(key)
     step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
     of = run.name if step is None else f"{run.name}, step {step:,}"
-    columns = {"": measured} if measured else {}
+    columns = {"samples" if real else "": measured} if measured else {}
     for row in rows:
         steps = f"{row.pop('sampler')}, {row.pop('steps')}"
         columns[steps] = {key: value for key, value in row.items() if not isinstance(value, dict)}
+    if real:
+        columns["real images"] = real
     return f"""<h2>{escape(metric)} of {escape(of)}</h2>{table(columns)}
 <details><summary>Protocol</summary>{table({"": protocol})}</details>"""
+
+
+def best(run: Run) -> dict:
+    """The figures by which runs are compared: the lowest that were logged, the newest of each metric, minutes."""
+    figures = {}
+    for key in ("val/loss", "val/loss_ema", "val/bpd", "val/fid", "val/fd_classifier", "val/fd_simclr"):
+        if key in run.logged:
+            figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
+    for path in sorted(run.folder.glob("eval_*.json")):
+        result = json.loads(path.read_text())
+        metric = result["metric"]
+        for key in (metric, "total_bpd", "precision", "recall"):
+            if key in result:
+                figures[metric if key == metric else f"{key}, {metric}"] = result[key]
+    figures["minutes"] = max(run.logged.get("total_training_time_s", {0: 0.0}).values()) / 60
+    return figures
 
 
 def versions(run: Run) -> dict[str, dict]:
@@ -277,16 +301,23 @@ def versions(run: Run) -> dict[str, dict]:
     return columns
 
 
-def settings(runs: list[Run]) -> str:
-    """Settings that differ between runs or from the defaults; then all of config.json."""
+def differences(runs: list[Run]) -> str:
+    """Settings that differ from the defaults or between runs, and the figures that compare several."""
     columns = {}
+    if len(runs) == 1:
+        columns["default"] = versions(runs[0])[runs[0].name] | runs[0].facts["changed_from"]
     for run in runs:
         columns |= versions(run)
-    defaults = {}
-    if len(runs) == 1:
-        defaults = {"default": columns[runs[0].name] | runs[0].facts["changed_from"]}
-    return f"""<h2>What differs</h2>{table(defaults | columns, differing=True)}
-<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"""
+    shown = {name: {} for name in columns}
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
+        values = [column.get(key) for column in columns.values()]
+        if key not in ("model_tag", "environment command") and len(set(map(cell, values))) > 1:
+            for name, value in zip(columns, values):
+                shown[name][key] = value
+    if len(runs) > 1:
+        for run in runs:
+            shown[run.name] |= best(run)
+    return f"<h2>What differs</h2>{table(shown)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,13 +327,17 @@ def settings(runs: list[Run]) -> str:
 def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
-    body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs)
+    evaluations, everything = "", {}
     for run in runs:
+        everything |= versions(run)
         for file in sorted(run.folder.glob("eval_*.json")):
-            body += evaluation(file, run)
+            evaluations += evaluation(file, run)
     strips = "".join(strip(run) for run in runs)
-    body += f'<div class="charts">{strips}{charts(runs)}</div>'
-    body += settings(runs)
+    parts = [evaluations, f'<div class="charts">{strips}{charts(runs)}</div>', differences(runs)]
+    if len(runs) > 1:
+        parts.reverse()
+    body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs) + "".join(parts)
+    body += f"<details><summary>All settings, sizes, machine</summary>{table(everything)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     page = template.replace("$body", body, 1).replace("$title", title, 1)
     write_atomic(path, page.encode())
