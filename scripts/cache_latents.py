@@ -20,7 +20,7 @@ import torch.distributed as dist
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES
-from nanodiff.data.dataset import DatasetWriter, open_dataset, write_npy
+from nanodiff.data.dataset import DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.data.pixels import to_model_range
@@ -120,7 +120,7 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
         if not np.isfinite(latents).all():
             which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
-        entry = write_npy(shard.file, latents)
+        entry = write_shard(shard.file, latents, splits[shard.split].captions(shard.rows))
         count = latents.size / channels * copies
         note = {
             "shape": latents.shape,

@@ -2,6 +2,7 @@
 
 python -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
+python -m scripts.prepare_data --path=shards/ --resolution=64 --name=web           WebDataset's tars; or 'shards/*.tar'
 python -m scripts.prepare_data --path=photos/ --resolution=64 --aspect_buckets     images keep their shape
 python -m scripts.prepare_data --path=mnist/ --resolution=32 --name=mnist          IDX files
 python -m scripts.prepare_data --path=scans.npy --range=-1000,3000                 (N, H, W), any numbers
@@ -16,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -32,18 +34,21 @@ from nanodiff.files import write_atomic
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 source = "auto"  # auto|{SOURCES}: auto looks at the path
-path = ""  # file or folder to read; "" for shapes, and for cifar10 to download it
+path = ""  # file or folder to read, or a pattern of tars; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
-labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv file of rows
-#                  file,class. auto = EDM's dataset.json if there is one, else folder
+labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv, .jsonl
+#                  or .json table. auto = by metadata.csv or the like, by the .cls or .json beside an image, else folder
+label_column = ""  # of tables, and of .json beside images; "" = label or class
+caption_column = ""  # "" = text, caption or prompt; captions are also in the .txt beside images
+captions = ""  # .tsv file to write: the path of every image, a tab, its caption
 classes = ""  # names of the classes to take, comma-separated; "" = all
-vectors = ""  # .npz of names, matched like those in labels, and vectors, one (D) or a sequence (L, D) for each; for
+vectors = ""  # .npz of names, matched like those in tables, and vectors, one (D) or a sequence (L, D) for each; for
 #               arrays of images also an .npy, in their order. A model is conditioned on them
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
-workers = 0  # >= 0: processes that decode image files; 0 = one per core
+workers = 0  # >= 0: threads that decode image files; 0 = one per core
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
@@ -51,91 +56,100 @@ range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the data's own
 # Only aspect_buckets=True
 bucket_images = 0  # >= 0: minimum images per bucket; 0 = a tenth of the set, at most 64
 side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
-
+config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
-def main():
-    if verify:
-        count, size = dataset.verify(dataset.open_dataset(verify))
-        print0(f"data set {verify!r} is intact: {count} files, {size / 1e6:,.1f} MB, each matches its SHA-256")
-        return
-    if source == "auto" and not path:
-        raise UserError("give --path=... of the images, or --source=shapes or --source=cifar10")
-    if classes and not name:
-        raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
-    start = time.perf_counter()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    unit = 0
-    if aspect_buckets:
-        unit = side_unit or max(2, resolution // 16)
-        if resolution == 0 or resolution % (side_unit or 16):
-            raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-    options = Options(
-        resolution,
-        labels,
-        val_fraction,
-        seed,
-        workers or cores,
-        unit,
-        bucket_images,
-        vectors,
-        parse_range(),
-    )
+# Check a set, or the settings
 
-    with dataset.DatasetWriter(name or default_name(), source=source, seed=seed, overwrite=overwrite) as writer:
-        images_in = open_source(source, path, options)
-        if classes:
-            choose_classes(images_in)
-        writer.meta["class_names"] = images_in.class_names
-        writer.meta["resolution"] = resolution
-        if images_in.dtype != "uint8":
-            writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
-            print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
-        plan = asdict(options) | {
-            "workers": 0,  # any number makes the same parts
-            "source": source,
-            "path": os.path.abspath(path),
-            "classes": classes,
-            "files": images_in.state,
-        }
-        writer.resume(plan)
-        need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
-        free_mb = shutil.disk_usage(writer.folder).free / 1e6
-        if need_mb > free_mb:
-            raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
-        skipped, counts, per_class = [], Counter(), Counter()
-        with Progress(images_in.num_images, "images", "preparing") as bar:
-            for note in make_parts(images_in, resolution, writer.folder):
-                for group in note["groups"]:
-                    per_class.update(group["y"])
-                    cond = {name: array[group["rows"]] for name, array in images_in.arrays.items()}
-                    shape = (len(group["y"]), *group["shape"])
-                    writer.add(group["split"], shape, [group["shard"]], np.array(group["y"]), **cond)
-                skipped += note["skipped"]
-                counts.update(note["counts"])
-                bar.update(note["counts"]["items"])
-        if skipped:
-            print0(f"skipped {len(skipped):,} unreadable files (see skipped.txt): {skipped[0]}, ...")
-            write_atomic(writer.folder / "skipped.txt", "\n".join([*skipped, ""]).encode())
-        print_findings(images_in, per_class, counts)
-        if not writer.num_images["train"]:
-            raise UserError(f"path={path!r} holds no image that can be read for training")
+if verify:
+    count, size = dataset.verify(dataset.open_dataset(verify))
+    print0(f"data set {verify!r} is intact: {count} files, {size / 1e6:,.1f} MB, each matches its SHA-256")
+    sys.exit()
+if source == "auto" and not path:
+    raise UserError("give --path=... of the images, or --source=shapes or --source=cifar10")
+if classes and not name:
+    raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
+if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
+    raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
+low_high = None
+if range:
+    try:
+        low_high = low, high = tuple(float(x) for x in range.split(","))
+        is_range = -math.inf < low < high < math.inf
+    except ValueError:
+        is_range = False
+    if not is_range:
+        raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
+if not name:
+    name = source
+    if path:
+        stem = os.path.basename(os.path.abspath(path))
+        name = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
+    name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+options = Options(
+    resolution=resolution,
+    labels=labels,
+    label_column=label_column,
+    caption_column=caption_column,
+    captions=captions,
+    val_fraction=val_fraction,
+    seed=seed,
+    workers=workers or cores,
+    side_unit=(side_unit or max(2, resolution // 16)) if aspect_buckets else 0,
+    bucket_images=bucket_images,
+    vectors=vectors,
+    range=low_high,
+)
 
-    dt = time.perf_counter() - start
-    counts = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
-    made = dataset.open_dataset(writer.path)
-    sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
-    labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
-    for condition, row in made.cond(0).items():
-        if condition != "y":
-            labelled += f", {condition} of {'x'.join(map(str, row.shape))}"
-    print0(
-        f"made {writer.path} in {dt:.1f} s: {counts} images, {sizes}, {labelled}; "
-        f"train on it: python -m scripts.base_train --data={writer.path.name}"
-    )
+# ---------------------------------------------------------------------------------------------------------------------
+# Read, decode and write the images, part by part
 
-
-def print_findings(images_in, per_class: Counter, counts: Counter) -> None:
+start = time.perf_counter()
+with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) as writer:
+    images_in = open_source(source, path, options)
+    class_names = images_in.class_names
+    if classes:  # keep only their images, numbered 0, 1, ... in the source's order
+        wanted = classes.split(",")
+        unknown = [one for one in wanted if one not in class_names]
+        if unknown:
+            known = ", ".join(class_names) or "none"
+            raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {known}")
+        numbers = [class_names.index(one) for one in class_names if one in wanted]
+        class_names = [class_names[number] for number in numbers]
+        items = images_in.items
+        images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
+    writer.meta["class_names"] = class_names
+    writer.meta["resolution"] = resolution
+    if images_in.dtype != "uint8":
+        writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
+        print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
+    plan = asdict(options) | {
+        "workers": 0,  # any number makes the same parts
+        "source": source,
+        "path": os.path.abspath(path),
+        "classes": classes,
+        "files": images_in.state,
+    }
+    writer.resume(plan)
+    need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
+    free_mb = shutil.disk_usage(writer.folder).free / 1e6
+    if need_mb > free_mb:
+        raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
+    skipped, counts, per_class = [], Counter(), Counter()
+    with Progress(images_in.num_images, "images", "preparing") as bar:
+        for note in make_parts(images_in, resolution, writer.folder):
+            for group in note["groups"]:
+                per_class.update(group["y"])
+                cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
+                shape = (len(group["y"]), *group["shape"])
+                writer.add(group["split"], shape, [group["shard"]], np.array(group["y"]), **cond)
+            skipped += note["skipped"]
+            counts.update(note["counts"])
+            bar.update(note["counts"]["items"])
+    if skipped:
+        print0(f"skipped {len(skipped):,} unreadable files (see skipped.txt): {skipped[0]}, ...")
+        write_atomic(writer.folder / "skipped.txt", "\n".join([*skipped, ""]).encode())
     if counts["enlarged"]:
         print0(f"enlarged {counts['enlarged']:,} images that are smaller than {resolution} pixels")
     if counts["dark"]:
@@ -143,46 +157,24 @@ def print_findings(images_in, per_class: Counter, counts: Counter) -> None:
         print0(f"nearly black: {number} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)")
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
-    if images_in.class_names:
-        found = [f"{name} {per_class[label]:,}" for label, name in enumerate(images_in.class_names)]
+    if class_names:
+        found = [f"{one} {per_class[label]:,}" for label, one in enumerate(class_names)]
         print0(f"classes: {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}")
+    if not writer.num_images["train"]:
+        raise UserError(f"path={path!r} holds no image that can be read for training")
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What was made
 
-def parse_range() -> tuple[float, float] | None:
-    if not range:
-        return None
-    try:
-        low, high = (float(x) for x in range.split(","))
-    except ValueError:
-        low = high = 0.0
-    if not -math.inf < low < high < math.inf:
-        raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
-    return low, high
-
-
-def default_name() -> str:
-    if not path:
-        return source
-    stem = os.path.basename(os.path.abspath(path))
-    stem = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
-    return re.sub(r"[^\w.+-]", "_", stem, flags=re.ASCII)
-
-
-def choose_classes(images_in) -> None:
-    """Keep only the images of `classes`, numbered 0, 1, ... in the source's order."""
-    names, wanted = images_in.class_names, classes.split(",")
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {', '.join(names) or 'none'}")
-    images_in.class_names = [name for name in names if name in wanted]
-    numbers = {names.index(name): number for number, name in enumerate(images_in.class_names)}
-    items = images_in.items
-    images_in.items = (item._replace(label=numbers[item.label]) for item in items if item.label in numbers)
-
-
-if __name__ == "__main__":  # worker processes may import this file again
-    config = configure(globals())
-    try:
-        main()
-    except OSError as error:  # unreadable file, failing disk: the error names the file
-        raise UserError(str(error)) from None
+dt = time.perf_counter() - start
+made = dataset.open_dataset(writer.path)
+numbers = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
+sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
+labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
+for condition, row in made.cond(0).items():
+    if condition != "y":
+        labelled += f", {condition} of {'x'.join(map(str, row.shape))}"
+print0(
+    f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {labelled}; "
+    f"train on it: python -m scripts.base_train --data={writer.path.name}"
+)

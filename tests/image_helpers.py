@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import io
+import runpy
 import tarfile
 import zipfile
 from unittest import mock
@@ -12,7 +13,6 @@ import numpy as np
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.sources import CIFAR10_BATCHES
 from nanodiff.png import encode_png
-from scripts import prepare_data
 
 RNG = np.random.default_rng(0)
 
@@ -24,11 +24,10 @@ def prepare(path="", **settings):
 
 def report(path="", **settings):
     """The same -> all that it prints."""
-    settings = {"path": str(path), "name": "toy", "workers": 1, "overwrite": True, **settings}
-    assert all(hasattr(prepare_data, key) for key in settings), settings
-    settings["path"] = str(settings["path"])
-    with mock.patch.multiple(prepare_data, **settings), contextlib.redirect_stdout(io.StringIO()) as out:
-        prepare_data.main()
+    settings = {"path": path, "name": "toy", "workers": 1, "overwrite": True, **settings}
+    argv = ["prepare_data", *(f"--{key}={value}" for key, value in settings.items())]
+    with mock.patch("sys.argv", argv), contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_module("scripts.prepare_data", run_name="__main__")
     return out.getvalue().strip()
 
 

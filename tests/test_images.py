@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import zipfile
 
 import numpy as np
@@ -11,7 +12,7 @@ from image_helpers import archive, chw, everything, make_folder, noise, prepare,
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
-from nanodiff.data.labels import classify, val_mask
+from nanodiff.data.labels import Place, classify, val_mask
 from nanodiff.png import encode_png
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
@@ -140,23 +141,22 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
 
 
 @pytest.mark.parametrize(
-    "names, labels, class_names, numbers, is_val",
+    "names, labels, class_names, numbers, splits",
     [
-        (SPLITS, "auto", ["a", "b"], [0, 1, 0], [False, False, True]),  # val/ goes before test/
-        (SPLITS, "none", [], [0, 0, 0], [False, False, True]),
-        (["set/train/a/1.png", "set/test/a/2.png"], "auto", ["a"], [0, 0], [False, True]),
-        (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], None),  # numbers in their order
-        (["only/1.png", "only/2.png"], "auto", ["only"], [0, 0], None),  # one class is fine
-        (["train/a/1.png"], "auto", ["a"], [0], None),  # no held-out folder
-        (FLAT, "auto", [], [0, 0, 0], None),
-        (FLAT, "file", ["cat", "dog"], [0, 1, 1], None),
-        (FLAT[:2], {"cat_2.png": "10", "dog_1.png": "9"}, ["9", "10"], [1, 0], None),
+        (SPLITS, "auto", ["a", "b"], [0, 1, 0], ["train", "train", "val", None]),  # val/ goes before test/
+        (SPLITS, "none", [], [0, 0, 0], ["train", "train", "val", None]),
+        (["set/train/a/1.png", "set/test/a/2.png"], "auto", ["a"], [0, 0], ["train", "val"]),
+        (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], ["", ""]),  # numbers in their order
+        (["only/1.png", "only/2.png"], "auto", ["only"], [0, 0], ["", ""]),  # one class is fine
+        (["train/a/1.png"], "auto", ["a"], [0], [""]),  # no held-out folder
+        (FLAT, "auto", [], [0, 0, 0], [""] * 3),
+        (FLAT, "file", ["cat", "dog"], [0, 1, 1], [""] * 3),
     ],
 )
-def test_classify(names, labels, class_names, numbers, is_val):
-    kept, *found = classify(names, labels)
-    assert kept == names[: len(numbers)]
-    assert [x if x is None else list(x) for x in found] == [class_names, numbers, is_val]
+def test_classify(names, labels, class_names, numbers, splits):
+    place = lambda name: Place(os.path.dirname(name), name.split("_")[0] if labels == "file" else "", name, 1)
+    found = classify([place(name) for name in names], labels, has_table=False)
+    assert (found[0], found[1][: len(numbers)], found[2]) == (class_names, numbers, splits)
 
 
 def test_edm_zip(tmp_path):
@@ -180,12 +180,12 @@ CSV = {
 }
 WRONG_CSV = {
     "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has the class 'bat' here and 'owl' before",
-    "0.png,owl\n2.png, ": r"line 2: '2\.png' has an empty class",
+    "0.png,owl\n2.png, ": r"no class .* for 2 of 3 images, such as '2\.png'",
     "0.png;owl": r"line 1: found '0\.png;owl'; accepted: rows of file,class",
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
-    "0.png,owl\n2.png": r"line 2: found '2\.png'",
+    "0.png,owl\n2.png": r"no class .* for 2 of 3 images, such as '2\.png'",
     "0.png,owl\n2.png,owl": r"no class .* for 1 of 3 images, such as 'x/1\.png'",
 }
 

@@ -2,6 +2,7 @@
 
 $NANODIFF_BASE_DIR/data/<name>/
     train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file
+    train_images_000.txt ...   a line of text for each of its images, if they have captions
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
     val_images_000.npy ...     the held-out split, if there is one
@@ -23,6 +24,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,6 +170,19 @@ class Dataset:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
         return self._numbers[self._rows["y"][indices]]
 
+    def captions(self, indices) -> list[str]:
+        """The text beside each image (n,), "" if there is none."""
+        shard_of = np.searchsorted(self._ends, indices, side="right")
+        lines = {}
+        for k in set(shard_of.tolist()):
+            shard = self.meta["splits"][self.split]["shards"][k]
+            if "captions" in shard:
+                path = self.path / shard["captions"]["file"]
+                with reading(path):
+                    text = path.read_text(encoding="utf-8")
+                lines |= enumerate(text.split("\n"), self._ends[k] - shard["num_images"])
+        return [lines.get(i, "") for i in indices]
+
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         other = copy.copy(self)
@@ -241,7 +256,8 @@ def make_shapes(name: str) -> None:
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
-    return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
+    captions = [shard["captions"] for shard in part["shards"] if "captions" in shard]
+    return part["shards"] + captions + [part[key] for key in FILES.values() if part.get(key)]
 
 
 def verify(dataset: Dataset, rank: int = 0, world: int = 1, pause: bool = False) -> tuple[int, int]:
@@ -305,20 +321,35 @@ def raise_file_limit() -> int:
 # Writing
 
 
+def write_hashed(path: Path, num_images: int, write: Callable) -> dict:
+    """Let `write(file)` make a file, whole or not at all -> its entry in meta.json."""
+    manifest = {}
+    with writing(path, manifest) as file:
+        write(file)
+    written = manifest[path.name]
+    return {"file": path.name, "num_images": num_images, "bytes": written["size"], "sha256": written["sha256"]}
+
+
 def write_npy(path: Path, array: np.ndarray) -> dict:
-    """Write an array as an .npy file, whole or not at all -> its entry in meta.json."""
+    """An .npy file -> its entry in meta.json."""
     array = np.ascontiguousarray(array)
-    with writing(path) as file:
+
+    def write(file):
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)  # np.save would not say which error stopped it
-    entry = {
-        "file": path.name,
-        "num_images": len(array),
-        "bytes": path.stat().st_size,
-        "sha256": sha256_of(path),
-    }
+
+    entry = write_hashed(path, len(array), write)
     if len(set(array.shape[2:])) == 2:  # () of labels
         entry["size"] = array.shape[2:]
+    return entry
+
+
+def write_shard(path: Path, images: np.ndarray, captions: Iterable[str] = ()) -> dict:
+    """A shard of images, with a file of their captions, if there are any -> its entry in meta.json."""
+    entry = write_npy(path, images)
+    if any(captions):
+        text = "".join(f"{caption}\n" for caption in captions).encode(errors="replace")
+        entry["captions"] = write_hashed(path.with_suffix(".txt"), len(images), lambda file: file.write(text))
     return entry
 
 

@@ -1,16 +1,11 @@
-"""Image files and arrays -> images of the sizes of a set, decoded by worker processes."""
+"""Image files and arrays -> images of the sizes of a set, decoded by threads."""
 
 import io
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +24,7 @@ class Item(NamedTuple):
     label: int
     is_val: bool
     row: int = 0  # of the source's `arrays`
+    caption: str = ""
 
 
 def import_pillow():
@@ -36,6 +32,7 @@ def import_pillow():
         from PIL import Image
     except ImportError:
         raise UserError("reading image files needs Pillow: pip install 'nanodiff[images]'") from None
+    warnings.filterwarnings("ignore", module="PIL")
     return Image
 
 
@@ -64,7 +61,7 @@ def orientation(image) -> int:
 def aspect_ratio(payload: str | bytes) -> float:
     """Width / height of an image file as it is displayed, from its header alone; NaN if it is unreadable."""
     try:
-        with warnings.catch_warnings(action="ignore"), open_image(payload) as image:
+        with open_image(payload) as image:
             width, height = image.size
             lies_on_its_side = orientation(image) > 4
     except UserError:
@@ -172,21 +169,20 @@ def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]]
     """-> the items with their image (C, H, W) as payload, each with its shorter side before scaling; and "name: reason"
     of the unreadable ones."""
     done, skipped = [], []
-    with warnings.catch_warnings(action="ignore"):
-        for item in items:
-            try:
-                image, side = decode(item.payload, sizes)
-            except UserError:
-                raise
-            except Exception as error:  # Pillow raises nearly every kind on damaged files
-                reason = str(error) or type(error).__name__
-                skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
-                continue
-            item = item._replace(payload=image)
-            done.append((item, side))
-            if not sizes:
-                first, _ = done[0]
-                check_size((item.name, image.shape), (first.name, first.payload.shape))
+    for item in items:
+        try:
+            image, side = decode(item.payload, sizes)
+        except UserError:
+            raise
+        except Exception as error:  # Pillow raises nearly every kind on damaged files
+            reason = str(error) or type(error).__name__
+            skipped.append(f"{item.name!r}: {reason.splitlines()[0]}")
+            continue
+        item = item._replace(payload=image)
+        done.append((item, side))
+        if not sizes:
+            first, _ = done[0]
+            check_size((item.name, image.shape), (first.name, first.payload.shape))
     return done, skipped
 
 
@@ -200,29 +196,15 @@ def check_size(image: tuple[str, tuple], first: tuple[str, tuple]) -> None:
 
 
 def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() by worker processes, each with two tasks in flight."""
-    if workers == 1:
-        yield from map(function, tasks)
-        return
+    """map() by threads, each with two tasks in flight: most of the work leaves Python alone."""
     pending = deque()
+    pool = ThreadPoolExecutor(workers)
     try:
-        with ProcessPoolExecutor(workers, initializer=_init_worker) as pool:
-            for task in tasks:
-                pending.append(pool.submit(function, task))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
+        for task in tasks:
+            pending.append(pool.submit(function, task))
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(f"a worker died, probably out of memory; use fewer than workers={workers}") from None
-
-
-def _init_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with it, even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

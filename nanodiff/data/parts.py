@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.data.dataset import MAX_SHARD_BYTES, SPLITS, write_npy
+from nanodiff.data.dataset import MAX_SHARD_BYTES, SPLITS, write_shard
 from nanodiff.data.decode import check_size, decode_items, make_tasks, ordered_map
 from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, write_atomic
@@ -66,7 +66,8 @@ def write_part(task: tuple, sizes: list, folder: Path) -> dict:
     for (split, shape), members in alike.items():
         if members:
             path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
-            shard = write_npy(path, np.stack([item.payload for item in members]))
+            images = np.stack([item.payload for item in members])
+            shard = write_shard(path, images, [item.caption for item in members])
             group = {
                 "name": members[0].name,
                 "split": split,

@@ -1,28 +1,31 @@
 """Image sources: detection by path, readers of image files, CIFAR-10, IDX, .npz and .npy, vectors."""
 
+import glob
 import hashlib
 import json
-import os
 import posixpath
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_unzipped, read_tar
+from nanodiff.data.containers import CONTAINERS, SUFFIXES, groups, is_hidden, is_image, open_unzipped, read_tar
 from nanodiff.data.decode import Item, aspect_ratio, import_pillow
-from nanodiff.data.labels import classify, find_labels, look_up, val_mask
-from nanodiff.files import download, reading
+from nanodiff.data.labels import LABELS, TABLES, Place, beside, classify, read_table, val_mask
+from nanodiff.files import download, reading, writing
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+BESIDE = (".cls", ".txt", ".json")  # what is read beside an image
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 
 
@@ -32,9 +35,12 @@ class Options:
 
     resolution: int = 0
     labels: str = "auto"
+    label_column: str = ""  # of tables, and of .json beside images; "" = the usual
+    caption_column: str = ""
+    captions: str = ""  # file to write them to
     val_fraction: float = 0.05
     seed: int = 0
-    workers: int = 1
+    workers: int = 1  # threads that decode image files
     side_unit: int = 0  # of the buckets; 0 = no buckets
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     vectors: str = ""  # file of a vector per image
@@ -48,8 +54,9 @@ class Source:
     num_images: int
     class_names: list[str]  # [] = unlabelled
     items: Iterator[Item]
-    names: list[str] = field(default_factory=list)  # of image files
-    workers: int = 1  # processes that may decode them
+    names: Callable[[], list[str]] | None = None  # of image files
+    files: list[str] = field(default_factory=list)  # that they are read from
+    workers: int = 1  # threads that may decode them
     state: str = ""  # hash of the files' names, sizes and times
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
@@ -81,8 +88,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif not path and source != "shapes":
         raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
-    if source != "shapes" and not file.exists():
-        raise UserError(f"path={path!r} is no file or folder")
+    if source != "shapes" and not file.exists() and not glob.glob(str(file)):
+        raise UserError(f"path={path!r} is no file or folder, and no pattern of tars")
     if source == "auto":
         source = detect(file)
     if source in CONTAINERS:
@@ -91,17 +98,20 @@ def open_source(source: str, path: str, options: Options) -> Source:
         raise UserError(f"aspect_buckets is for image files; those of source={source!r} have one size")
     elif options.labels not in ("auto", "none"):
         raise UserError(f"labels={options.labels!r} is for image files; for source={source!r} accepted: auto, none")
+    elif options.label_column or options.caption_column or options.captions:
+        raise UserError(f"label_column, caption_column and captions are for image files, not for source={source!r}")
     else:
         found = READERS[source](file, options)
+        found.files = sorted(file.iterdir()) if file.is_dir() else [file] * bool(path)
     if options.labels == "none":
         found.class_names = []
     if options.range and found.dtype == "uint8":
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
     if options.vectors:
         add_vectors(found, Path(options.vectors).expanduser())
-    files = [options.vectors, options.labels if options.labels.endswith(".csv") else ""]
-    files += [file / name for name in found.names or sorted(os.listdir(file))] if file.is_dir() else [path and file]
-    stats = [(str(file), os.stat(Path(file).expanduser())) for file in filter(None, files)]
+    tables = [options.vectors, "" if options.labels in LABELS else options.labels]
+    read = [Path(file).expanduser() for file in [*filter(None, tables), *found.files]]
+    stats = [(str(file), file.stat()) for file in read if file.exists()]  # not a link to nowhere
     found.state = hashlib.sha256(
         json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode()
     ).hexdigest()
@@ -111,30 +121,123 @@ def open_source(source: str, path: str, options: Options) -> Source:
     return found
 
 
+@dataclass
+class Samples:
+    """The image files of a container with what is beside them, read as a stream, as often as one likes; only tables
+    stay in memory."""
+
+    streams: list
+    options: Options
+    table: dict[str, tuple[str, str]] | None  # name -> class, caption
+    ignored: Counter = field(default_factory=Counter)  # files by suffix, found while iterating
+
+    def read(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str | bytes, str, str]]:
+        """(name, path or content if it is `wanted`, class, caption) of each image."""
+        for members in groups(self.streams, lambda name: name.endswith(BESIDE) or wanted(name)):
+            images, files = [], {}
+            for name, payload in members:
+                if is_image(name):
+                    images.append((name, payload))
+                elif posixpath.basename(name) not in TABLES:
+                    kind = "hidden" if is_hidden(name) else posixpath.splitext(name)[1] or "without suffix"
+                    files[kind] = payload
+            label, caption, used = "", "", set()
+            if images:
+                stem, _ = posixpath.splitext(members[0][0])
+                label, caption, used = beside(files, stem, self.options)
+            self.ignored.update(files.keys() - used)
+            for name, payload in images:
+                named = (self.table or {}).get(name, ("", ""))
+                yield name, payload, named[0] or label, named[1] or caption
+
+
+def open_samples(streams: list, options: Options) -> Samples:
+    """With the table that options.labels names, or those beside the images."""
+    file = Path(options.labels).expanduser()
+    if options.labels not in LABELS:
+        if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
+            accepted = f"{', '.join(LABELS)}, or a table: .csv, .jsonl or .json"
+            raise UserError(f"labels={options.labels!r}; accepted: {accepted}")
+        return Samples(streams, options, read_table(str(file), str(file), options))
+    table = None
+    for stream in streams:
+        for name, payload in stream(lambda name: posixpath.basename(name) in TABLES):
+            if payload is not None:
+                folder = posixpath.dirname(name)
+                rows = read_table(payload, name, options).items()
+                table = (table or {}) | {posixpath.normpath(posixpath.join(folder, file)): row for file, row in rows}
+    return Samples(streams, options, table)
+
+
 def read_images(path: Path, kind: str, options: Options) -> Source:
-    """The images of one of CONTAINERS."""
+    """The images of one of CONTAINERS. They are listed first, which keeps a few bytes of each, then read once."""
     import_pillow()
-    found, fetch = CONTAINERS[kind](path)
-    images = sorted({name for name in found if is_image(name)})
-    if not images:
+    print0(f"listing the files in {path}")
+    files, streams = CONTAINERS[kind](path)
+    samples = open_samples(streams, options)
+    places, kinds, ratios = {}, array("I"), array("d")  # (folder, class) -> its number and an image; of each image
+    unknown = set(samples.table or ())
+    num_captions = 0
+    for name, payload, label, caption in samples.read(is_image if options.side_unit else no_image):
+        if options.labels == "file":
+            start, underscore, _ = posixpath.basename(name).partition("_")
+            label = start if underscore else ""
+        number, _ = places.setdefault((posixpath.dirname(name), label), (len(places), name))
+        kinds.append(number)
+        unknown.discard(name)
+        num_captions += bool(caption)
+        if options.side_unit:
+            ratios.append(aspect_ratio(payload))
+    if not kinds:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
-    labels = find_labels(options.labels, path, found, fetch)
-    names, class_names, numbers, is_val = classify(images, labels)
+    counts = np.bincount(kinds)
+    places = [Place(*place, example, counts[number]) for place, (number, example) in places.items()]
+    print_listed(samples, places, unknown, num_captions)
+    class_names, numbers, splits = classify(places, options.labels, samples.table is not None)
+    is_in = np.array([split is not None for split in splits])[kinds]  # (n,)
+    is_val = np.array([split == "val" for split in splits])[kinds]
+    if "" in splits:
+        is_val = val_mask(len(kinds), options.val_fraction, options.seed)
     sizes = []
     if options.side_unit:
-        ratios = np.array([aspect_ratio(payload) for _, payload in fetch(names)])
+        ratios = np.array(ratios)[is_in]
         ratios = ratios[ratios > 0]  # without the NaN of unreadable files
         sizes = choose_sizes(ratios, options.resolution, options.side_unit, options.bucket_images)
-    if is_val is None:
-        is_val = val_mask(len(names), options.val_fraction, options.seed)
-    index = {name: i for i, name in enumerate(names)}
 
-    def items():
-        for name, payload in fetch(names):
-            i = index[name]
-            yield Item(name, payload, numbers[i], is_val[i])
+    def items(wanted):
+        for i, (name, payload, _, caption) in enumerate(samples.read(wanted)):
+            if is_in[i]:
+                yield Item(name, payload, numbers[kinds[i]], is_val[i], caption=caption)
 
-    return Source(len(names), class_names, items(), names, sizes=sizes)
+    if options.captions:
+        if not num_captions:
+            raise UserError(f"captions={options.captions!r}: no image in {path} has a caption")
+        with writing(Path(options.captions).expanduser()) as file:
+            for item in items(no_image):
+                file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
+    names = lambda: [item.name for item in items(no_image)]
+    return Source(int(is_in.sum()), class_names, items(is_image), names, files=files, sizes=sizes)
+
+
+def no_image(name: str) -> bool:
+    return False
+
+
+def print_listed(samples: Samples, places: list[Place], unknown: set[str], num_captions: int) -> None:
+    """Say what is not used, and refuse columns that are nowhere."""
+    options = samples.options
+    if options.label_column and not any(place.label for place in places):
+        raise UserError(f"label_column={options.label_column!r} is in no table and no .json beside the images")
+    if options.caption_column and not num_captions:
+        raise UserError(f"caption_column={options.caption_column!r} is in no table and no .json beside the images")
+    if unknown:
+        print0(f"{len(unknown):,} labels have no file, such as {min(unknown)!r}")
+    if samples.table is not None and options.labels == "auto" and not any(place.label for place in places):
+        print0("the table beside the images gives no classes: unlabelled (--labels=folder takes the folders')")
+    if samples.ignored:
+        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in samples.ignored.most_common()))
+    if num_captions:
+        print0(f"captions: {num_captions:,} of {sum(place.count for place in places):,} images have one")
 
 
 def read_shapes(path: Path, options: Options) -> Source:
@@ -152,7 +255,7 @@ def read_cifar10(path: Path, options: Options) -> Source:
 
     def items():
         left = set(CIFAR10_BATCHES)
-        for member, data in read_tar(path):
+        for member, data in read_tar(lambda member: posixpath.basename(member) in left, path):
             name = posixpath.basename(member)
             if name not in left:
                 continue
@@ -337,7 +440,10 @@ def add_vectors(source: Source, path: Path) -> None:
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != num_vectors:
         raise UserError(f"vectors={str(path)!r} has {len(rows):,} different names for {num_vectors:,} vectors")
-    look_up(rows, source.names, f"vectors={str(path)!r} has none")
+    absent = [name for name in source.names() if name not in rows]
+    if absent:
+        of_all = f"{len(absent):,} of {source.num_images:,} images, such as {absent[0]!r}"
+        raise UserError(f"vectors={str(path)!r} has none for {of_all}")
     source.items = (item._replace(row=rows[item.name]) for item in items)
 
 

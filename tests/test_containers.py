@@ -1,0 +1,203 @@
+"""The same images and facts make the same set, however packed; what is not used is counted, what lacks is named."""
+
+import csv
+import io
+import json
+import tarfile
+import tracemalloc
+
+import numpy as np
+import pytest
+from image_helpers import archive, noise, prepare, report
+
+from nanodiff.common import UserError
+from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.sources import Options, open_source
+from nanodiff.png import encode_png
+
+pytest.importorskip("PIL.Image", reason="Pillow reads image files")
+pytestmark = pytest.mark.usefixtures("base")
+
+NAMES = [f"{i:03d}" for i in range(60)]
+LABELS = [str(i * 7 % 12) for i in range(60)]
+CAPTIONS = [f"number {i} of größe {i % 5}" for i in range(60)]
+
+
+def write(file, content):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def images(folder):
+    for i, name in enumerate(NAMES):
+        write(folder / f"{name}.png", encode_png(noise(8, 8, i)))
+    return folder
+
+
+def beside(folder):
+    for name, label, caption in zip(NAMES, LABELS, CAPTIONS):
+        write(folder / f"{name}.cls", label)
+        write(folder / f"{name}.txt", caption + "\n")
+
+
+def json_beside(folder):
+    for name, label, caption in zip(NAMES, LABELS, CAPTIONS):
+        write(folder / f"{name}.json", json.dumps({"class": int(label), "caption": caption, "sha": 3}))
+
+
+def jsonl(folder):
+    rows = [{"file_name": f"{n}.png", "label": int(y), "text": c} for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
+    write(folder / "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+
+
+def diffsynth(folder):
+    rows = [{"image": f"{n}.png", "label": y, "prompt": c} for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
+    write(folder / "metadata.json", json.dumps(rows))
+
+
+def table(folder):
+    text = io.StringIO()
+    rows = [["size", "file", "text", "label"], *((8, f"{n}.png", c, y) for n, y, c in zip(NAMES, LABELS, CAPTIONS))]
+    csv.writer(text).writerows(rows)
+    write(folder / "metadata.csv", text.getvalue())
+
+
+def tar(path, files):
+    with tarfile.open(path, "w") as file:
+        for one in sorted(files):
+            file.add(one, one.name)
+
+
+def as_folder(folder):
+    return folder
+
+
+def as_tar(folder):
+    tar(folder.parent / "all.tar", folder.iterdir())
+    return folder.parent / "all.tar"
+
+
+def as_zip(folder):
+    return archive(folder, "zip", folder.parent / "all.zip")
+
+
+def as_shards(folder):
+    shards = folder.parent / "shards"
+    shards.mkdir()
+    stems = sorted({file.stem for file in folder.iterdir()})
+    for k, some in enumerate(np.array_split(stems, 3)):
+        tar(shards / f"{k}.tar", [file for file in folder.iterdir() if file.stem in some])
+    return shards
+
+
+def as_pattern(folder):
+    return as_shards(folder) / "*.tar"
+
+
+PACKED = [
+    *((facts, pack) for facts in (beside, json_beside) for pack in (as_folder, as_tar, as_zip, as_shards, as_pattern)),
+    *((facts, pack) for facts in (jsonl, diffsynth, table) for pack in (as_folder, as_tar)),
+]
+
+
+def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path):
+    sets = []
+    for number, (facts, pack) in enumerate(PACKED):
+        folder = images(tmp_path / str(number) / "in")
+        facts(folder)
+        out = report(pack(folder), captions=tmp_path / f"{number}.tsv", seed=3, resolution=16)
+        assert "captions: 60 of 60" in out and "ignored" not in out
+        rows = (tmp_path / f"{number}.tsv").read_text().splitlines()
+        assert rows == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
+        path = open_dataset("toy").path
+        sets.append({file.name: file.read_bytes() for file in path.iterdir()})
+    assert all(made == sets[0] for made in sets[1:])
+    assert verify(open_dataset("toy"))[0] == 6
+    for split, num in (("train", 57), ("val", 3)):
+        data = open_dataset("toy", split)
+        numbers = [CAPTIONS.index(caption) for caption in data.captions(range(num))]
+        assert data.captions([2, 0]) == [CAPTIONS[numbers[2]], CAPTIONS[numbers[0]]]
+        assert data.class_names == [str(i) for i in range(12)]
+        assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
+
+
+@pytest.mark.parametrize("pack", [as_folder, as_tar, as_shards])
+def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, pack):
+    folder = images(tmp_path / "a" / "in")
+    beside(folder)
+    (folder / "017.cls").unlink()
+    (folder / "018.txt").unlink()
+    for name in ("0.xml", "003.xml", "README", "005.npy", ".DS_Store"):
+        write(folder / name, "")
+    path = pack(folder)
+    with pytest.raises(UserError, match=r"no class .* for 1 of 60 images, such as '017\.png'"):
+        prepare(path)
+    out = report(path, labels="none")
+    assert "ignored: 59 .cls, 2 .xml, " in out and "1 .npy" in out and "1 hidden" in out and "1 without suffix" in out
+    assert "captions: 59 of 60 images have one" in out
+
+
+def test_columns_by_name(tmp_path):
+    folder = images(tmp_path / "train")
+    write(folder / "metadata.csv", "file_name,split,words\n" + "".join(f"{n}.png,a{n[2]},w{n}\n" for n in NAMES))
+    out = report(tmp_path)
+    assert "the table beside the images gives no classes" in out and "unlabelled" in out and "captions" not in out
+    prepare(tmp_path, label_column="split", caption_column="words", val_fraction=0)
+    assert open_dataset("toy").class_names == [f"a{i}" for i in range(10)]
+    assert open_dataset("toy").captions([0, 59]) == ["w000", "w059"]
+    for setting in ("label_column", "caption_column"):
+        with pytest.raises(UserError, match=f"{setting}='labl' is in no table"):
+            prepare(tmp_path, **{setting: "labl"})
+    (folder / "metadata.csv").unlink()
+    with pytest.raises(UserError, match="captions='x.tsv': no image in .* has a caption"):
+        prepare(tmp_path, captions="x.tsv")
+
+
+@pytest.mark.parametrize(("code", "called"), [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16"), ("latin-1", "Latin-1")])
+def test_codes_other_than_utf8_are_named(tmp_path, code, called):
+    folder = images(tmp_path / "in")
+    write(folder / "003.txt", "größe".encode(code))
+    with pytest.raises(UserError, match=rf"003\.txt is in {called}.*accepted: UTF-8"):
+        prepare(folder)
+    (folder / "003.txt").unlink()
+    write(tmp_path / "a.csv", "file,label\n003.png,größe\n".encode(code))
+    with pytest.raises(UserError, match=rf"a\.csv is in {called}.*accepted: UTF-8"):
+        prepare(folder, labels=tmp_path / "a.csv")
+
+
+def test_captions_stay_with_their_images_in_buckets_and_latents(tmp_path, run_script):
+    from tiny_runs import make_autoencoder
+
+    folder = tmp_path / "in"
+    for i, name in enumerate(NAMES):
+        write(folder / f"{name}.png", encode_png(np.full((12 + 12 * (i % 2), 18, 3), 4 * i, np.uint8)))
+        write(folder / f"{name}.txt", str(i) if i != 7 else "")
+    prepare(folder, aspect_buckets=True, resolution=16, side_unit=8, val_fraction=0)
+    run_script("cache_latents", "--data=toy", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
+    found = open_dataset("toy").captions(range(60))
+    assert len(open_dataset("toy").buckets) == 2 and found == open_dataset("latents").captions(range(60))
+    for i, caption in enumerate(found):
+        assert open_dataset("toy").images([i])[0, 0, 0, 0] == 4 * int(caption or 7)
+
+
+def peak_mb(tmp_path, num):
+    """Of memory that Python holds while the members of a tar are listed and read."""
+    file = tmp_path / f"{num}.tar"
+    with tarfile.open(file, "w") as shard:
+        for i in range(num):
+            for suffix, content in ((".cls", b"%d" % (i % 10)), (".png", bytes(200)), (".txt", b"a caption")):
+                info = tarfile.TarInfo(f"{i:08d}{suffix}")
+                info.size = len(content)
+                shard.addfile(info, io.BytesIO(content))
+            shard.members.clear()
+    tracemalloc.start()
+    count = sum(1 for _ in open_source("tar", str(file), Options()).items)
+    assert count == num
+    peak = tracemalloc.get_traced_memory()[1] / 1e6
+    tracemalloc.stop()
+    return peak
+
+
+def test_many_small_members_take_no_more_memory(tmp_path):
+    few, many = peak_mb(tmp_path, 500), peak_mb(tmp_path, 10_000)
+    assert many < few + 0.3  # 30 bytes an image; names alone would take twice that
