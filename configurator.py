@@ -29,6 +29,7 @@ import sys
 import textwrap
 import tokenize
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def literal(text: str):
 
 def cast(kind: str, value):
     """Convert to the setting's type; None if that would lose information or be a guess."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if kind == "bool":
         return bool(value) if isinstance(value, bool) or (is_number and value in (0, 1)) else None
     if kind == "int":  # 1e6 is an integer, 1.5 and inf are not
@@ -101,7 +102,7 @@ def cast(kind: str, value):
     if isinstance(value, list | tuple):  # flat: a comma string cannot nest
         items = [None if isinstance(item, list | tuple) else cast("str", item) for item in value]
         return None if None in items else ",".join(items)
-    return str(value) if is_number or isinstance(value, str) else None
+    return str(value) if is_number or isinstance(value, str | Path) else None
 
 
 def check(name: str, setting: Setting, value, where: str = ""):

@@ -28,10 +28,8 @@ from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.adapters import merge
 from nanodiff.formats.load import build, find, load_run, read, read_adapters, tell_best
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import in_words, parse_size
-from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.inputs import READERS
-from nanodiff.sampling.loaded import check_guide, samples_of, settings_for
+from nanodiff.sampling.draw import in_words
+from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
 from nanodiff.sampling.store import SampleStore
 
 # Model
@@ -44,14 +42,14 @@ autoencoder = ""  # path of a latent model's VAE; "" = where it was when the lat
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
-size = ""  # HEIGHTxWIDTH in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
-low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
+size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
+low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
 vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
 seed = 0  # >= 0: seed of the images
 # From given images
-from_images = ""  # images to start from, in turn: an .npz (arr_0) or a folder; "" = from noise
+from_images = ""  # images to start from, in turn: an .npz (arr_0), .npy or folder; "" = from noise
 strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, from noise; 0 = none
-mask = ""  # an image file: white parts of from_images are kept
+mask = ""  # an image file, or an .npy (H, W): white parts of from_images are kept
 # Sampler
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # auto|{SAMPLERS}: of a published file, auto = heun for flow matching, ddim for Gaussian diffusion
@@ -92,23 +90,14 @@ guide = None
 if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
-others = {"eta": eta, "weak_model": guide and guide.model, "cfg_channels": cfg_channels}
-settings = settings_for(loaded, respacing or steps, sampler, cfg_scale, cfg_interval, **others)
+weak_model = guide and guide.model
+samples, shape = open_samples(loaded, config, weak_model)
+settings, codec = samples.settings, samples.codec
 config |= settings.named  # the output's name says what differs from the run's own
-config.defaults |= settings_for(loaded, weak_model=others["weak_model"]).named
-samples = samples_of(loaded, settings, seed, classes, autoencoder, **{name: config[name] for name in READERS})
-codec = samples.codec
+config.defaults |= settings_for(loaded, weak_model=weak_model).named
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
-shape = parse_size(size, loaded.model.config, codec)
-is_mixed = not size and len(codec.shapes) > 1  # each row of the grid has one shape
-if from_images:
-    samples.given = GivenImages(from_images, strength, mask, codec, device)
-    shape, is_mixed = codec.shape, False
-    if size:
-        raise UserError(f"size={size!r} with from_images; accepted: the model's own size")
-elif mask or strength != config.defaults["strength"]:
-    raise UserError(f"mask={mask!r} and strength={strength} would do nothing without from_images")
+is_mixed = not shape and len(codec.shapes) > 1  # each row of the grid has one shape
 if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, script_settings
 from processes import FORK, Started
 from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
 
 import nanodiff
-from configurator import Config
+from configurator import Config, read_settings
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.flow import FlowMatching
@@ -32,6 +32,7 @@ from nanodiff.formats.published import to_meta
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.models.dit import DiTConfig
 from nanodiff.sampling import draw as drawing
+from nanodiff.sampling import settings as taken
 from nanodiff.sampling.draw import SampleSettings, network_evaluations
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.sampling.store import SampleStore
@@ -173,17 +174,53 @@ def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw,
 @pytest.mark.parametrize("run", ["flow", "sr"])
 def test_python_draws_what_the_script_draws(draw, run):
     """Byte for byte, with more images than a batch holds."""
-    some = dict(num_images=70, seed=3, steps=2, cfg_scale=3.0, cfg_interval="0.2,0.7")
+    some = dict(num_images=70, seed=3, steps=2, cfg_scale=3.0)
     classes = ["ring", 3] if run == "flow" else []
-    images = nanodiff.load(run, device_type="cpu").sample(classes, **some)
-    args = [f"--{key}={value}" for key, value in some.items()] + ["--dtype=auto"]
+    images = nanodiff.load(run, device_type="cpu").sample(classes, cfg_interval=(0.2, 0.7), size=16, **some)
+    args = [f"--{key}={value}" for key, value in some.items()] + ["--cfg_interval=0.2,0.7", "--dtype=auto"]
     expected, _, _ = draw(f"--model={run}", *args, *(["--classes=ring,3"] if classes else []))
     assert images.dtype == np.uint8 and images.shape == (70, 16, 16, 3)
     assert images.tobytes() == expected.tobytes()
-    with pytest.raises(UserError, match="no setting bogus; accepted: steps, .*, num_images"):
-        nanodiff.load(run, device_type="cpu").sample(bogus=1)
-    with pytest.raises(UserError, match="cfg_scale=1e.38; accepted: 0 to 100"):
-        nanodiff.load(run, device_type="cpu").sample(cfg_scale=1e38)
+
+
+def test_python_takes_arrays_for_files(draw, tmp_path):
+    """Of images with and without classes, and of a mask."""
+    images = open_dataset("tiny", "val").images(range(4)).transpose(0, 2, 3, 1)
+    np.savez(tmp_path / "a.npz", images, np.arange(4))
+    mask = np.arange(16) < np.full((16, 1), 8)
+    np.save(tmp_path / "mask.npy", mask)
+    for run, given in (
+        ("sr", dict(low_res=(images[:, ::2, ::2], np.arange(4)))),
+        ("flow", dict(from_images=images, mask=mask, strength=0.5, classes=3)),
+    ):
+        np.savez(tmp_path / "a.npz", *given["low_res"] if run == "sr" else [images])
+        files = {"low_res": tmp_path / "a.npz", "from_images": tmp_path / "a.npz", "mask": tmp_path / "mask.npy"}
+        args = [f"--{name}={files.get(name, value)}" for name, value in given.items()]
+        expected, _, _ = draw(f"--model={run}", "--num_images=5", "--dtype=auto", *args)
+        assert (nanodiff.load(run, device_type="cpu").sample(num_images=5, steps=3, **given) == expected).all()
+
+
+def test_a_wrong_argument_gets_the_scripts_line(run_script, capsys):
+    for name, value in dict(
+        num_images=0, steps=1.5, strength="half", num_imgaes=1, cfg_scale=1e38, cfg_interval="0.7,0.3", size=5,
+        classes="none", from_images="absent", mask="absent", low_res="val",
+    ).items():  # fmt: skip
+        with pytest.raises(UserError) as python:
+            nanodiff.load("flow", device_type="cpu").sample(**{name: value})
+        with pytest.raises((UserError, SystemExit)) as script:
+            run_script("sample", *TIMELESS, "--model=flow", f"--{name}={value}")
+        line = capsys.readouterr().err.removeprefix("error: ").strip() or str(script.value)
+        assert str(python.value) == line
+    sample = nanodiff.load("flow", device_type="cpu").sample
+    for name, value in dict(low_res=np.zeros((1, 8, 8, 3)), from_images=[[1], [2, 3]], cfg_interval=None).items():
+        with pytest.raises(UserError, match=f"{name}.*(would do nothing|no array|accepted)"):
+            sample(**{name: value})
+
+
+def test_python_has_the_scripts_defaults():
+    settings = read_settings(vars(taken))
+    defaults = {name: setting.default for name, setting in settings.items() if name != "num_images"}
+    assert defaults.items() <= script_settings("sample").defaults.items()
 
 
 def test_importing_nanodiff_imports_no_torch():

@@ -178,6 +178,9 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
     by_default, by_file = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("val", "file"))
     np.testing.assert_array_equal(by_default, by_file)
     np.testing.assert_array_equal(again, by_file)  # an .npz, as prepare_data takes it
+    sample = load_run("a", "cpu").sample
+    python = [sample(num_images=5, steps=2, vectors=rows) for rows in (raw, tmp_path / "rows.npy")]
+    np.testing.assert_array_equal(*python)
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
     run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
     assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()

@@ -51,9 +51,9 @@ def in_words(protocol: dict) -> str:
 
 
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
-    """Class numbers from numbers and names, "ring,3" or ["ring", 3]; None for none given."""
-    if isinstance(classes, str):
-        classes = classes.split(",") if classes else []
+    """Class numbers from numbers and names, "ring,3", ["ring", 3] or 3; None for none given."""
+    if not np.ndim(classes):
+        classes = str(classes).split(",") if classes != "" else []
     numbers = {*map(str, range(len(class_names)))}
     chosen = []
     for given in classes:
@@ -70,17 +70,18 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
 
 
 def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
-    """(C, H, W) of x0 for images of "HEIGHTxWIDTH" pixels; None for ""."""
+    """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for ""."""
     if not size:
         return None
     pixels = codec.image_size // codec.shape[1]  # per latent
     unit, largest = model_config.side_unit * pixels, 4 * codec.image_size
     if model_config.low_res:  # square only
         unit = largest = codec.image_size
-    sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
-    if len(sides) != 2 or any(side % unit or not 0 < side <= largest for side in sides):
-        raise UserError(f"size={size!r}; accepted: HEIGHTxWIDTH in pixels, multiples of {unit} up to {largest:,}")
-    return (codec.shape[0], sides[0] // pixels, sides[1] // pixels)
+    sides = [int(side) if side.isdecimal() else 0 for side in size.replace(",", "x").split("x")]
+    if len(sides) > 2 or any(side % unit or not 0 < side <= largest for side in sides):
+        accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
+        raise UserError(f"size={size!r}; accepted: {accepted}")
+    return (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
 
 
 @torch.no_grad()

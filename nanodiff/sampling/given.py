@@ -28,7 +28,7 @@ class Known:
 
 
 class GivenImages:
-    """Images of an .npz (arr_0) or a folder: sample i starts from image i, modulo their number. `mask`: an image."""
+    """Images of an .npz (arr_0), .npy, folder: sample i starts from image i, modulo their number. `mask`: an image."""
 
     def __init__(self, where: str, strength: float, mask: str, codec, device):
         if codec.undecodable:
@@ -61,8 +61,16 @@ class GivenImages:
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
-    """(side, side) bool from an image file, cropped and scaled like the images: white parts are kept, others drawn."""
+    """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
+    from an .npy of numbers or bools."""
     file = Path(path).expanduser()
+    if file.suffix == ".npy":
+        with reading(file):
+            mask = np.load(file)
+            mask = mask if mask.dtype == bool else mask >= 128
+        if mask.shape != (side, side):
+            raise UserError(f"mask={path!r} is of shape {mask.shape}; accepted: {(side, side)}")
+        return mask
     with reading(file, "is no image"):
         image = center_crop(to_rgb(open_image(str(file)), "black"), side, side)
         return np.asarray(image.convert("L")) >= 128

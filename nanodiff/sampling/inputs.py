@@ -126,17 +126,18 @@ def read_images(
     resolution=0,
     value_range=None,
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images (n, C, H, W), labels (n,) and class names of an .npz, or of a folder, cropped to `resolution`.
+    """Images (n, C, H, W), labels (n,) and class names of an .npz or .npy, or of a folder, cropped to `resolution`.
 
     Images are uint8; arrays of other numbers become fp16, with value_range mapped to [-1, 1].
     """
     path = Path(where).expanduser()
-    if not path.is_dir() and not (path.is_file() and path.suffix == ".npz"):
+    kind = "folder" if path.is_dir() else path.suffix[1:]
+    if kind not in ("folder", "npz", "npy") or not path.exists():
         fault = "is neither" if path.exists() else "is not there"
-        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images")
-    kind, options = "npz", Options(val_fraction=0, range=value_range)
+        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
+    options = Options(val_fraction=0, range=value_range)
     if path.is_dir():
-        kind, options = "folder", Options(val_fraction=0, resolution=resolution)
+        options = Options(val_fraction=0, resolution=resolution)
     source = open_source(kind, str(path), options)
     done, skipped = decode_items(source.items, source.sizes)
     if skipped:

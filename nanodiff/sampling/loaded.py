@@ -1,17 +1,20 @@
 """A loaded model's samples: their settings are the run's own unless given. scripts/sample.py, pages, Python."""
 
-import dataclasses
-import inspect
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
+from configurator import check, lookup, read_settings
 from nanodiff.common import UserError, in_batches
 from nanodiff.conditions import FIELDS
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import choose_sampler
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
+from nanodiff.files import reading
+from nanodiff.sampling import settings as taken
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes, parse_size
 from nanodiff.sampling.given import GivenImages
 from nanodiff.sampling.inputs import READERS, open_inputs
 
@@ -35,10 +38,6 @@ def settings_for(
     **others,
 ) -> SampleSettings:
     """SampleSettings from scripts/sample.py's, by default the run's own. `others`: fields of SampleSettings."""
-    fields = [field.name for field in dataclasses.fields(SampleSettings)]
-    if unknown := others.keys() - fields:
-        accepted = fields + [*inspect.signature(sample).parameters][1:-1] + [*READERS]
-        raise UserError(f"there is no setting {', '.join(unknown)}; accepted: {', '.join(accepted)}")
     own = own_settings(loaded.config, loaded.process)
     steps = steps or own["steps"]
     sampler = own["sampler"] if sampler == "auto" else sampler
@@ -68,33 +67,62 @@ def samples_of(
     )
 
 
-def sample(
-    loaded,
-    classes=(),
-    num_images: int = 16,
-    seed: int = 0,
-    from_images: str = "",
-    strength: float = 0.6,
-    mask: str = "",
-    autoencoder: str = "",
-    batch_size: int = 64,
-    **settings,
-) -> np.ndarray:
+def open_samples(loaded, asked: dict, weak_model=None) -> tuple[ModelSamples, tuple[int, int, int] | None]:
+    """The samples that the settings of scripts/sample.py ask for, and (C, H, W) of each; None = as the data's."""
+    steps = asked["respacing"] or asked["steps"]
+    names = ("sampler", "cfg_scale", "cfg_interval")
+    others = {"eta": asked["eta"], "weak_model": weak_model, "cfg_channels": asked["cfg_channels"]}
+    settings = settings_for(loaded, steps, *(asked[name] for name in names), **others)
+    inputs = {name: asked[name] for name in READERS}
+    samples = samples_of(loaded, settings, asked["seed"], asked["classes"], asked["autoencoder"], **inputs)
+    codec, size, strength, mask = samples.codec, asked["size"], asked["strength"], asked["mask"]
+    shape = parse_size(size, loaded.model.config, codec)
+    if asked["from_images"]:
+        samples.given = GivenImages(asked["from_images"], strength, mask, codec, loaded.device)
+        if size:
+            raise UserError(f"size={size!r} with from_images; accepted: the model's own size")
+        shape = codec.shape
+    elif mask or strength != taken.strength:
+        raise UserError(f"mask={mask!r} and strength={strength} would do nothing without from_images")
+    return samples, shape
+
+
+def as_file(value, path: Path) -> str:
+    """A name as it is; of an array, or a tuple of images and their classes, a file, so that there is one reader."""
+    if isinstance(value, str | Path):
+        return str(value)
+    with reading(path.name, "is no array"):
+        if isinstance(value, tuple):
+            np.savez(f"{path}.npz", *value)
+            return f"{path}.npz"
+        np.save(f"{path}.npy", value)
+    return f"{path}.npy"
+
+
+def sample(loaded, classes=(), **given) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
-    `settings`: arguments of settings_for, and files of conditions (low_res, vectors).
+    `given`: see settings.py. Instead of a file, from_images, mask and the conditions may be arrays of what it would
+    hold, (n, H, W, C), (H, W), (n, D): images for a model with classes are a tuple, (images, class numbers). Others may
+    be tuples and numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
-    inputs = {name: settings.pop(name) for name in READERS if name in settings}
-    samples = samples_of(loaded, settings_for(loaded, **settings), seed, classes, autoencoder, **inputs)
-    codec = samples.codec
-    if from_images:
-        samples.given = GivenImages(from_images, strength, mask, codec, loaded.device)
+    settings = read_settings(vars(taken))
+    asked = {name: setting.default for name, setting in settings.items()} | {"classes": classes}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name, value in given.items():
+                if name in ("from_images", "mask", *READERS):
+                    value = as_file(value, Path(folder, name))
+                asked[name] = check(name, lookup(settings, name), value)
+            samples, shape = open_samples(loaded, asked)
+        except ValueError as error:
+            raise UserError(str(error).replace(f"{folder}/", "")) from error
     autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
     images = []
-    for ids in in_batches(np.arange(num_images), batch_size):
+    for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
         with autocast:
-            x0 = samples.draw(ids, codec.shape)
-        images.append(codec.to_output(x0).transpose(0, 2, 3, 1))
+            x0 = samples.draw(ids, shape or samples.codec.shape)
+        images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
     return np.concatenate(images)
 
 
