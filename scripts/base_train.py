@@ -24,6 +24,7 @@ forward pass; a step has as many as it needs. The null class stands for "no labe
 import functools
 import gc
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, make_optimizer
-from nanodiff.training.resume import cadence, check_settings, last_step, refuse_useless, resume_point, run_folder
+from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,17 +281,16 @@ if epochs > 100:
 # ---------------------------------------------------------------------------------------------------------------------
 # A few dozen evaluations, grids and checkpoints in a run, whatever its length
 
-asked = (eval_every, sample_every, save_every)
-eval_every, sample_every, save_every = [cadence(every, num_iterations) for every in asked]
-if any(0 < every < 1 for every in asked):
-    fractions = " / ".join(f"{every:g}" for every in asked)
-    cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
-    print0(f"validation loss / grid / checkpoint: every {fractions} x {num_iterations:,} = {cadences}, 250 or more")
+eval_every, sample_every, save_every = (
+    cadence(every, num_iterations) for every in (eval_every, sample_every, save_every)
+)
 if save_every < 0:
     print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1
+cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
+print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used; refuse what would do nothing here, and what a resumed run may not change
@@ -302,7 +302,7 @@ refuse_useless(config, codec.description, droppable(model_config))
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
     check_settings(checkpoint, meta, config)
-num_iterations = last_step(checkpoint, step, num_iterations)  # `step` itself for 0
+num_iterations = num_iterations or step  # 0: train nothing
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Optimizer, averages, micro-batches
@@ -349,7 +349,7 @@ saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_
 # Resume
 
 # Counters that a resume restores
-progress = {"step": 0, "train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
+progress = {"train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
 meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
@@ -358,8 +358,8 @@ if checkpoint:
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank reads its share
     # An average missing from the checkpoint starts from its weights
-    kept = [rate for rate in ema.rates if rate in meta["ema_rates"]]
-    ema.load_state_dict({str(rate): load_safetensors(checkpoint / f"ema_{rate}.safetensors")[0] for rate in kept})
+    found = {rate: checkpoint / f"ema_{rate}.safetensors" for rate in map(str, meta["ema_rates"])}
+    ema.load_state_dict({rate: load_safetensors(path)[0] for rate, path in found.items()})
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
     scaler.load_state_dict(train_state["scaler"])
@@ -368,8 +368,7 @@ if checkpoint:
 
 described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
-log = RunLog(run, run_dir, device, described, step, progress["wandb_id"])
-progress["wandb_id"] = log.wandb_id
+log = RunLog(run, run_dir, device, described, step, progress)
 if ddp_rank == 0:
     write_best(run_dir, progress["best"])
 report = LiveReport(run_dir)
@@ -415,10 +414,11 @@ def save():
             "step": step,
             "arch": arch,
             "config": config,  # the settings
+            "command": sys.argv[1:],  # which goes on, rather than back again, if it has --resume=STEP
             "model_config": asdict(model_config),  # the shape that they give
             "data": codec.description,  # how the model sees images and classes
             "ema_rates": list(ema.rates),
-            "loop": progress | {"step": step},  # counters that a resume restores
+            "loop": progress.copy(),  # counters that a resume restores
         }
         if lora:
             saved["lora"] = lora

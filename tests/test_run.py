@@ -173,10 +173,10 @@ def config_of(defaults, **changed):
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):
     described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=2), "num_iterations": 3}
-    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0, None)
+    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0)
     for step in (1, 2, 3):
         log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})  # x0.std() works
-    again = RunLog("dummy", tmp_path, torch.device("cpu"), described, 2, None)
+    again = RunLog("dummy", tmp_path, torch.device("cpu"), described, 2)
     again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
     lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
     assert logged(tmp_path) == lines
@@ -185,7 +185,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     # What was recorded stays; what is changed is appended with its step
     for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
         described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=lr), "num_iterations": 9}
-        RunLog("dummy", tmp_path, torch.device("cpu"), described, 2, None)
+        RunLog("dummy", tmp_path, torch.device("cpu"), described, 2)
         record = json.loads((tmp_path / "config.json").read_text())
         assert len(record["changes"]) == num_changes
         change = {"step": 2, "config": {"lr": lr}, "num_iterations": 9}

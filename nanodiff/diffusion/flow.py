@@ -76,12 +76,12 @@ class FlowMatching:
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     guided_from: float = 1.0
+    time_input: str = "1000t"  # of TIMES
 
     is_gaussian = False  # t is continuous, in [0, 1]
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 25
-    time_input = "1000t"  # of TIMES
     done = 0.0  # the fraction of the training that is over
 
     def shift(self, t):

@@ -25,9 +25,7 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
         interval = parse_interval(config.get("cfg_interval", "0,1"))
         guidance = config.get("cfg_scale", 1.0), interval, config.get("guided_from", 1.0)
-        process = kind(prediction, config.get("timestep_shift", 1.0), std, *guidance)
-        process.time_input = config.get("time_input", "1000t")
-        return process
+        return kind(prediction, config.get("timestep_shift", 1.0), std, *guidance, config.get("time_input", "1000t"))
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "gaussian_loss")
     rescale = config.get("rescale_timesteps", True)  # published models may see t itself
     return GaussianDiffusion(*(config[name] for name in names), rescale, clip_denoised=facts["kind"] != "latents")

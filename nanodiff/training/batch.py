@@ -8,7 +8,8 @@ from nanodiff.conditions import some_conditions
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.dist import over_ranks
 
-# Of a GPU's, in the search; the rest is a margin for gradients in exchange and the optimizer's temporaries
+# Fraction of a GPU's memory that the search may take. The rest is for gradients in exchange and the optimizer's
+# temporaries
 MEMORY_TRIED = 0.95
 
 

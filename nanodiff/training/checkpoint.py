@@ -16,7 +16,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,7 +181,7 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
     checkpoint = find_checkpoint(run_dir, step)
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")
-    rates = [str(rate) for rate in read_json(checkpoint / "meta.json")["ema_rates"]]
+    rates = [str(rate) for rate in load_meta(checkpoint)["ema_rates"]]
     ema = ema or (rates[0] if rates else "raw")
     if ema not in ("raw", *rates):
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
@@ -196,24 +195,15 @@ def load_meta(checkpoint: Path) -> dict:
 def lock_run(run_dir: Path):
     """One trainer at a time. Clears away what a killed one left half written."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
-    written = ("best.json", "config.json", "metrics.jsonl", "report.html", "command.json")
+    written = ("best.json", "config.json", "metrics.jsonl", "report.html")
     leftovers = (*(f".{name}.*" for name in written), "samples/.step_*", "checkpoints/.*tmp-*")
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers)
 
 
-def is_same_command(run_dir: Path) -> bool:
-    """Did this very command, with its --resume=STEP, go back already, and was killed since?"""
-    try:
-        return json.loads((run_dir / "command.json").read_bytes()) == sys.argv[1:]
-    except (OSError, ValueError):
-        return False
-
-
 def go_back(run_dir: Path, step: int) -> None:
     """For --resume=STEP: leave the steps after `step` to a run of their own, with its log, so that the newest
-    checkpoint is this branch's; and remember the command, which goes on if it is killed."""
-    files = [(int(re.match(r"step_(\d+)", path.name)[1]), path) for path in run_dir.glob("*/step_*")]
-    later = sorted(path for s, path in files if s > step)
+    checkpoint is this branch's."""
+    later = [path for path in run_dir.glob("*/step_*") if int(path.stem.removeprefix("step_")) > step]
     if any(path.parent.name == "checkpoints" for path in later):
         tags = (run_dir.with_name(f"{run_dir.name}.left{n}") for n in itertools.count(1))
         left = next(path for path in tags if not path.exists())
@@ -225,7 +215,6 @@ def go_back(run_dir: Path, step: int) -> None:
             (left / path.parent.name).mkdir(exist_ok=True)
             path.rename(left / path.parent.name / path.name)
         print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
-    write_atomic(run_dir / "command.json", json.dumps(sys.argv[1:]).encode())
 
 
 def trim_metrics(path: Path, step: int) -> None:

@@ -180,7 +180,8 @@ def record(path: Path, described: dict, step: int) -> None:
 class RunLog:
     """Writes config.json, metrics.jsonl and samples/ from rank 0, and the same to wandb unless run="dummy".
 
-    `described` goes into config.json, with the machine and the defaults of the settings that were changed.
+    `described` goes into config.json, with the machine and the defaults of the settings that were changed. `progress`
+    holds wandb's number of the run.
     """
 
     def __init__(
@@ -190,9 +191,9 @@ class RunLog:
         device,
         described: dict,
         step: int,
-        wandb_id: str | None,
+        progress: dict | None = None,
     ):
-        self.run_dir, self.file, self.wandb, self.wandb_id = run_dir, None, None, wandb_id
+        self.run_dir, self.file, self.wandb = run_dir, None, None
         self.explained = False  # why losses in training and validation differ
         if get_dist()[0] > 0:
             return
@@ -207,9 +208,9 @@ class RunLog:
         if run != "dummy":
             import wandb
 
-            resumed = dict(id=wandb_id, resume="allow", dir=run_dir)
+            resumed = dict(id=progress["wandb_id"], resume="allow", dir=run_dir)
             self.wandb = wandb.init(project="nanodiff", name=run, config=config, **resumed)
-            self.wandb_id, self.html = self.wandb.id, wandb.Html
+            progress["wandb_id"], self.html = self.wandb.id, wandb.Html
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity. Values: numbers, or tensors of one

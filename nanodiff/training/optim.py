@@ -91,21 +91,17 @@ def plan_buffer(params, kind: str, world: int):
         load[owner[i]] += params[i].numel()
 
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
-    offsets = [0] * len(params)  # at first from the start of the owner's share
+    offsets = {}  # from the start of the owner's share
     ends = [0] * world
     batches = [{} for _ in range(world)]
     for i in sorted(owner, key=lambda i: (shapes[i], i)):
         rank = owner[i]
-        if shapes[i] not in batches[rank]:
-            ends[rank] = align(ends[rank])
-            batches[rank][shapes[i]] = [ends[rank], 0]
-        batches[rank][shapes[i]][1] += 1
-        offsets[i] = ends[rank]
-        ends[rank] += params[i].numel()
+        batch = batches[rank].setdefault(shapes[i], [align(ends[rank]), 0])
+        offsets[i] = batch[0] + batch[1] * params[i].numel()
+        batch[1] += 1
+        ends[rank] = offsets[i] + params[i].numel()
     share = align(max(ends))
-    for i, rank in owner.items():
-        offsets[i] += rank * share
-    return offsets, share, batches
+    return [owner[i] * share + offsets[i] for i in range(len(params))], share, batches
 
 
 LEAST_PART = 2**20  # numbers per part: 4 MB
@@ -465,8 +461,7 @@ def make_optimizer(
         group["places"].append(place)
     device = next(model.parameters()).device
     compiled = compile and device.type == "cuda" and not why_not_compiled(device)
-    native = choose_dtype("auto", device) == torch.bfloat16
-    muon_dtype = torch.bfloat16 if native else torch.float32
+    muon_dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
     optim = Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
     if optim.world > 1:  # models are then compiled by blocks, which leaves this hook out
         model.register_forward_pre_hook(optim.wait_weights)

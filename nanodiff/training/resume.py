@@ -1,6 +1,7 @@
 """Where a run starts: its folder, the checkpoint it resumes from, what it may change then."""
 
 import re
+import sys
 from pathlib import Path
 
 from nanodiff.common import UserError, base_dir, get_dist, print0
@@ -9,7 +10,6 @@ from nanodiff.dist import from_first_rank
 from nanodiff.files import why_corrupt
 from nanodiff.training.checkpoint import (
     find_checkpoint,
-    is_same_command,
     list_checkpoints,
     load_meta,
     read_best,
@@ -44,7 +44,7 @@ FREE = {
     "log_every",
 }
 
-# Those that it may change with --resume=changed or --resume=STEP. All others are fixed: they make the model what it is
+# Settings that it may change with --resume=changed or --resume=STEP. All others make the model what it is: fixed
 RATES = {
     "num_iterations",
     "num_epochs",
@@ -77,8 +77,9 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
     rank, _, world = get_dist()
     checkpoint, meta = None, {}
     if rank == 0:
-        goes_back = resume.isdigit() and not is_same_command(run_dir)
-        checkpoint = find_checkpoint(run_dir, resume if goes_back else "newest")
+        checkpoint = find_checkpoint(run_dir)
+        if resume.isdigit() and not (checkpoint and load_meta(checkpoint).get("command") == sys.argv[1:]):
+            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
         if checkpoint:
             meta = load_meta(checkpoint)
             best = read_best(run_dir)
@@ -117,6 +118,9 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     if rates and config["resume"] == "auto":
         hint = "--model_tag=NAME for a new run, or --resume=changed to continue with them"
         raise UserError(f"{tag} was trained with other settings: {', '.join(rates)}; give {hint}")
+    if 0 < config["num_iterations"] < meta["step"]:
+        fault = f"{checkpoint} is at step {meta['step']}; accepted: {meta['step']} or more, or 0"
+        raise UserError(f"num_iterations={config['num_iterations']}: {fault}")
     print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
 
 
@@ -131,17 +135,6 @@ def refuse_useless(config: dict, description: dict, conditions: list[str]) -> No
     if config["guided_from"] < 1 and not (conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1):
         needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
         raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
-
-
-def last_step(checkpoint: Path | None, step: int, num_iterations: int) -> int:
-    """The horizon of a run that stands at `step`: num_iterations, or `step` itself for 0, which trains nothing."""
-    if num_iterations == 0:
-        return step
-    if step > num_iterations:
-        raise UserError(
-            f"num_iterations={num_iterations}: {checkpoint} is at step {step}; accepted: {step} or more, or 0"
-        )
-    return num_iterations
 
 
 def cadence(every: float, num_iterations: int) -> int:
