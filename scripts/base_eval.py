@@ -15,6 +15,7 @@ Evaluate a trained model, or images in a file or a folder.
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,20 +73,20 @@ features = ""  # .npy of features (N, D) by any network, of the images to measur
 reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
 FIGURES = {  # what is printed, the figure that was asked for first; the file has the rest
-    "loss": ("validation loss {}", "{:.4f}"),
-    "loss_q0": ("by quarter of t from image to noise {}", "{:.4f}"),
-    "loss_q1": ("{}", "{:.4f}"),
-    "loss_q2": ("{}", "{:.4f}"),
-    "loss_q3": ("{}", "{:.4f}"),
-    "total_bpd": ("{} bits/dim", "{:.4f}"),
-    "well_formed": ("{} well formed", "{:.1%}"),
-    "fid": ("FID {}", "{:.3f}"),
-    "fd_classifier": ("fd_classifier {}", "{:.3f}"),
-    "fd_simclr": ("fd_simclr {}", "{:.3f}"),
-    "fd_features": ("fd_features {}", "{:.4g}"),
-    "precision": ("precision {}", "{:.3f}"),
-    "recall": ("recall {}", "{:.3f}"),
-    "class_accuracy": ("{} show their class", "{:.1%}"),
+    "loss": "validation loss {:.4f}",
+    "loss_q0": "by quarter of t from image to noise {:.4f}",
+    "loss_q1": "{:.4f}",
+    "loss_q2": "{:.4f}",
+    "loss_q3": "{:.4f}",
+    "total_bpd": "{:.4f} bits/dim",
+    "well_formed": "{:.1%} well formed",
+    "fid": "FID {:.3f}",
+    "fd_classifier": "fd_classifier {:.3f}",
+    "fd_simclr": "fd_simclr {:.3f}",
+    "fd_features": "fd_features {:.4g}",
+    "precision": "precision {:.3f}",
+    "recall": "recall {:.3f}",
+    "class_accuracy": "{:.1%} show their class",
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,13 +263,12 @@ for row in result.get("rows", [result]):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
     figures = []
-    for key, (text, form) in FIGURES.items():
+    for key, text in FIGURES.items():
         if (value := (result | row).get(key)) is not None:
-            figure = text.format(form.format(value))
             if key in real:
                 of = "" if figures else f"{how_many} real images: "
-                figure += f" ({of}{form.format(real[key])})"
-            figures.append(figure)
+                text += f" ({of}{re.search('{.*}', text)[0].format(real[key])})"
+            figures.append(text.format(value))
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]

@@ -1,21 +1,30 @@
 """Results that take minutes to compute are cached beside their data set, in a keyed .npz."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from nanodiff.common import get_dist, print0
+from nanodiff.data.dataset import Dataset
 from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, key: str, compute: Callable[[], dict | None]) -> dict | None:
-    """The arrays {name: array} cached at `path` under `key`; without them compute() is called and its result cached.
+def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict | None:
+    """The arrays {name: array} cached at `path` for `of`, data sets, arrays and bytes; else compute() and cache.
 
     Called by all ranks. Only the first rank gets the arrays; on the others `compute` may return None.
     """
     is_first = get_dist()[0] == 0
+    hashed = hashlib.sha256()
+    for x in of:
+        if isinstance(x, Dataset):
+            hashed.update((x.path / "meta.json").read_bytes())  # holds the hashes of the images
+        else:
+            hashed.update(np.ascontiguousarray(x))
+    key = hashed.hexdigest()
     arrays = read_cache(path, key) if is_first and path.exists() else None
     if from_first_rank(arrays is not None):
         return arrays

@@ -3,9 +3,7 @@
 It judges samples: do they show the requested classes, and how far are their features from those of real images?
 """
 
-import hashlib
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -201,15 +199,10 @@ def get_classifier(train, val, device) -> Classifier:
         if get_dist()[0] > 0:
             return None
         print0(f"training a classifier on {train.path.name!r}, once ({train.num_images:,} images)")
-        start = time.perf_counter()
         trained = train_classifier(train, val, device)
-        print0(f"accuracy on held-out images {trained.accuracy:.2%} ({time.perf_counter() - start:.0f} s)")
         return {name: x.cpu().numpy() for name, x in trained.state_dict().items()}
 
-    key = hashlib.sha256(f"{VERSION}".encode())
-    for dataset in (train, val):
-        key.update((dataset.path / "meta.json").read_bytes())  # holds the hashes of the images
-    arrays = cached(train.path / "classifier.npz", key.hexdigest(), compute)
+    arrays = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
     arrays = from_first_rank(arrays, "the classifier")
     weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return with_weights(weights, train.resolution, device)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanodiff.common import UserError, make_generator
 from nanodiff.dist import over_ranks
@@ -11,32 +12,21 @@ from nanodiff.files import reading
 
 
 class FeatureStats:
-    """Running mean and covariance of feature vectors, in float64."""
+    """Running sums over feature vectors (F,) in float64, as one matrix: of x x^T where x ends in a 1."""
 
     def __init__(self, num_features: int):
-        self.count = 0
-        self.sum = torch.zeros(num_features, dtype=torch.float64)
-        self.outer = torch.zeros(num_features, num_features, dtype=torch.float64)  # sum of x x^T
+        self.sums = torch.zeros(num_features + 1, num_features + 1, dtype=torch.float64)
 
     def update(self, features: torch.Tensor) -> None:
-        x = features.double()  # (N, F)
-        self.count += len(x)
-        self.sum += x.sum(0)
-        self.outer += x.T @ x
+        x = F.pad(features.double(), (0, 1), value=1.0)  # (N, F + 1)
+        self.sums += x.T @ x
 
-    def all_reduce(self) -> None:
-        """Add up the statistics of all ranks."""
-        self.count = int(over_ranks(self.count))
-        self.sum = over_ranks(self.sum)
-        self.outer = over_ranks(self.outer)
-
-    @property
-    def mu(self) -> torch.Tensor:  # (F,)
-        return self.sum / self.count
-
-    @property
-    def sigma(self) -> torch.Tensor:  # (F, F), unbiased
-        return (self.outer - self.count * self.mu.outer(self.mu)) / (self.count - 1)
+    def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean (F,) and unbiased covariance (F, F) of what all ranks have seen."""
+        sums = over_ranks(self.sums)
+        count = sums[-1, -1]
+        mu = sums[-1, :-1] / count
+        return mu, (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:

@@ -3,7 +3,6 @@
 A network maps images (N, C, H, W) uint8 to features (N, F) and logits (N, K): network.features(images).
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,13 +90,13 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
         return x[is_kept[np.searchsorted(all_ids, ids, sorter=order)]], logits
 
     rows = gather_batches(compute, batches, label)
-    stats.all_reduce()
+    mu, sigma = stats.over_ranks()
     if get_dist()[0] > 0:
         return None
     some = torch.cat([x for x, _ in rows])
     logits = torch.cat([x for _, x in rows])
     shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
-    return Features(stats.mu, stats.sigma, some[shuffled], logits[order])
+    return Features(mu, sigma, some[shuffled], logits[order])
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
@@ -116,10 +115,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
     Cached beside the set in stats_NETWORK_SPLIT.npz: mu and sigma, as in ADM's and EDM's files, and `some`.
     """
-    key = hashlib.sha256(f"{VERSION} {KEPT}".encode())
-    key.update((dataset.path / "meta.json").read_bytes())  # holds the hashes of the images
-    for weight in network.state_dict().values():
-        key.update(weight.cpu().contiguous().numpy())
+    of = [f"{VERSION} {KEPT}".encode(), dataset, *(x.cpu() for x in network.state_dict().values())]
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
@@ -130,7 +126,7 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         return {"mu": found.mu.numpy(), "sigma": found.sigma.numpy(), "some": found.some.numpy()}
 
     path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
-    arrays = cached(path, key.hexdigest(), compute)
+    arrays = cached(path, of, compute)
     if arrays is None:
         return None
     return Features(*(torch.from_numpy(arrays[name]) for name in ("mu", "sigma", "some")))

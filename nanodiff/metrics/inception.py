@@ -70,18 +70,13 @@ def resize(x: torch.Tensor, size: int) -> torch.Tensor:
     Output pixel i is read at i * H / size, where torch aligns pixel centres. Nothing is smoothed before shrinking.
     """
 
-    def along_rows(x):  # (..., n) -> (..., size)
-        n = x.shape[-1]
-        where = torch.arange(size, dtype=torch.float32, device=x.device) * (n / size)
-        low = where.long()
-        high = (low + 1).clamp(max=n - 1)
-        left = x[..., low]
-        right = x[..., high]
-        return left + (right - left) * (where - low)
+    def weights(n):  # (size, n): a row has 1 - distance at the two pixels beside where it is read
+        where = torch.arange(size, device=x.device) * (n / size)
+        distance = where.clamp(max=n - 1)[:, None] - torch.arange(n, device=x.device)
+        return (1 - distance.abs()).clamp(min=0)
 
-    x = along_rows(x)  # (N, C, H, size)
-    x = along_rows(x.transpose(2, 3))  # (N, C, size, size)
-    return x.transpose(2, 3)
+    height, width = x.shape[2:]
+    return weights(height) @ x @ weights(width).T
 
 
 class Conv(nn.Module):  # with batch normalisation and ReLU

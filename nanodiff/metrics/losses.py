@@ -22,10 +22,18 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
     return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 
-def batches_of_rank(val_set, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """This rank's batches of `ids`: at most 1/world of the images each, so that every rank gets some."""
-    share = math.ceil(len(ids) / get_dist()[2])
-    return rank_batches(val_set.batches(ids, min(batch_size, share)))
+def batches_of_rank(model, val_set, codec, num_images: int, batch_size: int):
+    """This rank's batches of the first `num_images` of a set: indices, x0, conditions, a generator by these indices.
+
+    A batch has at most 1/world of the images, so that every rank gets some.
+    """
+    chosen = val_set.first(num_images)
+    share = math.ceil(num_images / get_dist()[2])
+    for ids in rank_batches(val_set.batches(chosen, min(batch_size, share))):
+        generator = StackedGenerator(ids)
+        device = next(model.parameters()).device
+        x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
+        yield ids, x0, conditioning(model.config, given, x0), generator
 
 
 @torch.no_grad()
@@ -35,18 +43,14 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
     batch size. The t of all images are evenly spread quantiles of validation_t.
     """
-    device = next(model.parameters()).device
     n = min(num_images, len(val_set))
     chosen = val_set.first(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     t_of = validation_t(u, process)  # (n,), in the order of `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
-    for ids in batches_of_rank(val_set, chosen, batch_size):
-        generator = StackedGenerator(ids)
-        x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
-        noise = generator.randn(x0.shape, device)
-        t = t_of[np.searchsorted(chosen, ids)].to(device)
-        cond = conditioning(model.config, given, x0)
+    for ids, x0, cond, generator in batches_of_rank(model, val_set, codec, n, batch_size):
+        noise = generator.randn(x0.shape, x0.device)
+        t = t_of[np.searchsorted(chosen, ids)].to(x0.device)
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
         sums += quartile_sums(t, loss, torch.ones_like(loss), process).cpu()
     total, counts = over_ranks(sums)
@@ -55,21 +59,15 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
-    """Means of process.bits_per_dim over the first `num_images` of `val_set` and all ranks: floats or (T,) arrays.
-
-    An image's noise depends on its index alone.
-    """
-    device = next(model.parameters()).device
+    """Means of process.bits_per_dim over the first `num_images` of `val_set` and all ranks: floats or (T,) arrays."""
     n = min(num_images, len(val_set))
     T = process.num_timesteps
     shapes = {"total_bpd": (), "prior_bpd": (), "vb": (T,), "xstart_mse": (T,), "mse": (T,)}
     # Zeros, so that a rank without images adds nothing and still takes part
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
-        for ids in batches_of_rank(val_set, val_set.first(n), batch_size):
-            x0, given = stored_images(val_set, ids, codec, device)
-            cond = conditioning(model.config, given, x0)
-            terms = process.bits_per_dim(model, x0, cond, StackedGenerator(ids))  # (n,) or (n, T) each
+        for ids, x0, cond, generator in batches_of_rank(model, val_set, codec, n, batch_size):
+            terms = process.bits_per_dim(model, x0, cond, generator)  # (n,) or (n, T) each
             for name, value in terms.items():
                 sums[name] += value.cpu().double().sum(0)
             bar.update(len(ids))
