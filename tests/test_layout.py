@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +74,19 @@ def test_run_time_packages():
             known = name in RUNTIME or (name == "PIL" and indented) or path.parent.name == name
             assert known, f"{path} imports {module}"
             assert name != "wandb" or indented, f"{path} imports wandb where it may not be wanted"
+
+
+def test_what_is_installed_is_all_that_runs_need():
+    """Every package, and the files that the program finds beside its modules."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = {path.parent for path in SOURCES if path.parent != ROOT}
+    assert {*setuptools["packages"]} >= {".".join(room.relative_to(ROOT).parts) for room in rooms}
+    installed = set(SOURCES).union(*(ROOT.glob(f"{name.replace('.', '/')}/*.py") for name in setuptools["packages"]))
+    for name, patterns in setuptools["package-data"].items():
+        for pattern in patterns:
+            installed |= {*(ROOT / name.replace(".", "/")).glob(pattern)}
+    for path in [*ROOT.glob("nanodiff/**/*.html"), *ROOT.glob("runs/*.py"), *ROOT.glob("runs/*/*.safetensors")]:
+        assert path in installed
 
 
 def test_the_readme_shows_the_loop_as_it_is():
