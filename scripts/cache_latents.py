@@ -72,7 +72,7 @@ class Shard(NamedTuple):
     split: str
     rows: np.ndarray
     file: Path
-    note: Path  # once it is finished: its entry in meta.json and its statistics
+    note: Path  # written when the shard is finished: its entry in meta.json and its statistics
 
 
 shards = []
@@ -97,7 +97,7 @@ if world > 1:
         dist.barrier()
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Encode: each rank its shards. A shard is done once its note is on the disk.
+# Encode: each rank encodes its shards. A shard is done once its note is on the disk.
 
 mine = [shard for shard in shards[rank::world] if not shard.note.is_file()]
 with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as bar:

@@ -68,7 +68,7 @@ def list_runs(first: Path) -> dict[str, Path]:
 
 
 def describe_run(path: Path) -> dict:
-    """What the page offers for a run or a file of weights, and the settings of the run's grids.
+    """Describe a run or a file of weights: the choices that the page offers, and the settings of the run's grids.
 
     Raises UserError if it cannot be sampled.
     """
@@ -127,7 +127,7 @@ def read_request(body: bytes) -> dict:
 
 
 def open_given(data: bytes, strength: float, codec, device) -> GivenImages:
-    """What the samples start from: the content of an image file."""
+    """Open the picture that the samples start from, given the content of its file."""
     with reading("the picture to start from", "is no image"):
         size = open_image(data).size
     if math.prod(size) > 2**25:  # small files may hold many

@@ -18,7 +18,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 
 
 def is_hidden(name: str) -> bool:
-    """Or added by macOS."""
+    """Is a file hidden, or added by macOS?"""
     return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
@@ -32,7 +32,7 @@ def is_image(name: str) -> bool:
 
 
 def open_folder(path: Path):
-    """Or the shards in it, if it holds no images but tars."""
+    """A folder of images or, if it holds tars and no images, its shards."""
     names, seen = [], set()
 
     def fail(error):
@@ -81,14 +81,14 @@ def read_tar(wanted: Callable[[str], bool], path: str | Path, below: str = "") -
 
 
 def open_tars(shards: list[str]):
-    """A tar in a folder below that of all shards, such as train/, holds what is in that folder."""
+    """Tars as one container. A tar in a sub-folder, such as train/, counts as if its members lay in that folder."""
     root = os.path.commonpath([os.path.dirname(shard) for shard in shards])
     below = [os.path.relpath(os.path.dirname(shard), root or ".") for shard in shards]
     return shards, [functools.partial(read_tar, path=shard, below=place) for shard, place in zip(shards, below)]
 
 
 def open_pattern(path: Path):
-    """A tar, or those that a pattern such as shards/*.tar matches."""
+    """A tar, or all tars that a pattern such as shards/*.tar matches."""
     return open_tars([str(path)] if path.is_file() else sorted(glob.glob(str(path))))
 
 
@@ -109,7 +109,7 @@ CONTAINERS = {"folder": open_folder, "tar": open_pattern, "zip": open_zip}
 
 
 def groups(streams: list, wanted: Callable[[str], bool]) -> Iterator[list[tuple]]:
-    """Neighbours that share their path up to the last suffix: an image, and what lies beside it."""
+    """Group neighbouring files that share their path up to the last suffix: an image and the files beside it."""
     for stream in streams:
         for _, members in itertools.groupby(stream(wanted), lambda member: posixpath.splitext(member[0])[0]):
             yield list(members)

@@ -39,7 +39,7 @@ FORMAT = 1
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
 MAX_SHARD_BYTES = 2**27
-MAX_FILES = 10_240  # open at a time: what macOS grants; a shard in use is one of them
+MAX_FILES = 10_240  # files open at a time: as many as macOS grants; each mapped shard is one
 
 
 def data_dir() -> Path:
@@ -307,7 +307,7 @@ def open_npy(path: Path, rows: int) -> np.ndarray:
 
 
 def raise_file_limit() -> int:
-    """Let the process open as many files as it may, up to MAX_FILES, since a memory map keeps one -> how many."""
+    """Raise the process's limit of open files to at most MAX_FILES, since each memory map keeps one; return it."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(most, MAX_FILES)
     if limit < wanted:
@@ -368,8 +368,8 @@ class DatasetWriter:
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
     images: class_names ([] = unlabelled), resolution (0 = that of the images).
 
-    Refuses an existing set, unless it may be overwritten; what is no set; and the names of embedded sets. With `wait`,
-    for these, waits for and keeps a set that another process is writing.
+    Refuses to replace a set without `overwrite`, a folder that is no set, and the names of embedded sets. For these,
+    `wait` waits for a set that another process is writing, and keeps it.
     """
 
     def __init__(

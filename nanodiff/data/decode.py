@@ -51,7 +51,7 @@ def open_image(payload: str | bytes):
 
 
 def orientation(image) -> int:
-    """EXIF's code, 1 to 8, of how the camera was held."""
+    """EXIF's code, 1 to 8, for how the camera was held."""
     try:
         return image.getexif().get(EXIF_ORIENTATION, 1)
     except Exception:  # damaged EXIF data are no reason to lose the image
@@ -117,7 +117,7 @@ def to_rgb(image, ground: str = "white"):
 def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, int]:
     """-> (C, H, W) uint8, or fp16 for an array of it, and the image's shorter side before scaling.
 
-    C = 3 for files. The image gets the one of `sizes`, (H, W), nearest to it in shape; without sizes it keeps its own.
+    C = 3 for files. The image gets the size (H, W) of `sizes` that is nearest in shape; without sizes it keeps its own.
     Needs Pillow for files and for scaling.
     """
     if isinstance(payload, np.ndarray):
@@ -187,7 +187,7 @@ def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]]
 
 
 def check_size(image: tuple[str, tuple], first: tuple[str, tuple]) -> None:
-    """UserError unless an image (its name and shape) that keeps its size is a square of the first one's."""
+    """Raise UserError unless an image, by its name and shape, is a square of the first image's size."""
     name, (channels, height, width) = image
     first_name, first_shape = first
     if height != width or [channels, height, width] != list(first_shape):

@@ -41,7 +41,7 @@ def text_of(payload: str | bytes, where: str) -> str:
 
 
 def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
-    """What a row says in a column or, for "", in the first of the usual ones that it has."""
+    """A row's value in a column or, for "", in the first of the usual columns that it has."""
     found = [row[key] for key in ([column] if column else usual) if row.get(key) is not None]
     return " ".join(str(found[0]).split()) if found else ""
 
@@ -51,7 +51,7 @@ def class_and_caption(row: dict, options) -> tuple[str, str]:
 
 
 def beside(files: dict[str, str | bytes], stem: str, options) -> tuple[str, str, set[str]]:
-    """Class and caption in the files, {suffix: path or content}, beside an image, and the suffixes of those in use."""
+    """Class and caption from the files beside an image, {suffix: path or content}, and the suffixes that gave them."""
     label, caption, used = "", "", set()
     if ".json" in files:
         with reading(f"{stem}.json"):

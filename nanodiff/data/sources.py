@@ -152,7 +152,7 @@ class Samples:
 
 
 def open_samples(streams: list, options: Options) -> Samples:
-    """With the table that options.labels names, or those beside the images."""
+    """Samples with the table that options.labels names, or with the tables beside the images."""
     file = Path(options.labels).expanduser()
     if options.labels not in LABELS:
         if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
@@ -224,7 +224,7 @@ def no_image(name: str) -> bool:
 
 
 def print_listed(samples: Samples, places: list[Place], unknown: set[str], num_captions: int) -> None:
-    """Say what is not used, and refuse columns that are nowhere."""
+    """Report the files and labels that are not used; refuse a column that is nowhere."""
     options = samples.options
     if options.label_column and not any(place.label for place in places):
         raise UserError(f"label_column={options.label_column!r} is in no table and no .json beside the images")
@@ -276,7 +276,7 @@ def array_source(
     labels: np.ndarray | None,
     is_val: np.ndarray,
 ) -> Source:
-    """Of images (H, W) or (H, W, C)."""
+    """A Source of arrays (H, W) or (H, W, C)."""
 
     def items():
         for i, image in enumerate(images):
@@ -335,7 +335,7 @@ def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
 
 
 def mapped(path: Path, name: str) -> np.ndarray:
-    """One array of an .npz, which numpy would read whole: 50,000 samples of 256 px are 10 GB. Compressed ones are."""
+    """Memory-map one array of an .npz, as 50,000 samples of 256 px are 10 GB. A compressed array is read whole."""
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
         with archive.open(info) as member, open(path, "rb") as file:
@@ -371,7 +371,7 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 
 
 def read_arrays(path: Path, options: Options) -> Source:
-    """uint8 as it is, other numbers as fp16, where options.range is [-1, 1]."""
+    """uint8 arrays as they are; other numbers as fp16, with options.range mapped to [-1, 1]."""
     images, labels, _ = open_arrays(path)
     if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
         raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
