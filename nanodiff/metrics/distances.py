@@ -7,26 +7,20 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import UserError, make_generator
-from nanodiff.dist import over_ranks
 from nanodiff.files import reading
 
 
-class FeatureStats:
-    """Running sums over feature vectors (F,) in float64, as one matrix: of x x^T where x ends in a 1."""
+def outer_sums(features: torch.Tensor) -> torch.Tensor:
+    """Sums over vectors (N, F), to be added up: of x x^T where each x ends in a 1, (F + 1, F + 1) float64."""
+    x = F.pad(features.double(), (0, 1), value=1.0)
+    return x.T @ x
 
-    def __init__(self, num_features: int):
-        self.sums = torch.zeros(num_features + 1, num_features + 1, dtype=torch.float64)
 
-    def update(self, features: torch.Tensor) -> None:
-        x = F.pad(features.double(), (0, 1), value=1.0)  # (N, F + 1)
-        self.sums += x.T @ x
-
-    def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean (F,) and unbiased covariance (F, F) of what all ranks have seen."""
-        sums = over_ranks(self.sums)
-        count = sums[-1, -1]
-        mu = sums[-1, :-1] / count
-        return mu, (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
+def mean_and_covariance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(F,), and (F, F), unbiased, of all the vectors."""
+    count = sums[-1, -1]
+    mu = sums[-1, :-1] / count
+    return mu, (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:

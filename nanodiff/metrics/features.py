@@ -13,15 +13,16 @@ import torch
 from nanodiff.common import UserError, get_dist, in_batches, make_generator, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.dist import from_first_rank, gather_batches
+from nanodiff.dist import from_first_rank, gather_batches, over_ranks
 from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
 from nanodiff.metrics.distances import (
-    FeatureStats,
     frechet_distance,
     inception_score,
     kernel_distance,
+    mean_and_covariance,
+    outer_sums,
     precision_recall,
 )
 from nanodiff.metrics.inception import load_inception
@@ -82,15 +83,15 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     generator = make_generator(0)
     is_kept = torch.zeros(num_images, dtype=torch.bool)
     is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
-    stats = FeatureStats(network.num_features)
+    sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
         x, logits = network.features(images_of(ids))  # (n, F), (n, K)
-        stats.update(x)
+        sums.add_(outer_sums(x))
         return x[is_kept[np.searchsorted(all_ids, ids, sorter=order)]], logits
 
     rows = gather_batches(compute, batches, label)
-    mu, sigma = stats.over_ranks()
+    mu, sigma = mean_and_covariance(over_ranks(sums))
     if get_dist()[0] > 0:
         return None
     some = torch.cat([x for x, _ in rows])

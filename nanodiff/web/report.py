@@ -155,20 +155,15 @@ def charts(runs: list[Run]) -> str:
         title, axis = CHARTS.get(name, (name, ""))
         shown = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            page += chart(title, "step", axis, [(runs[0], key, in_words(key)) for key in shown])
+            page += chart(title, axis, [(runs[0], key, in_words(key)) for key in shown])
         else:
             for key in shown:
-                page += chart(in_words(key), "images", axis, [(run, key, run.name) for run in runs])
+                page += chart(in_words(key), axis, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(
-    title: str,
-    unit: str,
-    axis: str,
-    metrics: list[tuple[Run, str, str]],
-) -> str:
-    """The (run, key, label) of `metrics` over x in `unit`; the y axis is "", "zero" (from 0) or "log"."""
+def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
+    """The (run, key, label) of `metrics`; the y axis is "", "zero" (from 0) or "log"."""
     show_raw = sum(key.startswith("train/") for _, key, _ in metrics) == 1
     drawn = []
     for i, (run, key, label) in enumerate(metrics):
@@ -176,6 +171,7 @@ def chart(
             drawn.append(curve | {"colour": i % 8})
     if not drawn:
         return ""
+    unit = "step" if run.per_step == 1 else "images"
     data = {"title": title, "unit": unit, "axis": axis, "curves": drawn}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
