@@ -63,11 +63,11 @@ low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=fid|fd_classifier|fd_simclr
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
+reference = ""  # .npz with mu and sigma of the judge's features to compare with instead: Inception's as published
+#                 with ADM and EDM; runs/records has one of CIFAR-10
 # Only metric=class_accuracy|fid|fd_classifier|fd_simclr
 judge = ""  # path of Inception's weights (fid), or of a classifier's, such as those in runs/records, so that figures of
 #             two machines compare; "" = downloaded, or trained on the set, once
-# Only metric=fid
-reference = ""  # .npz with Inception's mu and sigma to compare with instead, as published with ADM and EDM
 # Only metric=features
 features = ""  # .npy of features (N, D) by any network, of the images to measure
 reference_features = ""  # likewise, of the images to compare with
@@ -187,7 +187,7 @@ else:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     if not is_distance and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
-    has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes
+    has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes and not reference
     labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)

@@ -80,7 +80,7 @@ def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base,
     assert len(computations) == 1
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("mu", "sigma", "some"))
     path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
-    mu, sigma = load_stats(path, network.num_features)  # it is a file of reference statistics
+    mu, sigma, _ = load_stats(path, network.num_features)  # it is a file of reference statistics
     assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
     reference_features(dataset, make_network(seed=1))
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"source": "another"}))

@@ -45,15 +45,16 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     return max(float(distance), 0.0)
 
 
-def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64."""
+def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64; some features (n, F) of ours."""
     with reading(path), np.load(path, allow_pickle=False) as file:
         mu = torch.from_numpy(file["mu"].astype(np.float64))
         sigma = torch.from_numpy(file["sigma"].astype(np.float64))
+        some = torch.from_numpy(file["some"].astype(np.float32)) if "some" in file else None
     if mu.shape != (num_features,) or sigma.shape != (num_features, num_features):
         given = f"mu {tuple(mu.shape)} and sigma {tuple(sigma.shape)}"
         raise UserError(f"reference statistics {path} hold {given}, expected {num_features} features")
-    return mu, sigma
+    return mu, sigma, some
 
 
 def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
