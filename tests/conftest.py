@@ -21,6 +21,15 @@ def golden(name):
     return json.loads((ROOT / "tests" / "golden" / name).read_text())
 
 
+def refused(line, call, *args, **settings):
+    """call(*args, **settings) ends with a UserError: one line, which the pattern `line` finds."""
+    from nanodiff.common import UserError
+
+    with pytest.raises(UserError, match=line) as error:
+        call(*args, **settings)
+    assert "\n" not in str(error.value)
+
+
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     """An empty $NANODIFF_BASE_DIR."""

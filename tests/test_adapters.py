@@ -6,8 +6,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from processes import run_process
-from tiny_runs import TIMELESS, assert_identical, losses, make_data, make_run, metrics, weights
+from conftest import refused
+from tiny_runs import (
+    TIMELESS,
+    assert_identical,
+    assert_resumes_bit_for_bit,
+    assert_two_ranks_equal_one,
+    make_data,
+    make_run,
+)
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -58,24 +65,13 @@ def assert_same(a, b, **close):
 
 
 def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
-    run_script("base_train", *TINY, "--device_batch_size=8", "--model_tag=whole")
-    # The other run loses its process after step 4; what it logged after its newest checkpoint is logged again
-    part = (*TINY, "--device_batch_size=8", "--model_tag=parts", "--save_every=2")
-    done = run_script("base_train", *part)
-    shutil.rmtree(done["run_dir"] / "checkpoints" / "step_000006")
-    assert run_script("base_train", *part)["start_step"] == 4
-    assert metrics(base, "parts") == metrics(base, "whole")
-    assert_identical(weights(base, "parts"), weights(base, "whole"))
+    assert_resumes_bit_for_bit(base, run_script, *TINY, "--device_batch_size=8")
     assert_identical(adapters(base, "parts")[0], adapters(base, "whole")[0])
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
-    """One takes 16 images at a time, the two take 4."""
-    args = (*TINY, "--weight_decay=0.1", "--lora_targets=qkv")
-    run_script("base_train", *args, "--model_tag=one")
-    run_process("base_train", *args, "--device_batch_size=4", "--model_tag=two", ranks=2)
-    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+    assert_two_ranks_equal_one(base, run_script, *TINY, "--weight_decay=0.1", "--lora_targets=qkv")
     assert_same(adapters(base, "two")[0], adapters(base, "one")[0], rtol=1e-2, atol=1e-4)
 
 
@@ -125,8 +121,7 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
         assert np.array_equal(found, images) is same
     tensors, info = load_safetensors(file)
     save_safetensors(tensors, file, info | {"trained": "0"})
-    with pytest.raises(UserError, match="another protocol"):
-        sample("scale1", "--model=old", f"--lora={file}", "--lora_scale=1")
+    refused("another protocol", sample, "scale1", "--model=old", f"--lora={file}", "--lora_scale=1")
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
     done = run_script("base_train", *again, "--init_from=a", "--model_tag=b", "--num_iterations=1")
@@ -200,8 +195,7 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
     assert run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=3", "--resume=changed")["step"] == 3
     save_checkpoint(old, 1, {"model": changed, "ema_0.999": changed}, meta)
     for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a", *more)):
-        with pytest.raises(UserError, match="adapters for other weights: old,step=1,ema=0.999"):
-            use()
+        refused("adapters for other weights: old,step=1,ema=0.999", use)
 
 
 def test_training_goes_on_from_adapters(base, old, run_script):
@@ -213,5 +207,4 @@ def test_training_goes_on_from_adapters(base, old, run_script):
     first, second = (load_run(tag, "cpu").model.state_dict() for tag in ("first", "second"))
     assert_same(first, second, rtol=0, atol=1e-6)
     for more, fault in (("--lora_rank=3", "accepted: --lora_rank=2"), ("--lora_targets=qkv", "other layers")):
-        with pytest.raises(UserError, match=fault):
-            run_script("base_train", *again, more, "--model_tag=third")
+        refused(fault, run_script, "base_train", *again, more, "--model_tag=third")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import golden
+from conftest import golden, refused
 from figures import assert_figures, rule_weights, wave
 
-from nanodiff.common import UserError
 from nanodiff.models import autoencoder
 from nanodiff.models.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
 from nanodiff.safetensors import save_safetensors
@@ -153,8 +152,7 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
 
 def test_files_that_are_refused(small_kl, tmp_path):
     def refused(match, path):
-        with pytest.raises(UserError, match=match):
-            open_autoencoder(path)
+        refused(match, open_autoencoder, path)
 
     refused("no such file", tmp_path / "absent")
     refused("found no file ending in", tmp_path)
@@ -179,8 +177,7 @@ def test_shapes_and_slices(ae, monkeypatch):
     monkeypatch.setitem(autoencoder.MAX_PIXELS, "cpu", 2 * 16 * 24)  # slices of 2, 2 and 1 images
     for got, want in zip((*ae.encode(x), ae.decode(mean)), (mean, std, ae.decode(mean))):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match=f"17x16 px: .* multiples of {ae.downsample}"):
-        ae.encode(x[..., :17])
+    refused(f"17x16 px: .* multiples of {ae.downsample}", ae.encode, x[..., :17])
 
 
 def test_tiny_decoder_clamps_latents():  # to 3 tanh(z / 3), in fp32 the same of 30 and of 300

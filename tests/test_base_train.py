@@ -11,8 +11,20 @@ import signal
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from processes import run_process
-from tiny_runs import assert_identical, decode_png, losses, make_data, make_run, metrics, run_script, weights
+from tiny_runs import (
+    assert_identical,
+    assert_resumes_bit_for_bit,
+    assert_two_ranks_equal_one,
+    decode_png,
+    losses,
+    make_data,
+    make_run,
+    metrics,
+    run_script,
+    weights,
+)
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter
@@ -46,18 +58,8 @@ def tiny(base):
         ("--objective=eps", "--optimizer=adamw", "--ema_rates=0.9,0.99", "--log_every=3"),
     ],
 )
-def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, capsys, more):
-    """And log.txt is all that was printed."""
-    run_script("base_train", *TINY, *more, "--device_batch_size=8", "--model_tag=whole")
-    capsys.readouterr()
-    # The other run loses its process after step 4; what it logged after its newest checkpoint is logged again
-    part = (*TINY, *more, "--device_batch_size=8", "--model_tag=parts", "--save_every=2")
-    saved = run_script("base_train", *part, "--checkpoints_kept=-1")
-    shutil.rmtree(saved["run_dir"] / "checkpoints" / "step_000006")
-    assert run_script("base_train", *part)["start_step"] == 4
-    assert (saved["run_dir"] / "log.txt").read_text() == capsys.readouterr().out
-    assert metrics(tiny, "parts") == metrics(tiny, "whole")
-    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, more):
+    assert_resumes_bit_for_bit(tiny, run_script, *TINY, *more, "--device_batch_size=8")
     assert not torch.are_deterministic_algorithms_enabled()  # a CPU needs none of it
 
 
@@ -66,25 +68,11 @@ def test_a_stopped_and_resumed_run_is_bit_identical(tiny, run_script, capsys, mo
     "more", [(), ("--objective=eps", "--variance=learned_range", "--timesteps=loss-second-moment")]
 )
 def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):
-    more = (*more, "--device_batch_size=4", "--sample_every=0", "--sample_steps=2")
-    run_script("base_train", *TINY, *more, "--model_tag=one")
-    run_process("base_train", *TINY, *more, "--model_tag=two", ranks=2)
-    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+    grid = ("--sample_every=0", "--sample_steps=2")
+    assert_two_ranks_equal_one(tiny, run_script, *TINY, *more, *grid)
     grids = (tiny / "runs" / tag / "samples" / "step_000006.png" for tag in ("one", "two"))
     one, two = (decode_png(path.read_bytes()).astype(int) for path in grids)
     assert np.abs(one - two).mean() < 1  # each rank drew half of the grid; two steps of DDIM enlarge rounding in places
-
-
-@pytest.mark.parametrize("iterations", [0, 1])
-def test_shortest_runs_and_nothing_else_to_do(tiny, run_script, iterations):
-    off = ("--eval_every=-1", "--sample_every=-1", "--save_every=-1")
-    done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *off, "--model_tag=off")
-    assert done["step"] == iterations and not (done["run_dir"] / "checkpoints").exists()
-    on = ("--eval_every=0", "--sample_every=0", "--save_every=0", "--sample_steps=2")
-    done = run_script("base_train", *TINY, f"--num_iterations={iterations}", *on, "--model_tag=on")
-    assert math.isfinite(metrics(tiny, "on")[-1]["val/loss"])
-    assert [p.name for p in (done["run_dir"] / "checkpoints").iterdir()] == [f"step_{iterations:06d}"]
-    assert (done["run_dir"] / "samples" / f"step_{iterations:06d}.png").exists()
 
 
 def test_horizons(tiny, run_script):
@@ -114,8 +102,7 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
     # 20 million tokens would choose 64 images
     out = set_up(run_script, capsys, *args, f"--num_epochs={20e6 / 16 / 72}", "--resume=changed")
     assert "lr 0.006, " in out and "x 16 images" in out
-    with pytest.raises(UserError, match="total_batch_size=32"):
-        run_script("base_train", *args, "--num_iterations=9", "--total_batch_size=32")
+    refused("total_batch_size=32", run_script, "base_train", *args, "--num_iterations=9", "--total_batch_size=32")
 
 
 @pytest.mark.parametrize("ranks", [3, 7])
@@ -310,8 +297,7 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     first = run_script("base_train", *args)["run_dir"]
     names = ("config.json", "metrics.jsonl", "report.html")
     before = {name: (first / name).read_bytes() for name in names}
-    with pytest.raises(UserError, match=r"lr=0\.01 \(was 0\.003\); give --model_tag"):
-        run_script("base_train", *args, "--lr=0.01")
+    refused(r"lr=0\.01 \(was 0\.003\); give --model_tag", run_script, "base_train", *args, "--lr=0.01")
     with pytest.raises(UserError, match=r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)"):
         run_script("base_train", *args, "--depth=2", "--objective=eps", "--lr=0.1", "--resume=changed")
     with monkeypatch.context() as other_rule, pytest.raises(UserError, match="another number of attention heads"):
@@ -327,8 +313,7 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     with DatasetWriter("tiny", CLASS_NAMES, overwrite=True) as writer:
         writer.append("train", *draw_shapes(72, seed=0))
         writer.append("val", *draw_shapes(24, seed=1))
-    with pytest.raises(UserError, match="other sha256"):
-        run_script("base_train", *args, *changed, "--resume=changed")
+    refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 
 
 def test_going_back_leaves_the_other_branch_as_a_run_and_survives_a_kill(tiny, run_script, monkeypatch, capsys):
@@ -338,8 +323,7 @@ def test_going_back_leaves_the_other_branch_as_a_run_and_survives_a_kill(tiny, r
     run_dir = run_script("base_train", *args)["run_dir"]
     whole, lines = weights(tiny, "a"), metrics(tiny, "a")
     steps = lambda tag: [step for step, _ in list_checkpoints(tiny / "runs" / tag)]
-    with pytest.raises(UserError, match="other settings"):
-        run_script("base_train", *back, "--depth=2")
+    refused("other settings", run_script, "base_train", *back, "--depth=2")
     gc.collect()
     assert steps("a") == [2, 4, 6]  # what is refused changes nothing
     with monkeypatch.context() as patch:
@@ -390,8 +374,7 @@ def test_init_from_equals_its_source_and_trains_only_what_it_should(tiny, run_sc
     trained = load_run("part", "cpu").model.state_dict()
     changed = {name for name, x in source.model.state_dict().items() if not torch.equal(x, trained[name])}
     assert changed and all(part.split("=")[1] in name for name in changed)
-    with pytest.raises(UserError, match="trainable='nose'"):
-        run_script("base_train", *args, *start, "--trainable=nose", "--model_tag=other")
+    refused("trainable='nose'", run_script, "base_train", *args, *start, "--trainable=nose", "--model_tag=other")
     with pytest.raises(UserError, match=r"another shape; to start from it: .*--depth=1"):
         run_script("base_train", *args, *start, "--depth=2", "--model_tag=other")
 
@@ -424,7 +407,5 @@ def test_a_source_brings_shape_and_process_and_may_go(tiny, run_script):
     shutil.move(tiny / "runs" / "source", tiny / "source")
     done = run_script("base_train", *args, "--resume=changed")
     assert (done["start_step"], done["step"], done["timestep_shift"]) == (2, 6, 2)
-    with pytest.raises(UserError, match="'source' is no folder, file or tag"):
-        run_script("base_train", *jumps, "--resume=changed")
-    with pytest.raises(UserError, match=r"trained with other settings: depth=3 \(was 1\)"):
-        run_script("base_train", *args, "--depth=3")
+    refused("'source' is no folder, file or tag", run_script, "base_train", *jumps, "--resume=changed")
+    refused(r"trained with other settings: depth=3 \(was 1\)", run_script, "base_train", *args, "--depth=3")

@@ -4,9 +4,9 @@ import json
 import sys
 
 import pytest
+from conftest import refused
 from tiny_runs import make_data
 
-from nanodiff.common import UserError
 from nanodiff.training.log import Meter
 from scripts import bench
 
@@ -80,5 +80,4 @@ def test_runs_of_base_train_the_table_and_the_profile(run_bench, tmp_path, monke
 
 
 def test_a_run_that_fails_ends_the_bench(run_bench):
-    with pytest.raises(UserError, match="patch_size=3; accepted"):
-        run_bench("--archs=dit", "--patch_size=3", real=True)
+    refused("patch_size=3; accepted", run_bench, "--archs=dit", "--patch_size=3", real=True)

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import base_train_settings
+from conftest import base_train_settings, refused
 from processes import run_process
 from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
@@ -190,8 +190,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
         (["--size=100x4"], "multiples of 4 up to 64"),
         (["--npz"], "one file holds images of one size; give --size="),
     ):
-        with pytest.raises(UserError, match=line):
-            run_script("sample", *args, *wrong)
+        refused(line, run_script, "sample", *args, *wrong)
     run_script("base_eval", *args, "--metric=fd_classifier", "--num_images=40")
     assert np.isfinite(json.loads(next(folder.glob("eval_fd_*")).read_text())["fd_classifier"])
     run_script("base_eval", "--model=run", "--metric=loss", "--device_type=cpu")
@@ -247,5 +246,4 @@ def test_latents_keep_the_buckets(base, photos, run_script, tmp_path):
 
 
 def test_a_model_must_divide_every_bucket(photos, run_script):
-    with pytest.raises(UserError, match="the data hold 20x12; the model accepts multiples of 8"):
-        run_script("base_train", *RUN, "--patch_size=8")
+    refused("the data hold 20x12; the model accepts multiples of 8", run_script, "base_train", *RUN, "--patch_size=8")

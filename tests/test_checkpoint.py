@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
 from processes import FORK, Started
 
 from nanodiff.common import UserError
@@ -62,8 +63,7 @@ def test_round_trip(tmp_path, monkeypatch):
     assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
     assert find_checkpoint(tmp_path / "another run") is None
-    with pytest.raises(UserError, match="no checkpoint of step 7; it has: 500"):
-        find_checkpoint(tmp_path, 7)
+    refused("no checkpoint of step 7; it has: 500", find_checkpoint, tmp_path, 7)
 
 
 def test_the_best_stays_beside_the_newest(tmp_path, capsys):
@@ -87,8 +87,7 @@ def test_the_best_stays_beside_the_newest(tmp_path, capsys):
     write_best(tmp_path, found | {"step": 7})  # and was killed before it had saved the step
     assert find_checkpoint(tmp_path, "best") == find_checkpoint(tmp_path)
     write_best(tmp_path, None)
-    with pytest.raises(UserError, match="has no best checkpoint"):
-        find_checkpoint(tmp_path, "best")
+    refused("has no best checkpoint", find_checkpoint, tmp_path, "best")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,8 +143,7 @@ def test_a_save_that_fails_in_its_thread_ends_the_run_in_one_line(tmp_path):
         saver = Saver()
         saver.start(tmp_path / "file", 1, tensors(), META)
         saver.thread.shutdown()
-        with pytest.raises(UserError, match="cannot write checkpoint .*intact"):
-            report(saver)
+        refused("cannot write checkpoint .*intact", report, saver)
         saver.wait()  # reported once
 
 
@@ -189,11 +187,9 @@ def test_a_corrupt_checkpoint_is_reported_and_skipped(tmp_path, capsys, name, da
     (line,) = capsys.readouterr().out.splitlines()
     # A bit of the manifest may be one of a hash, whose file then seems to be the damaged one
     assert str(bad) in line and (name in line or (name == "manifest.json" and damage == "bit")), line
-    with pytest.raises(UserError, match="every checkpoint"):
-        find_checkpoint(tmp_path, 2)
+    refused("every checkpoint", find_checkpoint, tmp_path, 2)
     DAMAGE[damage](good / name)
-    with pytest.raises(UserError, match="every checkpoint"):
-        find_checkpoint(tmp_path)
+    refused("every checkpoint", find_checkpoint, tmp_path)
 
 
 class Evil:
@@ -213,10 +209,8 @@ def test_nothing_is_executed(tmp_path, monkeypatch):
 def test_files_that_torch_did_not_write(tmp_path):
     for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04.", bytes(100)):
         (tmp_path / "a.pt").write_bytes(content)
-        with pytest.raises(UserError, match="a.pt cannot be loaded"):
-            load_tensors(tmp_path / "a.pt")
-    with pytest.raises(UserError, match="no such file"):
-        load_tensors(tmp_path / "missing.pt")
+        refused("a.pt cannot be loaded", load_tensors, tmp_path / "a.pt")
+    refused("no such file", load_tensors, tmp_path / "missing.pt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,12 +240,10 @@ def test_one_trainer_at_a_time(tmp_path):
     other = Started(hold, context=FORK)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    with pytest.raises(UserError, match=r"another process is training in .*run"):
-        lock_run(tmp_path / "run")
+    refused(r"another process is training in .*run", lock_run, tmp_path / "run")
     other.kill()
     lock_run(tmp_path / "run").close()  # the system gave it back
-    with pytest.raises(UserError, match=r"cannot write to .*ready"):
-        lock_run(tmp_path / "ready")
+    refused(r"cannot write to .*ready", lock_run, tmp_path / "ready")
 
 
 def test_a_start_clears_away_what_a_killed_process_left(tmp_path, monkeypatch, capsys):
@@ -275,8 +267,7 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     save(tmp_path / "run", 1)
     (tmp_path / "run").rename(tmp_path / "moved")
     for write in (lambda: save(tmp_path / "run", 2), lambda: write_best(tmp_path / "run", {"step": 1})):
-        with pytest.raises(UserError, match=r"cannot write .*run/"):
-            write()
+        refused(r"cannot write .*run/", write)
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
 
 

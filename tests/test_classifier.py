@@ -1,19 +1,15 @@
 """The classifier learns the embedded shapes, is a function of data and seed, and is trained once for a data set."""
 
-import io
 import json
 import os
-from contextlib import redirect_stdout
 
 import pytest
 import torch
-from processes import on_ranks
+from conftest import refused
 from tiny_runs import make_data
 
-from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
-from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import (
     Classifier,
@@ -96,22 +92,7 @@ def test_a_classifier_is_trained_once_and_again_for_other_data(tiny, monkeypatch
     get_classifier(*tiny, "cpu")
     assert len(trainings) == 2
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="classifier.npz is damaged: delete it"):
-        get_classifier(*tiny, "cpu")
-
-
-@pytest.mark.slow
-def test_the_first_rank_trains_for_all(tiny, monkeypatch):
-    def work(rank):
-        init_device("cpu")
-        with redirect_stdout(io.StringIO()) as printed:
-            found = get_classifier(*tiny, "cpu")
-        return printed.getvalue(), found.state_dict()
-
-    monkeypatch.setattr(module, "train_classifier", lambda *args: Classifier(3, 16, 8))  # of other weights on each rank
-    (printed, first), (nothing, second) = on_ranks(work)
-    assert "training a classifier" in printed and nothing == ""
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    refused("classifier.npz is damaged: delete it", get_classifier, *tiny, "cpu")
 
 
 def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):
@@ -124,8 +105,7 @@ def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):
     num_bytes = sum(x.nbytes for x in classifier.state_dict().values())
     assert (tmp_path / "judge.safetensors").stat().st_size < 0.51 * num_bytes
     save_safetensors({"x": images}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="holds no classifier"):
-        load_classifier(tmp_path / "other.safetensors", "cpu")
+    refused("holds no classifier", load_classifier, tmp_path / "other.safetensors", "cpu")
 
 
 def test_shrinking_keeps_the_mean_and_small_images():

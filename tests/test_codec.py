@@ -6,8 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from image_helpers import prepare
-from tiny_runs import TINY, decode_png, make_autoencoder, make_data
+from tiny_runs import TINY, assert_resumes_bit_for_bit, decode_png, make_autoencoder, make_data
 
 from nanodiff.common import StackedGenerator, UserError
 from nanodiff.data.codec import load_codec, make_codec, stored_images
@@ -86,8 +87,7 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     _, given = stored_images(other, [1], codec, CPU)
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
     np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
-    with pytest.raises(UserError, match="has vector_dim 0, the model wants 2"):
-        load_codec(make_codec(told, CPU).description, CPU, dataset=source)
+    refused("has vector_dim 0, the model wants 2", load_codec, make_codec(told, CPU).description, CPU, dataset=source)
 
 
 def test_samples_of_arrays_come_back_in_their_range(base, run_script):
@@ -104,10 +104,8 @@ def test_samples_of_arrays_come_back_in_their_range(base, run_script):
     np.testing.assert_allclose(found, bands[:4], atol=1000 / 2**11)
     assert decode_png((base / "few.png").read_bytes()).shape[2] == 3  # the first three bands
     np.savez(base / "given.npz", arr_0=np.zeros((4, 8, 8, 5), np.uint8))
-    with pytest.raises(UserError, match="is for arrays beyond 8 bits"):
-        run_script("sample", *args[:-1], f"--from_images={base / 'given.npz'}")
-    with pytest.raises(UserError, match="arrays of 5 channels; metrics of features accept uint8"):
-        run_script("base_eval", "--metric=fd_classifier")
+    refused("is for arrays beyond 8 bits", run_script, "sample", *args[:-1], f"--from_images={base / 'given.npz'}")
+    refused("arrays of 5 channels; metrics of features accept uint8", run_script, "base_eval", "--metric=fd_classifier")
 
 
 def test_model_range_and_back():
@@ -166,13 +164,8 @@ def test_images_are_encoded_for_an_evaluation(vae, base, run_script):
 
 
 def test_online_training_resumes_and_flips(vae, base, run_script):
-    run = ("base_train", *TINY, f"--autoencoder={vae}", "--patch_size=1", "--flip", "--model_tag=online")
-    whole = run_script(*run, "--num_iterations=3", "--save_every=2", "--checkpoints_kept=-1")
-    weights = {k: v.clone() for k, v in whole["raw_model"].state_dict().items()}
-    shutil.rmtree(whole["run_dir"] / "checkpoints" / "step_000003")
-    again = run_script(*run, "--num_iterations=3", "--save_every=2")
-    assert again["start_step"] == 2
-    assert all(torch.equal(v, weights[k]) for k, v in again["raw_model"].state_dict().items())
+    online = (f"--autoencoder={vae}", "--patch_size=1", "--flip", "--num_iterations=6")
+    assert_resumes_bit_for_bit(base, run_script, *TINY, *online)
 
 
 def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):

@@ -8,9 +8,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import refused
 from image_helpers import archive, noise, prepare, report
 
-from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.sources import Options, open_source
 from nanodiff.png import encode_png
@@ -130,8 +130,7 @@ def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, pack):
     for name in ("0.xml", "003.xml", "README", "005.npy", ".DS_Store"):
         write(folder / name, "")
     path = pack(folder)
-    with pytest.raises(UserError, match=r"no class .* for 1 of 60 images, such as '017\.png'"):
-        prepare(path)
+    refused(r"no class .* for 1 of 60 images, such as '017\.png'", prepare, path)
     out = report(path, labels="none")
     assert "ignored: 59 .cls, 2 .xml, " in out and "1 .npy" in out and "1 hidden" in out and "1 without suffix" in out
     assert "captions: 59 of 60 images have one" in out
@@ -146,23 +145,19 @@ def test_columns_by_name(tmp_path):
     assert open_dataset("toy").class_names == [f"a{i}" for i in range(10)]
     assert open_dataset("toy").captions([0, 59]) == ["w000", "w059"]
     for setting in ("label_column", "caption_column"):
-        with pytest.raises(UserError, match=f"{setting}='labl' is in no table"):
-            prepare(tmp_path, **{setting: "labl"})
+        refused(f"{setting}='labl' is in no table", prepare, tmp_path, **{setting: "labl"})
     (folder / "metadata.csv").unlink()
-    with pytest.raises(UserError, match="captions='x.tsv': no image in .* has a caption"):
-        prepare(tmp_path, captions="x.tsv")
+    refused("captions='x.tsv': no image in .* has a caption", prepare, tmp_path, captions="x.tsv")
 
 
 @pytest.mark.parametrize(("code", "called"), [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16"), ("latin-1", "Latin-1")])
 def test_codes_other_than_utf8_are_named(tmp_path, code, called):
     folder = images(tmp_path / "in")
     write(folder / "003.txt", "größe".encode(code))
-    with pytest.raises(UserError, match=rf"003\.txt is in {called}.*accepted: UTF-8"):
-        prepare(folder)
+    refused(rf"003\.txt is in {called}.*accepted: UTF-8", prepare, folder)
     (folder / "003.txt").unlink()
     write(tmp_path / "a.csv", "file,label\n003.png,größe\n".encode(code))
-    with pytest.raises(UserError, match=rf"a\.csv is in {called}.*accepted: UTF-8"):
-        prepare(folder, labels=tmp_path / "a.csv")
+    refused(rf"a\.csv is in {called}.*accepted: UTF-8", prepare, folder, labels=tmp_path / "a.csv")
 
 
 def test_captions_stay_with_their_images_in_buckets_and_latents(tmp_path, run_script):

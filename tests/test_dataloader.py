@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodiff.common import UserError
 from nanodiff.data.dataloader import AHEAD, DataLoader, shuffled
 
 
@@ -115,8 +115,7 @@ def test_over_keys_every_image_and_pair_is_equally_frequent_everywhere(num):
 
 
 def test_more_ranks_than_images_are_refused():
-    with pytest.raises(UserError, match="more ranks"):
-        DataLoader(Memory(5), 1, 8, 0, 8, 0)
+    refused("more ranks", DataLoader, Memory(5), 1, 8, 0, 8, 0)
 
 
 def test_an_error_while_reading_reaches_the_caller_again_and_again():

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, refused
 
-from nanodiff.common import UserError
 from nanodiff.device import choose_dtype, init_device, measured_peak, peak_flops, why_not_compiled
 
 
@@ -20,8 +19,7 @@ from nanodiff.device import choose_dtype, init_device, measured_peak, peak_flops
 def test_an_absent_device(monkeypatch, kind):
     module = torch.cuda if kind == "cuda" else torch.backends.mps
     monkeypatch.setattr(module, "is_available", lambda: False)
-    with pytest.raises(UserError, match=f"device_type='{kind}' .*available: .*cpu"):
-        init_device(kind)
+    refused(f"device_type='{kind}' .*available: .*cpu", init_device, kind)
 
 
 def test_the_best_device_is_chosen(monkeypatch):
@@ -36,8 +34,7 @@ def test_more_local_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(UserError, match="local rank 2 has no GPU of its own: 2 present"):
-        init_device("cuda")
+    refused("local rank 2 has no GPU of its own: 2 present", init_device, "cuda")
 
 
 @pytest.fixture

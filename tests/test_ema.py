@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn as nn
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.training.ema import EMA, parse_rates
 from nanodiff.training.optim import make_optimizer
 
@@ -66,5 +66,4 @@ def test_rates():
     with ema.applied(model):
         assert model.w[0] == 1 and not model.training
     for bad in ("1", "0", "1.5", "-0.1", "nan", "x", "0.9,"):
-        with pytest.raises(UserError, match="ema_rates"):
-            parse_rates(bad)
+        refused("ema_rates", parse_rates, bad)

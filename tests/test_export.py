@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from test_load import CLASSIC, CONFIG, DIT, UNET, UPSAMPLER, write_run
 from tiny_runs import TIMELESS, randomise
 
-from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_diffusers, to_meta
 from nanodiff.models.dit import DiT, DiTConfig
@@ -46,8 +46,7 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     checkpoint = write_run(base, "a", model_config)
     meta = json.loads((checkpoint / "meta.json").read_text())
     path = export("a")
-    with pytest.raises(UserError, match="is there already"):
-        export("a")
+    refused("is there already", export, "a")
     export("a", "--overwrite")
     assert_equal(safetensors.load_file(path), load_safetensors(checkpoint / "ema_0.99.safetensors")[0])
     with safetensors.safe_open(path, framework="pt") as file:
@@ -200,6 +199,5 @@ def test_refused_exports_write_nothing(base, export, tmp_path, monkeypatch, mode
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no folder")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=named):
-        export("a", *args.split())
+    refused(named, export, "a", *args.split())
     assert sorted(tmp_path.rglob("*")) == before

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import refused
 from tiny_runs import make_data
 
-from nanodiff.common import UserError, in_batches
+from nanodiff.common import in_batches
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.metrics import cache
@@ -87,8 +88,7 @@ def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base,
     reference_features(dataset, network)
     assert len(computations) == 3
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="stats_classifier_train.npz is damaged: delete it"):
-        reference_features(dataset, network)
+    refused("stats_classifier_train.npz is damaged: delete it", reference_features, dataset, network)
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):

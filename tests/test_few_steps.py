@@ -1,15 +1,14 @@
 """Guidance in the loss and flow maps: against closed forms, and as whole runs."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import run_process
-from test_base_train import TINY, losses, metrics, tiny, weights  # noqa: F401 (tiny is a fixture)
-from tiny_runs import assert_identical, make_run, run_script  # noqa: F401 (run_script is a fixture)
+from conftest import refused
+from test_base_train import TINY, losses, tiny  # noqa: F401 (tiny is a fixture)
+from tiny_runs import assert_resumes_bit_for_bit, assert_two_ranks_equal_one
 
-from nanodiff.common import UserError, make_generator
+from nanodiff.common import make_generator
 from nanodiff.conditions import Conditioned
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
@@ -204,22 +203,12 @@ def more(request, tiny, run_script):  # noqa: F811
 
 
 def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
-    args = (*TINY, *more, "--device_batch_size=8")
-    run_script("base_train", *args, "--model_tag=whole")
-    run_script("base_train", *args, "--model_tag=parts", "--save_every=2", "--checkpoints_kept=-1")
-    for step in (3, 4, 6):  # 3: an evaluation found a new best
-        shutil.rmtree(tiny / "runs" / "parts" / "checkpoints" / f"step_{step:06d}")
-    assert run_script("base_train", *args, "--model_tag=parts")["start_step"] == 2
-    assert metrics(tiny, "parts") == metrics(tiny, "whole")
-    assert_identical(weights(tiny, "parts"), weights(tiny, "whole"))
+    assert_resumes_bit_for_bit(tiny, run_script, *TINY, *more, "--device_batch_size=8")
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa: F811
-    args = (*TINY, *more, "--eval_every=-1")
-    run_script("base_train", *args, "--model_tag=one", "--device_batch_size=16")
-    run_process("base_train", *args, "--model_tag=two", "--device_batch_size=4", ranks=2)
-    assert losses(tiny, "two") == pytest.approx(losses(tiny, "one"), rel=1e-4)
+    assert_two_ranks_equal_one(tiny, run_script, *TINY, *more, "--eval_every=-1")
 
 
 def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa: F811
@@ -243,12 +232,10 @@ def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys)
     if more == MAP:
         assert (images == loaded.sample(num_images=2, steps=4, sampler="map")).all()
         assert (images != loaded.sample(num_images=2, steps=4, sampler="heun")).any()
-        with pytest.raises(UserError, match="flow map, which jumps"):
-            check_guide(loaded, loaded)
+        refused("flow map, which jumps", check_guide, loaded, loaded)
 
 
 def test_the_learned_guidance_is_fixed_on_resume(tiny, run_script, more):  # noqa: F811
     args = (*TINY, *more, "--eval_every=-1", "--model_tag=learned")
     run_script("base_train", *args, "--num_iterations=1")
-    with pytest.raises(UserError, match="cfg_scale=5.0 .was 3.0"):
-        run_script("base_train", *args, "--resume=changed", "--cfg_scale=5")
+    refused("cfg_scale=5.0 .was 3.0", run_script, "base_train", *args, "--resume=changed", "--cfg_scale=5")

@@ -7,9 +7,9 @@ import zipfile
 
 import numpy as np
 import pytest
+from conftest import refused
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
 
-from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
 from nanodiff.data.labels import Place, classify, val_mask
@@ -37,8 +37,7 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
     images, labels = everything()
     np.testing.assert_array_equal(images, ordered)
     assert labels.tolist() == [0] * 10 + [1] * 10
-    with pytest.raises(UserError, match="no split 'val'"):
-        open_dataset("toy", "val")
+    refused("no split 'val'", open_dataset, "toy", "val")
     prepare(tmp_path / "in", val_fraction=0.25, seed=4)
     mask = val_mask(20, 0.25, seed=4)
     assert mask.sum() == 5 and not np.array_equal(mask, val_mask(20, 0.25, seed=5))
@@ -207,5 +206,4 @@ def test_labels_from_a_table(tmp_path, three):
         assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
     for text, line in WRONG_CSV.items():
         file.write_text(text)
-        with pytest.raises(UserError, match=line):
-            prepare(three, labels=str(file))
+        refused(line, prepare, three, labels=str(file))

@@ -8,6 +8,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from figures import assert_figures, wave
 
 from nanodiff.common import UserError
@@ -82,8 +83,7 @@ def test_weights_are_downloaded_once_and_checked(tmp_path, monkeypatch):
     assert urls == [inception.URL]
 
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
-    with pytest.raises(UserError, match="not the published file"):
-        load_inception(published)
+    refused("not the published file", load_inception, published)
 
 
 def test_unreachable_weights_say_where_to_put_them(base, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import DatasetWriter, open_dataset
@@ -225,5 +226,4 @@ def test_corrupt_and_foreign_files_are_refused(tmp_path):
     }
     loaded = make_loaded()
     for name, fault in faults.items():
-        with pytest.raises(UserError, match=fault):
-            merged_into(loaded, tmp_path / f"{name}.safetensors")
+        refused(fault, merged_into, loaded, tmp_path / f"{name}.safetensors")

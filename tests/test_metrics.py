@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.metrics.distances import (
     frechet_distance,
     inception_score,
@@ -82,8 +82,7 @@ def test_wrong_reference_statistics_are_refused(tmp_path, arrays, message):
         (tmp_path / "ref.npz").write_text(arrays)
     else:
         np.savez(tmp_path / "ref.npz", **arrays)
-    with pytest.raises(UserError, match=message):
-        load_stats(tmp_path / "ref.npz", 2)
+    refused(message, load_stats, tmp_path / "ref.npz", 2)
 
 
 def test_kernel_distance_in_closed_form():

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from image_helpers import make_folder
 from processes import run_process
 from tiny_runs import TINY, make_autoencoder, make_runs
@@ -183,5 +184,4 @@ def test_as_the_user_sees_it(place):
 def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(place / "file" / "under"))
     for arguments in ((*TRAIN, "--data=shapes"), (*PREPARE, "--source=shapes", "--name=mine")):
-        with pytest.raises(UserError, match="under"):
-            run_script(*arguments)
+        refused("under", run_script, *arguments)

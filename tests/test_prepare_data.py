@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import refused
 from image_helpers import archive, everything, idx, make_folder, prepare, report, write_cifar, write_mnist
 from processes import FORK, Started
 
@@ -107,8 +108,7 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
 
 def test_a_full_disk_is_told_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1e3))
-    with pytest.raises(UserError, match=r"need 0 MB, .* 0 MB free"):
-        prepare(sized(tmp_path, [(8, 8)]), resolution=16)
+    refused(r"need 0 MB, .* 0 MB free", prepare, sized(tmp_path, [(8, 8)]), resolution=16)
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])
@@ -122,8 +122,7 @@ def test_an_odd_folder_gets_a_name_that_a_shell_takes(tmp_path, name):
 def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
     make_folder(tmp_path / "in")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UserError, match="pip install"):
-        prepare(tmp_path / "in")
+    refused("pip install", prepare, tmp_path / "in")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,8 +143,7 @@ def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     assert first.codes() == [-signal.SIGKILL] and not (base / "data" / "toy").exists()
     done = {file: file.stat().st_mtime_ns for file in (base / "data").glob(".toy.parts/notes/0*")}
     assert 1 <= len(done) < 5, "it was not killed in time"
-    with pytest.raises(UserError, match="no data set 'toy'"):
-        open_dataset("toy")
+    refused("no data set 'toy'", open_dataset, "toy")
     prepare(tmp_path / "in", resolution=128, name="toy", overwrite=False)
     prepare(tmp_path / "in", resolution=128, name="whole", workers=3)
     files = [{file.name: file.read_bytes() for file in (base / "data" / name).iterdir()} for name in ("toy", "whole")]
@@ -178,7 +176,5 @@ def test_some_classes_alone(tmp_path):
         chosen, numbers = everything("part", split)
         np.testing.assert_array_equal(chosen, images[labels != 1])
         np.testing.assert_array_equal(2 * numbers, labels[labels != 1])
-    with pytest.raises(UserError, match="no class 'd'; the source has: a, b, c"):
-        prepare(path, labels="folder", name="none", classes="a,d")
-    with pytest.raises(UserError, match="give this part of a set a --name of its own"):
-        prepare(path, labels="folder", name="", classes="a")
+    refused("no class 'd'; the source has: a, b, c", prepare, path, labels="folder", name="none", classes="a,d")
+    refused("give this part of a set a --name of its own", prepare, path, labels="folder", name="", classes="a")

@@ -1,8 +1,8 @@
 """From settings to a process, its losses and its samples: what base_train and sample can ask of improved-diffusion."""
 
 import pytest
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process
 
 GAUSSIAN = dict(
@@ -37,5 +37,4 @@ def test_the_table_of_samplers_is_complete():
     ],
 )
 def test_mistakes_are_named_before_sampling(objective, choice, said):
-    with pytest.raises(UserError, match=said):
-        choose_sampler(process_of(objective), *choice)
+    refused(said, choose_sampler, process_of(objective), *choice)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from conftest import script_settings
+from conftest import refused, script_settings
 from tiny_runs import logged
 
 from configurator import Config
@@ -74,8 +74,7 @@ def test_the_largest_batch_that_fits(error, limit, room, best):
 
 
 def test_no_batch_fits_or_something_else_is_wrong():
-    with pytest.raises(UserError, match="not even one image"):
-        find(Memory(0), 8)
+    refused("not even one image", find, Memory(0), 8)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         find(Memory(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), 8)
 
@@ -145,8 +144,7 @@ def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monk
 
 @pytest.mark.parametrize("tag", ["a/b", "..", "a\nb", ""])
 def test_a_model_tag_is_a_name(base, tag):
-    with pytest.raises(UserError, match="model_tag="):
-        run_folder(tag)
+    refused("model_tag=", run_folder, tag)
     assert run_folder("a.b+c=1_d-2") == base / "runs" / "a.b+c=1_d-2"
 
 
@@ -160,8 +158,7 @@ def test_wandb_without_a_login_is_one_line(monkeypatch):
     monkeypatch.setattr(wandb, "login", login)
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
     hook = sys.excepthook
-    with pytest.raises(UserError, match="no API key"):
-        check_wandb("name")
+    refused("no API key", check_wandb, "name")
     assert sys.excepthook is hook  # wandb's own would print a traceback above the line
 
 
@@ -210,8 +207,7 @@ def test_where_to_resume_and_with_which_settings(tmp_path, capsys):
     assert check(log_every=1).endswith("now with log_every=1 (was 10)")
     for resume in ("1", "changed"):
         assert "now with lr=2 (was 1)" in check(resume, lr=2)
-        with pytest.raises(UserError, match=r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag"):
-            check(resume, lr=2, depth=3, new=8)
+        refused(r"depth=3 \(was 4\), new=8 \(was 7\); use another model_tag", check, resume, lr=2, depth=3, new=8)
 
 
 def test_the_tables_of_a_resume_name_settings():

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.safetensors import DTYPES, load_safetensors, save_safetensors
 
 
@@ -84,14 +84,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
     with pytest.raises((RuntimeError, NotImplementedError)):  # no data to write: fails half-way through the file
         save_safetensors({"a": torch.ones(4), "m": torch.ones(4, device="meta")}, path)
     assert load_safetensors(path)[0]["w"].sum() == 0 and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(UserError, match=r"'c' is torch\.complex64"):
-        save_safetensors({"c": torch.zeros(2, dtype=torch.complex64)}, path)
+    refused(r"'c' is torch\.complex64", save_safetensors, {"c": torch.zeros(2, dtype=torch.complex64)}, path)
 
 
 @pytest.mark.parametrize("header", [{"a": entry([3], 0, 8)}, b"{hello"])
 def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, header):
-    with pytest.raises(UserError, match=r"bad\.safetensors is no intact"):
-        load_safetensors(write(tmp_path / "bad.safetensors", header, bytes(8)))
+    refused(r"bad\.safetensors is no intact", load_safetensors, write(tmp_path / "bad.safetensors", header, bytes(8)))
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -100,9 +98,6 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     data = path.read_bytes()
     for size in (0, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(UserError, match=r"a\.safetensors is (no intact|cut)"):
-            load_safetensors(path)
-    with pytest.raises(UserError, match="no such file: .*absent"):
-        load_safetensors(tmp_path / "absent")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
-        load_safetensors(tmp_path)
+        refused(r"a\.safetensors is (no intact|cut)", load_safetensors, path)
+    refused("no such file: .*absent", load_safetensors, tmp_path / "absent")
+    refused("cannot be read: Is a directory", load_safetensors, tmp_path)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, script_settings
+from conftest import ROOT, refused, script_settings
 from processes import FORK, Started
 from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
@@ -213,8 +213,7 @@ def test_a_wrong_argument_gets_the_scripts_line(run_script, capsys):
         assert str(python.value) == line
     sample = nanodiff.load("flow", device_type="cpu").sample
     for name, value in dict(low_res=np.zeros((1, 8, 8, 3)), from_images=[[1], [2, 3]], cfg_interval=None).items():
-        with pytest.raises(UserError, match=f"{name}.*(would do nothing|no array|accepted)"):
-            sample(**{name: value})
+        refused(f"{name}.*(would do nothing|no array|accepted)", sample, **{name: value})
 
 
 def test_python_has_the_scripts_defaults():
@@ -379,8 +378,7 @@ def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path):
         ("ninth.npz", "9 classes, the model 8"),
         ("absent.npz", "is not there; accepted: an .npz file, a folder of images"),
     ):
-        with pytest.raises(UserError, match=f"{name}'.*{message}"):
-            run_script("sample", *TIMELESS, "--model=sr", f"--low_res={tmp_path / name}")
+        refused(f"{name}'.*{message}", run_script, "sample", *TIMELESS, "--model=sr", f"--low_res={tmp_path / name}")
 
 
 def test_the_published_cascade(draw, tmp_path):
@@ -391,8 +389,7 @@ def test_the_published_cascade(draw, tmp_path):
     args = (f"--model={tmp_path / 'up.pt'}", "--num_images=3")
     images, labels, _ = draw(*args, f"--low_res={tmp_path / 'base_samples.npz'}")
     assert images.shape == (3, 16, 16, 3) and labels.tolist() == [2, 0, 2]
-    with pytest.raises(UserError, match="names no data set .*give --low_res"):
-        draw(*args)
+    refused("names no data set .*give --low_res", draw, *args)
 
 
 @pytest.mark.parametrize("training_checkpoint", [False, True])
@@ -423,11 +420,9 @@ def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_pat
     assert (process.num_timesteps, process.variance, process.model_t[-1]) == (100, "fixed_large", 99)
     assert process.betas[-1] == pytest.approx(0.2)  # linear: 20 / T
     unet_file(path, channel_mult=(1, 2), attention_resolutions=())
-    with pytest.raises(UserError, match=r"ema\.pt.*image_size=0"):
-        draw(*args, f"--model={path}")
+    refused(r"ema\.pt.*image_size=0", draw, *args, f"--model={path}")
     for option, fault in (("heads=0", "heads=0; accepted: 1 or more"), ("step=3", "step=3 is no option of .*, a file")):
-        with pytest.raises(UserError, match=fault):
-            load_run(f"{path},{option}", "cpu")
+        refused(fault, load_run, f"{path},{option}", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.metrics.sample_files import Samples
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), np.uint8)
@@ -43,8 +43,7 @@ def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
         assert (folder.images(ids) == IMAGES[ids].transpose(0, 3, 1, 2)).all()
         assert folder.labels(ids).tolist() == [i // 5 if classes > 1 else 0 for i in ids]
     Image.fromarray(IMAGES[0, :4]).save(tmp_path / "zoo.png" if classes == 1 else tmp_path / "class 3/zoo.png")
-    with pytest.raises(UserError, match="zoo.png is 5x4, .*000.png 5x6"):
-        Samples(str(tmp_path)).images(np.array([0, 20]))
+    refused("zoo.png is 5x4, .*000.png 5x6", Samples(str(tmp_path)).images, np.array([0, 20]))
 
 
 @pytest.mark.parametrize(
@@ -60,5 +59,4 @@ def test_wrong_files_are_refused(tmp_path, content, message):
         path.mkdir()
     elif content is not None:
         np.savez(path, arr_0=content)
-    with pytest.raises(UserError, match=message):
-        Samples(str(path))
+    refused(message, Samples, str(path))

@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+from conftest import refused
 from processes import FORK, Started
 
 from nanodiff.common import UserError
@@ -71,15 +72,13 @@ def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expec
     with pytest.raises(UserError, match=r"a\.npz holds images of another protocol: choose another out, or remove it"):
         make(tmp_path, PROTOCOL | {"steps": 51}).open()
     (tmp_path / "a.npz").write_bytes(expected[:-9])
-    with pytest.raises(UserError, match=r"a\.npz is no file of scripts/sample\.py"):
-        make(tmp_path).open()
+    refused(r"a\.npz is no file of scripts/sample\.py", make(tmp_path).open)
 
 
 def test_one_process_at_a_time(tmp_path):
     store = make(tmp_path)
     store.open()
-    with pytest.raises(UserError, match="another process is drawing the same images in "):
-        make(tmp_path).open()
+    refused("another process is drawing the same images in ", make(tmp_path).open)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to .*file.*Not a directory; see out"):
         SampleStore(tmp_path / "file" / "a.npz", PROTOCOL, 1, 1).open()

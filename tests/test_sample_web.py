@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from tiny_runs import TIMELESS, TINY, decode_png, make_autoencoder, make_data, make_run, make_runs
 from webdriver import CHROMEDRIVER, Browser
 
@@ -189,8 +190,7 @@ def test_mistakes_get_one_line(flow, run_script):
     ):
         with pytest.raises((UserError, ValueError), match=told):
             drawn(flow, **{name: value})
-    with pytest.raises(UserError, match="nearest tags: flow"):
-        run_script("sample_web", "--model=no")
+    refused("nearest tags: flow", run_script, "sample_web", "--model=no")
 
 
 @pytest.fixture

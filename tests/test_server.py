@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from conftest import refused
 
-from nanodiff.common import UserError
 from nanodiff.web.server import LocalHandler, LocalServer
 
 
@@ -65,8 +65,7 @@ def test_only_our_own_page_may_post(server):
 
 
 def test_a_taken_port_is_one_line(server):
-    with pytest.raises(UserError, match="port=.*0 for any"):
-        LocalServer(server.server_port, Handler)
+    refused("port=.*0 for any", LocalServer, server.server_port, Handler)
 
 
 def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves(server):

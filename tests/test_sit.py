@@ -4,6 +4,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from figures import assert_figures, rule_weights, wave
 from tiny_runs import TINY, make_data, randomise
 
@@ -47,8 +48,7 @@ def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
     """Their files are alike but for the name; REPA's has projectors."""
     file = published(tmp_path / "SiT-S-4.pt", "sit")
     for name in (file, published(tmp_path / "last.pt", "repa")):
-        with pytest.raises(UserError, match=r"\.pt,objective=\.\.\.; accepted: objective=flow \(SiT, REPA\)"):
-            load_run(name, "cpu")
+        refused(r"\.pt,objective=\.\.\.; accepted: objective=flow \(SiT, REPA\)", load_run, name, "cpu")
     drawn = []
     for objective in ("flow", "eps"):
         loaded = load_run(f"{file},objective={objective},heads=4", "cpu")
@@ -80,7 +80,6 @@ def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path
     torch.testing.assert_close(found.process.velocity(found.model, x, t, y=y), v)
     check_guide(found, source)
     found.process.time_input = "t"
-    with pytest.raises(UserError, match="differ in time_input"):
-        check_guide(found, source)
+    refused("differ in time_input", check_guide, found, source)
     teacher = done["process"].teacher
     torch.testing.assert_close(teacher.process.velocity(teacher.model, x, t, y=y), v)

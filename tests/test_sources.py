@@ -6,6 +6,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from image_helpers import RNG, everything, make_folder, prepare, reference_crop, report, write_cifar, write_mnist
 
 from nanodiff.common import UserError
@@ -26,8 +27,7 @@ def test_idx_round_trip(tmp_path, pack, suffix):
         np.testing.assert_array_equal(found, images[:, None])
         np.testing.assert_array_equal(found_labels, labels)
     next((tmp_path / "m").glob("train-labels*")).unlink()
-    with pytest.raises(UserError, match="6 labels for 26 images"):
-        prepare(tmp_path / "m")
+    refused("6 labels for 26 images", prepare, tmp_path / "m")
     prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0)  # one file, without labels
     assert open_dataset("toy").num_classes == 0 and len(everything()[0]) == 20
 
@@ -69,16 +69,14 @@ def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
     write_cifar(file)
     monkeypatch.setattr(sources, "CIFAR10_URL", file.as_uri())
     monkeypatch.setattr(sources, "CIFAR10_BYTES", file.stat().st_size)
-    with pytest.raises(UserError, match="SHA-256"):
-        prepare(source="cifar10")
+    refused("SHA-256", prepare, source="cifar10")
     assert not list((base / "downloads").iterdir())
     monkeypatch.setattr(sources, "CIFAR10_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
     prepare(source="cifar10")
     file.unlink()
     prepare(source="cifar10")  # from the copy that was kept
     (base / "downloads" / file.name).unlink()
-    with pytest.raises(UserError, match=r"could not download.*--path"):
-        prepare(source="cifar10")
+    refused(r"could not download.*--path", prepare, source="cifar10")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,12 +213,10 @@ def test_mistakes_with_vectors(tmp_path, what):
     if not isinstance(given, dict):
         given = dict(names=list(arrays), vectors=np.full((8, 2), float(given)))
     np.savez(tmp_path / "v.npz", **given)
-    with pytest.raises(UserError, match=line):
-        prepare(tmp_path / "in", vectors=str(tmp_path / "v.npz"))
+    refused(line, prepare, tmp_path / "in", vectors=str(tmp_path / "v.npz"))
     np.save(tmp_path / "v.npy", np.ones((9, 2)))
     np.savez(tmp_path / "a.npz", arr_0=np.zeros((8, 8, 8, 3), np.uint8))
-    with pytest.raises(UserError, match="9 vectors for 8 images"):
-        prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
+    refused("9 vectors for 8 images", prepare, tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
 
 
 @pytest.mark.parametrize(
@@ -241,5 +237,4 @@ def test_mistakes_with_vectors(tmp_path, what):
 )
 def test_mistakes_with_arrays(tmp_path, array, settings, line):
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(UserError, match=line):
-        prepare(tmp_path / "a.npy", **settings)
+    refused(line, prepare, tmp_path / "a.npy", **settings)

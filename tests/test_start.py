@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import base_train_settings
+from conftest import base_train_settings, refused
 from test_export import unet_file
 from tiny_runs import make_data, randomise
 
@@ -48,8 +48,7 @@ def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
         sandwich: bool = False
 
     monkeypatch.setattr(build, "DiTConfig", Config)
-    with pytest.raises(UserError, match="Config.sandwich has no setting"):
-        make_model_config(base_train_settings(), FACTS, 3)
+    refused("Config.sandwich has no setting", make_model_config, base_train_settings(), FACTS, 3)
     settings = dict(base_train_settings()) | {"sandwich": True}
     shape = make_model_config(settings, FACTS, 3)
     assert shape.sandwich and model_settings(shape)["sandwich"] is True

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from processes import run_process
 from test_base_train import TINY
-from tiny_runs import assert_identical, make_run, metrics, randomise, run_script, weights
+from tiny_runs import assert_identical, assert_resumes_bit_for_bit, make_run, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
 from nanodiff.conditions import conditioning, from_stored, mirror
@@ -105,8 +106,7 @@ def test_before_training_vectors_change_nothing_and_then_they_do(arch, vector_le
 def test_a_unet_takes_no_sequence(base, run_script):
     make_set(words)
     tiny = [arg for arg in TINY if "patch_size" not in arg]
-    with pytest.raises(UserError, match="arch=unet takes one vector"):
-        run_script("base_train", *tiny, "--arch=unet")
+    refused("arch=unet takes one vector", run_script, "base_train", *tiny, "--arch=unet")
 
 
 def test_a_condition_that_is_an_image_is_mirrored_with_the_one_it_belongs_to():
@@ -136,13 +136,8 @@ def test_null_differs_from_every_given_value():
 
 def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
     make_set(words)
-    args = (*TINY, "--device_batch_size=8", "--eval_every=2", "--warmup_ratio=0", "--warmdown_ratio=0")
-    run_script("base_train", *args, "--model_tag=parts", "--num_iterations=2")
-    run_script("base_train", *args, "--model_tag=parts", "--num_iterations=4", "--resume=changed")
-    run_script("base_train", *args, "--model_tag=whole", "--num_iterations=4")
-    assert_identical(weights(base, "parts", 4), weights(base, "whole", 4))
-    assert metrics(base, "parts") == metrics(base, "whole")
-    assert weights(base, "whole", 4)["model.safetensors"]["vector_embed.weight"].abs().max() > 0  # it learns
+    assert_resumes_bit_for_bit(base, run_script, *TINY, "--device_batch_size=8")
+    assert weights(base, "whole")["model.safetensors"]["vector_embed.weight"].abs().max() > 0  # it learns
 
 
 def make_unlabelled_run():
@@ -185,8 +180,7 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, r
     run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
     assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
-    with pytest.raises(UserError, match="another protocol"):
-        run_script(*SAMPLE, f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'file'}")
+    refused("another protocol", run_script, *SAMPLE, f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'file'}")
 
 
 def test_the_page_guides_what_the_script_guides(here):
@@ -201,8 +195,7 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
         (np.array(["a"]), "accepted: floats"),
     ):
         np.save(tmp_path / "bad.npy", array)
-        with pytest.raises(UserError, match=said):
-            run_script(*SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+        refused(said, run_script, *SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
     with DatasetWriter("plain") as writer:
         for split in ("train", "val"):
             writer.append(split, draw_shapes(24, seed=1)[0])

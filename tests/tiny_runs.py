@@ -2,11 +2,13 @@
 
 import json
 import runpy
+import shutil
 import struct
 import sys
 import zlib
 
 import numpy as np
+import pytest
 import torch
 from processes import run_process
 
@@ -124,3 +126,21 @@ def make_data_and_runs(runs):
 def make_runs(base, **runs):
     """Data and runs (tag=arguments) in the folder `base`, made by a process of their own: once for many tests."""
     run_process(make_data_and_runs, runs, NANODIFF_BASE_DIR=str(base))
+
+
+def assert_resumes_bit_for_bit(base, train, *args):
+    """A run of 6 steps that loses its process after step 4, and all since, ends as one that does not."""
+    train("base_train", *args, "--model_tag=whole")
+    part = (*args, "--model_tag=parts", "--save_every=2", "--checkpoints_kept=-1")
+    run_dir = train("base_train", *part)["run_dir"]
+    shutil.rmtree(run_dir / "checkpoints" / "step_000006")
+    assert train("base_train", *part)["start_step"] == 4
+    assert metrics(base, "parts") == metrics(base, "whole")
+    assert_identical(weights(base, "parts"), weights(base, "whole"))
+
+
+def assert_two_ranks_equal_one(base, train, *args):
+    """In the losses of all steps, by "two" and "one", which takes the batch as it comes."""
+    train("base_train", *args, "--model_tag=one")
+    run_process("base_train", *args, "--device_batch_size=4", "--model_tag=two", ranks=2)
+    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
