@@ -85,22 +85,24 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
 def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     """An unknown objective, a field of a later version, weights of another shape, files of another kind."""
 
-    def refused(run, line):
-        refused(line, load_run, str(run), "cpu")
-
     checkpoint = write_run(base, "a", objective="telepathy")
-    refused("a", f"{checkpoint}/ema_0.99.safetensors was trained with objective='telepathy'; known here: flow, ")
+    refused(
+        f"{checkpoint}/ema_0.99.safetensors was trained with objective='telepathy'; known here: flow, ",
+        load_run,
+        "a",
+        "cpu",
+    )
     meta = json.loads((write_run(base, "b") / "meta.json").read_text())
     told = {key: json.dumps(meta[key]) for key in ("step", "arch", "config", "data")} | {"ema": '"raw"'}
     told["model_config"] = json.dumps(meta["model_config"] | {"magic": 1})
     save_safetensors({"w": torch.zeros(2)}, tmp_path / "a.safetensors", told)
-    refused(tmp_path / "a.safetensors", r"a\.safetensors describes no model of this version: .*magic")
+    refused(r"a\.safetensors describes no model of this version: .*magic", load_run, f"{tmp_path}/a.safetensors", "cpu")
     wide = build_model(dataclasses.replace(DIT, width=16), "cpu", 0).state_dict()
     save_checkpoint(base / "runs" / "b", 2, {"model": wide, "ema_0.99": wide}, meta | {"step": 2})
-    refused("b", "step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch")
+    refused("step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch", load_run, "b", "cpu")
     for content in ({"w": torch.zeros(2)}, [torch.zeros(2)], {"x_embedder.proj.weight": 3}):
         torch.save(content, tmp_path / "a.pt")
-        refused(tmp_path / "a.pt", r"a\.pt holds no model of ours and no published one")
+        refused(r"a\.pt holds no model of ours and no published one", load_run, str(tmp_path / "a.pt"), "cpu")
 
 
 def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
