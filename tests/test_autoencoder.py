@@ -151,19 +151,16 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
 
 
 def test_files_that_are_refused(small_kl, tmp_path):
-    def refused(match, path):
-        refused(match, open_autoencoder, path)
-
-    refused("no such file", tmp_path / "absent")
-    refused("found no file ending in", tmp_path)
+    refused("no such file", open_autoencoder, tmp_path / "absent")
+    refused("found no file ending in", open_autoencoder, tmp_path)
     vae, taesd, pickle = (tmp_path / name for name in ("vae.safetensors", "taesd_encoder.pth", "pickle.pt"))
     save_safetensors(small_kl.state_dict(), vae)
-    refused("groups|num_channels", vae)  # without config.json 32 groups are assumed, which 8 channels do not allow
+    refused("groups|num_channels", open_autoencoder, vae)  # 32 without config.json, which 8 channels do not allow
     torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
-    refused("neither an SD VAE nor both halves of a TAESD", taesd)
-    refused(r"found taesd_encoder\.pth, vae\.safetensors", tmp_path)
+    refused("neither an SD VAE nor both halves of a TAESD", open_autoencoder, taesd)
+    refused(r"found taesd_encoder\.pth, vae\.safetensors", open_autoencoder, tmp_path)
     torch.save({"w": torch.ones(1), "code": Path("unsafe")}, pickle)
-    refused("cannot be loaded safely", pickle)
+    refused("cannot be loaded safely", open_autoencoder, pickle)
 
 
 @pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4)], ids=["kl", "tiny"])

@@ -1,8 +1,5 @@
 """The classifier learns the embedded shapes, is a function of data and seed, and is trained once for a data set."""
 
-import json
-import os
-
 import pytest
 import torch
 from conftest import refused
@@ -13,7 +10,6 @@ from nanodiff.data.shapes import draw_shapes
 from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import (
     Classifier,
-    get_classifier,
     load_classifier,
     plan_training,
     save_classifier,
@@ -72,27 +68,6 @@ def test_training_is_a_function_of_the_seed(tiny):
     one, same, other = (train_classifier(*tiny, "cpu", seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["head.weight"], other["head.weight"])
-
-
-def test_a_classifier_is_trained_once_and_again_for_other_data(tiny, monkeypatch):
-    trainings = []
-
-    def counted(*args):
-        trainings.append(1)
-        return train_classifier(*args)
-
-    monkeypatch.setattr(module, "train_classifier", counted)
-    path, meta = tiny[0].path / "classifier.npz", tiny[0].path / "meta.json"
-    before = set(os.listdir(path.parent))
-    first, again = (get_classifier(*tiny, "cpu") for _ in range(2))
-    assert len(trainings) == 1 and set(os.listdir(path.parent)) == before | {path.name}
-    images = tiny[1].images(range(24))
-    assert torch.equal(first.features(images)[0], again.features(images)[0])
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"source": "another"}))
-    get_classifier(*tiny, "cpu")
-    assert len(trainings) == 2
-    path.write_bytes(path.read_bytes()[:1000])
-    refused("classifier.npz is damaged: delete it", get_classifier, *tiny, "cpu")
 
 
 def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):

@@ -15,47 +15,33 @@ from conftest import ROOT, refused
 from nanodiff.device import choose_dtype, init_device, measured_peak, peak_flops, why_not_compiled
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-def test_an_absent_device(monkeypatch, kind):
-    module = torch.cuda if kind == "cuda" else torch.backends.mps
-    monkeypatch.setattr(module, "is_available", lambda: False)
-    refused(f"device_type='{kind}' .*available: .*cpu", init_device, kind)
-
-
-def test_the_best_device_is_chosen(monkeypatch):
+def test_the_best_device_is_chosen_and_an_absent_one_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for has_mps in (True, False):
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=has_mps: there)
         assert init_device("").type == ("mps" if has_mps else "cpu")
     assert init_device("cpu") == torch.device("cpu")
-
-
-def test_more_local_ranks_than_gpus(monkeypatch):
+    for kind in ("cuda", "mps"):
+        refused(f"device_type='{kind}' .*available: .*cpu", init_device, kind)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     refused("local rank 2 has no GPU of its own: 2 present", init_device, "cuda")
 
 
-@pytest.fixture
-def one_gpu(monkeypatch):
-    """init_device("cuda") up to what touches the GPU; what it sets is undone."""
+def test_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch):
+    asked = []
     for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(os, "environ", {})
-    yield monkeypatch
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def test_memory_grows_in_segments_unless_the_user_says_otherwise(one_gpu):
-    asked = []
-    one_gpu.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
     init_device("cuda")
     assert asked == ["expandable_segments:True"]
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        one_gpu.setenv(name, "max_split_size_mb:64")
-        init_device("cuda")
-        one_gpu.delenv(name)
+        with monkeypatch.context() as told:
+            told.setenv(name, "max_split_size_mb:64")
+            init_device("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = False  # what it set is undone
     assert len(asked) == 1
 
 

@@ -13,9 +13,9 @@ from tiny_runs import make_data
 from nanodiff.common import in_batches
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
-from nanodiff.metrics import cache
+from nanodiff.metrics import cache, classifier
 from nanodiff.metrics import features as features_module
-from nanodiff.metrics.classifier import Classifier
+from nanodiff.metrics.classifier import Classifier, get_classifier
 from nanodiff.metrics.distances import frechet_distance, load_stats
 from nanodiff.metrics.features import collect_features, compare, image_set, reference_features
 
@@ -67,28 +67,45 @@ def test_features_depend_neither_on_the_batches_nor_on_autocast():
         assert torch.equal(network.features(images)[0], x)
 
 
-def test_features_of_a_set_are_computed_once_and_again_if_anything_changed(base, monkeypatch):
-    computations = []
+def features_of(name):
+    return reference_features(open_dataset(name), make_network()).mu
 
-    def counted(*args, **kwargs):
-        computations.append(1)
-        return collect_features(*args, **kwargs)
 
-    monkeypatch.setattr(features_module, "collect_features", counted)
+def classifier_of(name):
+    return get_classifier(open_dataset(name), open_dataset(name, "val"), "cpu").head.weight
+
+
+@pytest.mark.parametrize(
+    "module, computes, of, file",
+    [
+        (features_module, "collect_features", features_of, "stats_classifier_train.npz"),
+        (classifier, "train_classifier", classifier_of, "classifier.npz"),
+    ],
+)
+def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeypatch, module, computes, of, file):
+    computations, compute = [], getattr(module, computes)
+    monkeypatch.setattr(module, computes, lambda *args: computations.append(1) or compute(*args))
+    monkeypatch.setattr(classifier, "MIN_TRAINED", 100)
+    make_data()
+    folder = base / "data" / "tiny"
+    before = {*folder.iterdir()}
+    assert torch.equal(of("tiny"), of("tiny")) and len(computations) == 1
+    assert {*folder.iterdir()} == before | {folder / file}
+    facts = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(facts | {"source": "another"}))
+    of("tiny")
+    assert len(computations) == 2
+    (folder / file).write_bytes((folder / file).read_bytes()[:1000])
+    refused(f"{file} is damaged: delete it", of, "tiny")
+
+
+def test_features_are_those_of_one_network_in_a_file_of_reference_statistics(base):
     make_data()
     dataset, network = open_dataset("tiny"), make_network()
-    first, again = reference_features(dataset, network), reference_features(dataset, network)
-    assert len(computations) == 1
-    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("mu", "sigma", "some"))
-    path, meta = dataset.path / "stats_classifier_train.npz", dataset.path / "meta.json"
-    mu, sigma, _ = load_stats(path, network.num_features)  # it is a file of reference statistics
-    assert torch.equal(mu, first.mu) and torch.equal(sigma, first.sigma)
-    reference_features(dataset, make_network(seed=1))
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"source": "another"}))
-    reference_features(dataset, network)
-    assert len(computations) == 3
-    path.write_bytes(path.read_bytes()[:1000])
-    refused("stats_classifier_train.npz is damaged: delete it", reference_features, dataset, network)
+    found, other = (reference_features(dataset, n) for n in (network, make_network(seed=1)))
+    assert not torch.equal(found.mu, other.mu)
+    mu, sigma, _ = load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
+    assert torch.equal(mu, other.mu) and torch.equal(sigma, other.sigma)
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
