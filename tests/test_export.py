@@ -138,12 +138,12 @@ def test_diffusers_names_by_hand():
         theirs |= {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(shape[:1])}
     classes = "norm1.emb.class_embedder.embedding_table.weight"
     theirs |= {f"transformer_blocks.{i}.{classes}": torch.ones(6, 64) for i in range(2)}
-    config, ours = from_diffusers(theirs, {"sample_size": 8, "patch_size": 2, "num_attention_heads": 2})
+    config, ours = from_diffusers(theirs, sample_size=8, patch_size=2, num_attention_heads=2)
     DiT(config).load_state_dict(ours)
     assert (config.image_size, config.depth, config.heads, config.num_classes) == (8, 2, 2, 5)
     theirs[f"transformer_blocks.1.{classes}"] = torch.zeros(6, 64)
     with pytest.raises(ValueError, match="differs between blocks"):
-        from_diffusers(theirs, {"sample_size": 8, "patch_size": 2, "num_attention_heads": 2})
+        from_diffusers(theirs, sample_size=8, patch_size=2, num_attention_heads=2)
 
 
 def unet_file(path, **settings):

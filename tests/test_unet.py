@@ -6,7 +6,7 @@ import torch
 from figures import assert_figures, filled, inputs, rule_weights, wave
 
 from nanodiff.formats.load import load_run
-from nanodiff.formats.published import from_improved_diffusion, to_improved_diffusion
+from nanodiff.formats.published import from_openai, to_openai
 from nanodiff.models.unet import UNet, UNetConfig
 
 golden = conftest.golden("unet.json")["cases"]
@@ -22,7 +22,7 @@ def test_published_weights_and_outputs(case):
     """The config is read from the state dict, its weights load strictly, the outputs are the published ones, and the
     way back gives the state dict."""
     theirs = rule_weights(case["parameters"])
-    config, state_dict = from_improved_diffusion(theirs, image_size=16, num_heads=case["config"]["num_heads"])
+    config, state_dict = from_openai(theirs, image_size=16, heads=case["config"]["num_heads"])
     for name, value in case["config"].items():
         if name == "attention_resolutions":  # theirs are down-sampling levels by then
             value = [16 // factor for factor in value]
@@ -38,7 +38,7 @@ def test_published_weights_and_outputs(case):
             out = model.to(memory_format=layout)(x_t, t, y, low_res=low_res)
         assert out.dtype == torch.float32
         assert_figures(out, case["forward"], tolerance)
-    again = to_improved_diffusion(model.state_dict(), config)
+    again = to_openai(model.state_dict(), config)
     assert [*again] == [*theirs] and all(torch.equal(again[name], x) for name, x in theirs.items())
 
 
@@ -47,7 +47,7 @@ def test_published_parameter_count():
     with torch.device("meta"):
         model = UNet(UNetConfig.from_depth(6, 64, out_channels=6, num_classes=1000, null_class=False))
     assert sum(p.numel() for p in model.parameters()) == 273_049_350
-    assert from_improved_diffusion(model.state_dict())[0] == model.config
+    assert from_openai(model.state_dict())[0] == model.config
 
 
 def test_heads_on_the_way_up(tmp_path):

@@ -55,7 +55,7 @@ MISSING = {
 }
 GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
 OPTIONS = {  # those of them that each form lacks
-    "meta": ("heads", "objective", *GAUSSIAN),
+    "meta": ("heads", *GAUSSIAN, "objective"),
     "sit": ("heads", "objective", "time_input"),
     "diffusers": GAUSSIAN,
     "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
@@ -66,6 +66,159 @@ META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions")
 
 
+def renamed(state_dict: dict, pairs) -> dict:
+    for old, new in pairs:
+        state_dict = {name.replace(old, new): x for name, x in state_dict.items()}
+    return state_dict
+
+
+def to_ours(state_dict: dict, pairs) -> dict:
+    return renamed(state_dict, [(theirs, ours) for ours, theirs in reversed(pairs)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms: from_* takes what a file is told, and ignores the rest
+
+
+def from_meta(state_dict: dict, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
+    """For `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64."""
+    ours = to_ours(state_dict, META)
+    table = ours.pop("pos_embed")[0].float()  # (tokens, C)
+    config, ours = from_classic(ours, math.isqrt(len(table)), heads)
+    if not torch.allclose(table, sincos_table(config), atol=1e-4):
+        raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
+    return config, ours
+
+
+def to_meta(state_dict: dict, config: DiTConfig) -> dict:
+    """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
+    theirs = renamed(state_dict, META)
+    patches = theirs["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
+    return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
+
+
+def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
+    """For `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t, and for REPA's files.
+
+    Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
+    """
+    config, ours = from_meta({name: x for name, x in state_dict.items() if "projectors." not in name}, heads)
+    for name in ("final.linear.weight", "final.linear.bias"):
+        rows = ours[name].unflatten(0, (config.patch_size**2, -1))[:, : config.in_channels].flatten(0, 1)
+        ours[name] = -rows if time_input == "1-t" else rows
+    return dataclasses.replace(config, out_channels=config.in_channels), ours
+
+
+def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
+    """Of a published DiT with `tokens` per side, whose weights have our names. Its patch embedding, a convolution
+    (C, ch, p, p), becomes a linear layer."""
+    patches = ours["patch_embed.weight"]
+    width, in_channels, patch_size, _ = patches.shape
+    num_classes = 0
+    if "y_embed.weight" in ours:
+        num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
+    config = DiTConfig(
+        image_size=tokens * patch_size,
+        in_channels=in_channels,
+        out_channels=len(ours["final.linear.weight"]) // patch_size**2,
+        patch_size=patch_size,
+        width=width,
+        depth=1 + max(int(name.split(".")[1]) for name in ours if name.startswith("blocks.")),
+        heads=heads or META_HEADS.get(width, max(1, width // 64)),
+        num_classes=num_classes,
+        block="classic",
+        mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
+    )
+    return config, ours | {"patch_embed.weight": patches.flatten(1)}
+
+
+def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_attention_heads: int, **others):
+    """Config and state dict from a DiTTransformer2DModel and its config.json."""
+    theirs = {}
+    for name, value in state_dict.items():
+        name = name.split(".norm1.emb.")[-1]  # each of their blocks holds a copy of emb
+        if not torch.equal(value, theirs.setdefault(name, value)):
+            raise ValueError(f"{name} differs between blocks; accepted: copies of one")
+    ours = to_ours(theirs, DIFFUSERS)
+    for name in [name for name in ours if ".attn1.to_q." in name]:
+        matrices = [ours.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
+        ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
+    print0(
+        "note: t is embedded as in the published DiT, with frequencies 10000^(-i/128); diffusers' code has "
+        "10000^(-i/127): its predictions differ from these"
+    )
+    return from_classic(ours, sample_size // patch_size, num_attention_heads)
+
+
+def from_openai(
+    state_dict: dict,
+    image_size: int = 0,
+    heads: int = 0,
+    num_heads_upsample: int = 0,
+    **others,
+) -> tuple[UNetConfig, dict]:
+    """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
+
+    image_size=0: attention starts at 16 pixels, as published. heads=0: 4, or LSUN's 1. Six input channels mean
+    super-resolution from a quarter of the size.
+    """
+    model_channels, in_channels = state_dict["input_blocks.0.0.weight"].shape[:2]
+    widths = [[]]  # of each level's residual blocks
+    attention = set()  # levels
+    for number in range(1, len(state_dict)):
+        block = f"input_blocks.{number}."
+        conv = state_dict.get(f"{block}0.in_layers.2.weight")
+        if conv is not None:
+            widths[-1].append(len(conv))
+        elif f"{block}0.op.weight" in state_dict:  # downsamples
+            widths.append([])
+        if f"{block}1.qkv.weight" in state_dict:
+            attention.add(len(widths) - 1)
+    if not (image_size or attention):
+        raise ValueError("image_size=0, but there is no attention to infer it from; accepted: the size in pixels")
+    image_size = image_size or 16 << min(attention)
+    scale_shift = len(state_dict["input_blocks.1.0.emb_layers.1.weight"]) == 2 * widths[0][0]
+    low_res = 0
+    if in_channels == 6:
+        in_channels, low_res = 3, image_size // 4
+    config = UNetConfig(
+        image_size=image_size,
+        in_channels=in_channels,
+        out_channels=len(state_dict["out.2.weight"]),
+        model_channels=model_channels,
+        num_res_blocks=len(widths[0]),
+        attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
+        channel_mult=tuple(level[0] // model_channels for level in widths),
+        num_heads=heads or (4 if scale_shift else 1),
+        num_heads_upsample=num_heads_upsample,
+        num_classes=len(state_dict.get("label_emb.weight", ())),
+        null_class=False,
+        use_scale_shift_norm=scale_shift,
+        low_res=low_res,
+    )
+    return config, with_attention(state_dict)
+
+
+def to_openai(state_dict: dict, config: UNetConfig) -> dict:
+    """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class."""
+    theirs = with_attention(state_dict, 1)
+    if config.num_classes and config.null_class:
+        theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
+        print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
+    return theirs
+
+
+def with_attention(state_dict: dict, *width: int) -> dict:
+    """With the matrices (out, in) of attention as they are, or as a Conv1d of width 1."""
+    return {name: p.reshape(*p.shape[:2], *width) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
+
+
 def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     """(meta, tensors) of Meta's DiT (training checkpoints too), SiT, diffusers' DiT or improved-diffusion's UNet.
 
@@ -74,7 +227,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint, or a file of scripts/export.py
         told = tensors.get("nanodiff", {}) | told
         tensors = tensors["ema"]
-    heads = told.get("heads", 0)
+    form, sizes = "openai", told
     config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
     if "x_embedder.proj.weight" in tensors:
         form = "meta"
@@ -84,41 +237,33 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
             raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
         if told.get("objective") == "flow":
             form = "sit"
-            time_input = told.get("time_input", "t" if is_repa else "1-t")
-            config = {"time_input": time_input, "timesteps": "uniform", "label_drop": 0.1}
-            model_config, tensors = from_sit(tensors, heads, time_input)
-        else:
-            model_config, tensors = from_meta(tensors, heads)
+            config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}
     elif "pos_embed.proj.weight" in tensors:
-        form = "diffusers"
-        model_config, tensors = from_diffusers(tensors, json.loads(path.with_name("config.json").read_bytes()))
-    else:
-        form = "openai"
-        of_unet = (told.get(name, 0) for name in ("image_size", "heads", "num_heads_upsample"))
-        model_config, tensors = from_improved_diffusion(tensors, *of_unet)
+        form, sizes = "diffusers", json.loads(path.with_name("config.json").read_bytes())
+    options = OPTIONS[form]
+    for name in told.keys() - {*options}:
+        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
+    model_config, tensors = FORMS[form](tensors, **config | sizes)
+    channels, num_classes = model_config.in_channels, model_config.num_classes
+    if form == "openai":
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
         if model_config.use_scale_shift_norm:
             config["num_timesteps"] = 4000
             if not model_config.low_res:
                 config["noise_schedule"] = "cosine"
-            if not model_config.num_classes:
-                config["rescale_timesteps"] = True
-    options = OPTIONS[form]
-    for name in told.keys() - {*options}:
-        raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
-    channels, num_classes = model_config.in_channels, model_config.num_classes
+            config["rescale_timesteps"] = not num_classes
     if form != "sit":
         learns_variance = model_config.out_channels == 2 * channels
         config |= {"gaussian_loss": "mse", "variance": "learned_range" if learns_variance else "fixed_large"}
-    config |= {"objective": told.get("objective", "eps"), "low_res_size": model_config.low_res}
+    config |= {"objective": "eps", "low_res_size": model_config.low_res}
+    config |= {name: value for name, value in told.items() if name in config}
     settings = config | named(model_config)
-    assumed = [f"{name}={settings[name]}" for name in MISSING if name in options and name not in told]
+    assumed = [f"{name}={settings[name]}" for name in options if name not in told]
     note = ""
     if assumed:
         told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
         note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}"
-    config |= {name: value for name, value in told.items() if name in config}
     data = {
         "name": "",
         "kind": "images" if channels <= 3 else "latents",
@@ -141,160 +286,19 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
 
     UserError if the form would be read as another model.
     """
-    model_config, source = loaded.model.config, loaded.source
+    model_config = loaded.model.config
     settings = loaded.config | named(model_config)
-    takes = "unet" if form == "openai" else "dit_classic with classes"
+    told = {name: settings[name] for name in OPTIONS[form] if name in settings}
+    write, takes = {"meta": (to_meta, "dit_classic with classes"), "openai": (to_openai, "unet")}[form]
     if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):
-        raise UserError(f"form={form} takes arch={takes}; {source} is {settings['arch']}")
+        raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
     objective, variance = settings["objective"], settings.get("variance", "")
     if objective != "eps" or variance == "learned":  # else sampled wrongly
         read_as = "objective=eps, variance fixed or learned_range"
         raise UserError(f"form={form} is read as {read_as}, not as {objective}, {variance}")
-    if form == "meta":
-        theirs = to_meta(tensors, model_config)
-        again, _ = from_meta(theirs, model_config.heads)
-    else:
-        theirs = to_improved_diffusion(tensors, model_config)
-        names = ("image_size", "num_heads", "num_heads_upsample")
-        again, _ = from_improved_diffusion(theirs, *(getattr(model_config, name) for name in names))
+    theirs = write(tensors, model_config)
+    again, _ = FORMS[form](theirs, **told)
     for name, value in dataclasses.asdict(model_config).items():
         if name not in NOT_HELD and getattr(again, name) != value:
             raise UserError(f"form={form} cannot hold {model_config}: it is read as {again}")
-    return theirs, {name: settings[name] for name in OPTIONS[form] if name in settings}
-
-
-def rename(name: str, pairs) -> str:
-    for old, new in pairs:
-        name = name.replace(old, new)
-    return name
-
-
-def to_ours(name: str, pairs) -> str:
-    return rename(name, [(theirs, ours) for ours, theirs in reversed(pairs)])
-
-
-def from_meta(state_dict: dict, heads: int = 0) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64."""
-    tokens = math.isqrt(state_dict["pos_embed"].shape[1])  # per side
-    ours = {to_ours(name, META): value for name, value in state_dict.items()}
-    table = ours.pop("pos_embed")[0].float()
-    config = classic_config(ours, tokens, heads)
-    if not torch.allclose(table, sincos_table(config), atol=1e-4):
-        raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
-    return config, flatten_patches(ours)
-
-
-def from_sit(state_dict: dict, heads: int, time_input: str) -> tuple[DiTConfig, dict]:
-    """For `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t, and for REPA's files.
-
-    Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
-    """
-    config, ours = from_meta({name: x for name, x in state_dict.items() if "projectors." not in name}, heads)
-    for name in ("final.linear.weight", "final.linear.bias"):
-        rows = ours[name].unflatten(0, (config.patch_size**2, -1))[:, : config.in_channels].flatten(0, 1)
-        ours[name] = -rows if time_input == "1-t" else rows
-    return dataclasses.replace(config, out_channels=config.in_channels), ours
-
-
-def classic_config(ours: dict, tokens: int, heads: int) -> DiTConfig:
-    """The shape of a published DiT with `tokens` per side, from the weights under our names."""
-    width, in_channels, patch_size, _ = ours["patch_embed.weight"].shape
-    num_classes = 0
-    if "y_embed.weight" in ours:
-        num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
-    return DiTConfig(
-        image_size=tokens * patch_size,
-        in_channels=in_channels,
-        out_channels=len(ours["final.linear.weight"]) // patch_size**2,
-        patch_size=patch_size,
-        width=width,
-        depth=1 + max(int(name.split(".")[1]) for name in ours if name.startswith("blocks.")),
-        heads=heads or META_HEADS.get(width, max(1, width // 64)),
-        num_classes=num_classes,
-        block="classic",
-        mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
-    )
-
-
-def flatten_patches(ours: dict) -> dict:
-    """Turn the patch embedding, a convolution, into a linear layer: (C, ch, p, p) -> (C, ch*p*p)."""
-    return ours | {"patch_embed.weight": ours["patch_embed.weight"].flatten(1)}
-
-
-def to_meta(state_dict: dict, config: DiTConfig) -> dict:
-    """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
-    theirs = {rename(name, META): value for name, value in state_dict.items()}
-    patches = theirs["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
-    return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
-
-
-def from_diffusers(state_dict: dict, settings: dict) -> tuple[DiTConfig, dict]:
-    """Config and state dict from a DiTTransformer2DModel and its config.json."""
-    ours = {}
-    for name, value in state_dict.items():
-        name = to_ours(name.split(".norm1.emb.")[-1], DIFFUSERS)  # each of their blocks holds a copy of emb
-        if not torch.equal(value, ours.setdefault(name, value)):
-            raise ValueError(f"{name} differs between blocks; accepted: copies of one")
-    for name in [name for name in ours if ".attn1.to_q." in name]:
-        matrices = [ours.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
-        ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
-    print0(
-        "note: t is embedded as in the published DiT, with frequencies 10000^(-i/128); diffusers' code has "
-        "10000^(-i/127): its predictions differ from these"
-    )
-    tokens = settings["sample_size"] // settings["patch_size"]
-    config = classic_config(ours, tokens, settings["num_attention_heads"])
-    return config, flatten_patches(ours)
-
-
-def from_improved_diffusion(
-    state_dict: dict, image_size: int = 0, num_heads: int = 0, num_heads_upsample: int = 0
-) -> tuple[UNetConfig, dict]:
-    """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
-
-    image_size=0: attention starts at 16 pixels, as published. num_heads=0: 4, or LSUN's 1. Six input channels mean
-    super-resolution from a quarter of the size.
-    """
-    shapes = {name: tuple(p.shape) for name, p in state_dict.items()}
-    model_channels, in_channels = shapes["input_blocks.0.0.weight"][:2]
-    widths = [[]]  # of each level's residual blocks
-    attention = set()  # levels
-    for number in range(1, len(shapes)):
-        if f"input_blocks.{number}.0.op.weight" in shapes:  # downsamples
-            widths.append([])
-        elif conv := shapes.get(f"input_blocks.{number}.0.in_layers.2.weight"):
-            widths[-1].append(conv[0])
-        if f"input_blocks.{number}.1.qkv.weight" in shapes:
-            attention.add(len(widths) - 1)
-    if not (image_size or attention):
-        raise ValueError("image_size=0, but there is no attention to infer it from; accepted: the size in pixels")
-    image_size = image_size or 16 << min(attention)
-    scale_shift = shapes["input_blocks.1.0.emb_layers.1.weight"][0] == 2 * widths[0][0]
-    low_res = 0
-    if in_channels == 6:
-        in_channels, low_res = 3, image_size // 4
-    config = UNetConfig(
-        image_size=image_size,
-        in_channels=in_channels,
-        out_channels=shapes["out.2.weight"][0],
-        model_channels=model_channels,
-        num_res_blocks=len(widths[0]),
-        attention_resolutions=tuple(image_size >> level for level in sorted(attention)),
-        channel_mult=tuple(level[0] // model_channels for level in widths),
-        num_heads=num_heads or (4 if scale_shift else 1),
-        num_heads_upsample=num_heads_upsample,
-        num_classes=shapes.get("label_emb.weight", (0,))[0],
-        null_class=False,
-        use_scale_shift_norm=scale_shift,
-        low_res=low_res,
-    )
-    return config, {name: p.squeeze(-1) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
-
-
-def to_improved_diffusion(state_dict: dict, config: UNetConfig) -> dict:
-    """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class."""
-    theirs = {name: p.unsqueeze(-1) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
-    if config.num_classes and config.null_class:
-        theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
-        print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
-    return theirs
+    return theirs, told
