@@ -2,7 +2,8 @@
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D), zeros behind their end
-    low_res  (N, C, h, w): super-resolution's small image, made of x0
+    given    (N, C, h, w): a second image, such as a mask
+    low_res  (N, C, h, w): the second image of super-resolution, made of x0
 
 A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
 chooses those that this model takes and drops some. A new condition is a field of Conditioned and its rows here, a
@@ -27,14 +28,18 @@ class Conditioned:
     """The fields of a model's config that say what it is given."""
 
     num_classes: int = 0  # the null class is num_classes; 0 = no labels
-    low_res: int = 0  # super-resolution: side in pixels of the image that is concatenated to x_t; 0 = off
+    # Channels of a second image, which is concatenated to x_t, with one more that says where it is null. Published
+    # super-resolution, and that of earlier versions, has 0 and as many as x_t, is never null, and lacks this channel
+    given_channels: int = 0
+    low_res: int = 0  # super-resolution: the second image is made of x0, with this side in pixels; 0 = off
     vector_dim: int = 0  # length D of the vectors; 0 = none
     vector_len: int = 0  # L vectors an image, such as a caption, become a DiT's tokens; 0 = one, added to t's embedding
 
 
 FIELDS = tuple(field.name for field in fields(Conditioned))
-FACTS = ("num_classes", "vector_dim", "vector_len")  # the fields that the data decide; a description has them
-IMAGES = ("low_res",)  # what is shown beside samples
+# The fields that the data decide; a description has them
+FACTS = ("num_classes", "given_channels", "vector_dim", "vector_len")
+IMAGES = ("given", "low_res")  # a model takes one of them at most
 
 
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
@@ -42,8 +47,9 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
     shapes = {}
     if config.num_classes:
         shapes["y"] = ()
-    if config.low_res:
-        shapes["low_res"] = (config.in_channels, config.low_res, config.low_res)
+    if config.given_channels or config.low_res:
+        side = config.low_res or config.image_size
+        shapes["low_res" if config.low_res else "given"] = (config.given_channels or config.in_channels, side, side)
     if config.vector_dim:
         shapes["vectors"] = (config.vector_len, config.vector_dim) if config.vector_len else (config.vector_dim,)
     return shapes
@@ -51,7 +57,7 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
 
 def droppable(config: Conditioned) -> list[str]:
     """The conditions that training drops, so that samples can be guided away from their absence."""
-    return [name for name in row_shapes(config) if name != "low_res"]
+    return [name for name in row_shapes(config) if name != "low_res" or config.given_channels]
 
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torch.Tensor]:
@@ -64,21 +70,23 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torc
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
     """The model's inputs beside x_t and t: those of the `given` that it takes, null where `dropped` (N,), and those
     that are made of x0."""
-    cond = {name: given[name] for name in droppable(config)}
+    rows = given | made_from(x0, config)
+    cond = {name: rows[name] for name in row_shapes(config)}
     if dropped is not None:
         for name, null in null_condition(config, cond).items():
-            rows = dropped.view(-1, *[1] * (null.ndim - 1))
-            cond[name] = torch.where(rows, null, cond[name])
-    return cond | made_from(x0, config)
+            is_null = dropped.view(-1, *[1] * (null.ndim - 1))
+            cond[name] = torch.where(is_null, null, cond[name])
+    return cond
 
 
 def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
-    """The conditions that are made of x0 (N, C, H, W), and never dropped."""
+    """The conditions that are made of x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
-    if x0.device.type == "mps" and x0.shape[-1] % config.low_res:
-        raise UserError(f"low_res_size={config.low_res}; accepted on MPS: divisors of {x0.shape[-1]}")
-    return {"low_res": F.interpolate(x0, size=config.low_res, mode="area")}
+    size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
+    if x0.device.type == "mps" and any(side % small for side, small in zip(x0.shape[2:], size)):
+        raise UserError(f"low_res_size={config.low_res}; accepted on MPS: divisors of the sides of images")
+    return {"low_res": F.interpolate(x0, size=size, mode="area")}
 
 
 def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
@@ -99,14 +107,21 @@ def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def input_channels(config: Conditioned) -> int:
     """Of x_t with_images."""
+    if config.given_channels:
+        return config.in_channels + config.given_channels + 1
     return config.in_channels * (2 if config.low_res else 1)
 
 
-def with_images(x_t, low_res=None):
-    """x_t (N, C, H, W) with the images of the condition, enlarged, behind its channels."""
-    if low_res is None:
-        return x_t
-    return torch.cat([x_t, F.interpolate(low_res, x_t.shape[-2:], mode="bilinear")], dim=1)  # (N, 2C, H, W)
+def with_images(config: Conditioned, x_t, **images):
+    """x_t (N, C, H, W) and, behind its channels, those of the second image, at its size, and 1 where that is null."""
+    parts = [x_t]
+    for image in images.values():
+        image, is_null = null_rows(image)
+        mode = "area" if image.shape[-1] > x_t.shape[-1] else "bilinear"  # latents are smaller
+        parts.append(F.interpolate(image, x_t.shape[2:], mode=mode))
+        if config.given_channels:
+            parts.append(is_null.expand(-1, 1, *x_t.shape[2:]))
+    return torch.cat(parts, dim=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,6 +133,8 @@ FILES = {"y": "labels", "vectors": "vectors"}  # name -> file of rows, and its k
 def describe_conditions(meta: dict) -> dict:
     """A codec's description of the conditions, from a set's meta.json: FACTS, class names, what from_stored needs."""
     described = {"num_classes": len(meta["class_names"]), "class_names": list(meta["class_names"])}
+    if "given" in meta:
+        described |= {"given_channels": meta["given"]["channels"], "given_scaling": meta["given"]["scaling"]}
     vectors = meta.get("vectors", {"dim": 0, "len": 0})
     described |= {"vector_dim": vectors["dim"], "vector_len": vectors["len"]}
     if "vectors" in meta:
@@ -127,7 +144,10 @@ def describe_conditions(meta: dict) -> dict:
 
 def facts_to_match(description: dict) -> dict[str, int]:
     """What the data for a model of this description must share; classes are matched by name."""
-    return {name: description[name] for name in ("vector_dim", "vector_len") if description.get("vector_dim")}
+    names = ["given_channels"] if description.get("given_channels") else []
+    if description.get("vector_dim"):
+        names += ["vector_dim", "vector_len"]
+    return {name: description[name] for name in names}
 
 
 def to_stored(name: str, rows, meta: dict) -> np.ndarray:
@@ -174,16 +194,22 @@ def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
     return torch.where(flip, x.flip(3), x)
 
 
+def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 (N, C, H, W) -> fp32 in [-1, 1], as floats are already; mirrored left-right where `flip` (N,) is True."""
+    x = images.float()
+    return mirror(x / 127.5 - 1 if images.dtype == torch.uint8 else x, flip)
+
+
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
     """Stored rows, arrays or tensors -> what models take.
 
     Vectors: fp32, of mean 0 and deviation 1 in each of D by the description of the model's data; zeros behind a
-    sequence's end stay zeros. Images (N, C, H, W) are mirrored where `flip` (N,), as those that they go with.
+    sequence's end stay zeros. Second images (N, C, H, W): as to_model_range, mirrored as those that they go with.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
     for name, x in cond.items():
         if x.ndim == 4:
-            cond[name] = mirror(x, flip)
+            cond[name] = to_model_range(x, flip)
     if "vectors" in cond and "vectors" in description:
         stored = cond["vectors"]
         mean, std = (torch.tensor(description["vectors"][key], device=stored.device) for key in ("mean", "std"))

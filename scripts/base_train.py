@@ -211,6 +211,9 @@ if codec.undecodable:
 
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
+fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
+if fixed:  # adapters leave the input as it is; super-resolution of earlier versions has no null
+    model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
     start_from(raw_model, source, config, class_names)

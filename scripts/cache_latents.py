@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
-from nanodiff.conditions import FILES
+from nanodiff.conditions import FILES, from_stored, to_model_range
 from nanodiff.data.dataset import DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
-from nanodiff.data.pixels import to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import collective, leave_together
 from nanodiff.files import sha256_of
@@ -63,8 +63,9 @@ if rank == 0:
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
+second = source.meta.get("given", {}).get("channels", 0)  # channels of second images, scaled to the latents' size
 latent_size = source.resolution // encoder.downsample
-latent_bytes = 2 * channels * latent_size**2  # fp16
+latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
 
 
@@ -105,8 +106,8 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
         encoded = []  # (B, channels, h, w) fp16
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
         for ids in in_batches(shard.rows, batch_size):
-            images = torch.from_numpy(splits[shard.split].images(ids)).to(device)
-            images = to_model_range(images)
+            images, cond = splits[shard.split].rows(ids)
+            images = to_model_range(torch.from_numpy(images).to(device))
             blocks = []
             for x in [images, images.flip(3)][:copies]:
                 mean, std = encoder.encode(x)  # (B, C, h, w) fp32
@@ -114,6 +115,9 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
                 mean, std = mean.cpu().double(), std.cpu().double()
                 sums[0] += mean.sum((0, 2, 3))
                 sums[1] += (mean**2 + std**2).sum((0, 2, 3))
+            if second:
+                given = from_stored(cond, {}, device=device)["given"]
+                blocks.append(F.interpolate(given, mean.shape[2:], mode="area"))
             encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
             bar.update(len(ids))
         latents = np.concatenate(encoded)
@@ -121,7 +125,7 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
         entry = write_shard(shard.file, latents, splits[shard.split].captions(shard.rows))
-        count = latents.size / channels * copies
+        count = latents[:, 0].size * copies
         note = {
             "shape": latents.shape,
             "entry": entry,
@@ -138,7 +142,7 @@ if world > 1:
         dist.barrier()
 if rank == 0:
     writer.meta |= {"kind": "latents", "resolution": latent_size}
-    writer.meta |= {name: source.meta[name] for name in FILES if name in source.meta}
+    writer.meta |= {name: source.meta[name] for name in (*FILES, "given") if name in source.meta}
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
     for shard in shards:
         note = json.loads(shard.note.read_bytes())

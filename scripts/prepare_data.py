@@ -45,6 +45,9 @@ captions = ""  # .tsv file to write: the path of every image, a tab, its caption
 classes = ""  # names of the classes to take, comma-separated; "" = all
 vectors = ""  # .npz of names, matched like those in tables, and vectors, one (D) or a sequence (L, D) for each; for
 #               arrays of images also an .npy, in their order. A model is conditioned on them
+pairs = ""  # second images, on which a model is conditioned, such as masks: a folder with a file of the same path as
+#             each image, of any suffix; for arrays an .npy or .npz, in their order. Values 0..255 become -1..1
+pairs_scaling = "nearest"  # nearest|area: how second images are scaled; area for pictures, nearest for masks
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
 seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
@@ -99,6 +102,8 @@ options = Options(
     side_unit=(side_unit or max(2, resolution // 16)) if aspect_buckets else 0,
     bucket_images=bucket_images,
     vectors=vectors,
+    pairs=pairs,
+    scaling=pairs_scaling,
     range=low_high,
 )
 
@@ -121,6 +126,7 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
         images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
     writer.meta["class_names"] = class_names
     writer.meta["resolution"] = resolution
+    writer.meta |= images_in.meta
     if images_in.dtype != "uint8":
         writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
@@ -171,6 +177,8 @@ made = dataset.open_dataset(writer.path)
 numbers = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
 labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
+if pairs:
+    labelled += ", second images of {channels} channels ({scaling})".format(**made.meta["given"])
 for condition, row in made.cond(0).items():
     if condition != "y":
         labelled += f", {condition} of {'x'.join(map(str, row.shape))}"

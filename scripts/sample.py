@@ -43,6 +43,7 @@ autoencoder = ""  # path of a latent model's VAE; "" = where it was when the lat
 num_images = 64  # >= 1: how many; a grid shows the first 256
 classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
+given = ""  # second images: a folder, an .npz (arr_0, arr_1), .npy or val; "" = val, if there is one
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
 vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
 seed = 0  # >= 0: seed of the images
@@ -176,16 +177,16 @@ elif rank == 0:
     images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
     num_shown = len(images)
     columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
-    shown = samples.shown(range(num_shown))
-    if shown:  # the images that it was given, then the sample
-        images = [image for row in zip(*(x.numpy() for x in shown), images) for image in row]
+    shown = samples.shown(range(num_shown), shape)
+    if shown:  # the second image, then the sample
+        images = [image for given, sample in zip(shown, images) for image in (given.numpy(), sample)]
         columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
     order = " (given, sample, given, ...)" if shown else ""
     print0(f"{num_shown} images{order} in {time.perf_counter() - start:,.1f} s: {png}")
     if npz:
-        store.write_npz(samples.labels(range(num_images)).numpy())
+        store.write_npz(samples.labels(range(num_images), shape).numpy())
         print0(f"{num_images:,} images: {output}")
     store.close()
 leave_together()

@@ -175,7 +175,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
             x0 = F.avg_pool2d(x0, -(-x0.shape[-1] // FRAME_SIZE))
             send_picture(codec.preview(x0), step=i, steps=steps)
 
-    for given in samples.shown(range(n)):
+    if given := samples.shown(range(n), shape):
         send_picture(given, step=0, steps=asked["steps"])
     images = [None] * n
     for ids in samples.batches(range(n), n):
@@ -192,7 +192,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     text = {"protocol": json.dumps(drawn)}
     classes = []  # of the grid's columns
     if loaded.num_classes and (n <= columns or columns % num_turns == 0):
-        classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)))]
+        classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)), shape)]
     seconds = time.perf_counter() - start
     send_picture(images, text, settings=drawn, classes=classes, seconds=seconds, warning=warning)
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")

@@ -96,8 +96,6 @@ def test_models_take_any_rectangle_of_whole_units(arch):
         assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
     with pytest.raises(UserError, match="the data hold 12x18; the model accepts multiples of 4"):
         make_model_config(config, facts | dict(sizes=[[12, 18, 9]]), 3)
-    with pytest.raises(UserError, match="low_res_size=4: the data hold 12x20; accepted: squares"):
-        make_model_config(config | dict(low_res_size=4), facts, 3)
 
 
 def test_shapes_of_as_many_tokens_share_their_graphs(monkeypatch):
@@ -186,7 +184,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     heights = [Pixels(describe_data(photos)).sample_shape(8 * row)[1] for row in range(3)]
     assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
-        (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH in pixels, multiples of 4 up to 64"),
+        (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH or SIDE in pixels, multiples of 4 up to 64"),
         (["--size=100x4"], "multiples of 4 up to 64"),
         (["--npz"], "one file holds images of one size; give --size="),
     ):

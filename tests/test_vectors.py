@@ -113,7 +113,7 @@ def test_a_condition_that_is_an_image_is_mirrored_with_the_one_it_belongs_to():
     images = torch.randn(3, 1, 4, 4)
     flip = torch.tensor([True, False, True])
     cond = from_stored({"y": torch.arange(3), "beside": images.half().numpy()}, {}, flip)
-    assert torch.equal(cond["beside"], mirror(images.half(), flip)) and cond["y"].tolist() == [0, 1, 2]
+    assert torch.equal(cond["beside"], mirror(images.half().float(), flip)) and cond["y"].tolist() == [0, 1, 2]
 
 
 def test_null_differs_from_every_given_value():

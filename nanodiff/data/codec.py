@@ -100,8 +100,9 @@ def adapted(description: dict, dataset, autoencoder: str) -> dict:
         if dataset.meta["kind"] == "images":
             unit = description["latents"]["downsample"]
     own = describe_data(dataset, unit)
+    second = {key: own[key] for key in ("given_channels", "given_scaling") if key in own}
     keys = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
-    return description | {key: own[key] for key in keys if key in own}
+    return second | description | {key: own[key] for key in keys if key in own}
 
 
 def describe_data(dataset, unit: int = 1) -> dict:

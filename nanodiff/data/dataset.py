@@ -1,7 +1,8 @@
 """Data sets on disk: written whole or not at all, read in any order through mmap.
 
 $NANODIFF_BASE_DIR/data/<name>/
-    train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file
+    train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file.
+                               The channels of second images, if the set has some, are behind theirs
     train_images_000.txt ...   a line of text for each of its images, if they have captions
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
@@ -146,6 +147,10 @@ class Dataset:
 
     def images(self, indices) -> np.ndarray:
         """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16."""
+        return self._stored(indices)[:, : self.channels]
+
+    def _stored(self, indices) -> np.ndarray:
+        """As images, with the channels of second images."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
         one = self._shard(shard_of[0])
@@ -163,8 +168,11 @@ class Dataset:
         return {name: rows[indices] for name, rows in self._rows.items()} | {"y": self.labels(indices)}
 
     def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Images and conditions; see the two above."""
-        return self.images(indices), self.cond(indices)
+        """Images and conditions, as the two above; second images among them, "given" (n, C, H, W)."""
+        stored, cond = self._stored(indices), self.cond(indices)
+        if "given" in self.meta:
+            cond["given"] = stored[:, self.channels :]
+        return stored[:, : self.channels], cond
 
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
@@ -366,7 +374,8 @@ class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
-    images: class_names ([] = unlabelled), resolution (0 = that of the images).
+    images: class_names ([] = unlabelled), resolution (0 = that of the images), given (channels and scaling of second
+    images, whose channels stand behind those of the images).
 
     Refuses to replace a set without `overwrite`, a folder that is no set, and the names of embedded sets. For these,
     `wait` waits for a set that another process is writing, and keeps it.
@@ -441,7 +450,7 @@ class DatasetWriter:
         """Add images of this shape (n, C, H, W) whose shards are in the folder, and their conditions."""
         num_images, channels, height, width = shape
         if not self._parts:
-            self.meta["channels"] = channels
+            self.meta["channels"] = channels - self.meta.get("given", {}).get("channels", 0)
             self.meta["resolution"] = self.meta["resolution"] or height
         if self.meta["class_names"]:
             cond["y"] = y

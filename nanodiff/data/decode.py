@@ -13,7 +13,16 @@ import numpy as np
 from nanodiff.common import UserError
 
 EXIF_ORIENTATION = 0x0112
+SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # of second images -> Pillow's name
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
+
+
+class Second(NamedTuple):
+    """The second image of an item."""
+
+    payload: str | np.ndarray  # path of a file; (H, W, C) uint8
+    channels: int  # that it must have
+    scaling: str
 
 
 class Item(NamedTuple):
@@ -25,6 +34,7 @@ class Item(NamedTuple):
     is_val: bool
     row: int = 0  # of the source's `arrays`
     caption: str = ""
+    second: Second | None = None
 
 
 def import_pillow():
@@ -77,19 +87,25 @@ def kept_area(ratios, sizes: list) -> np.ndarray:
     return np.minimum(fit, 1 / fit)
 
 
-def center_crop(image, height: int, width: int):
+def center_crop(image, height: int, width: int, scaling: str = ""):
     """PIL image of this size, made as ADM and DiT do: halve while twice too large, scale bicubically to cover it, crop
-    the centre."""
+    the centre. `scaling`, one of SCALINGS: by this alone."""
     Image = import_pillow()
-    while image.width >= 2 * width and image.height >= 2 * height:
+    while not scaling and image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
     scaled = round(image.width * scale), round(image.height * scale)
     if scaled != image.size:
-        image = image.resize(scaled, Image.Resampling.BICUBIC)
+        image = image.resize(scaled, Image.Resampling[SCALINGS.get(scaling, "BICUBIC")])
     left = (image.width - width) // 2
     top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
+
+
+def upright(image):
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image) if orientation(image) > 1 else image
 
 
 def to_rgb(image, ground: str = "white"):
@@ -97,10 +113,9 @@ def to_rgb(image, ground: str = "white"):
 
     16-bit values keep their upper 8 bits.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    if orientation(image) > 1:
-        image = ImageOps.exif_transpose(image)
+    image = upright(image)
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
@@ -140,6 +155,33 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
     return pixels.transpose(2, 0, 1), side
 
 
+def decode_second(payload: str | np.ndarray, height: int, width: int, scaling: str) -> np.ndarray:
+    """A second image -> (C, height, width) uint8: gray C = 1, a palette's numbers 1, RGB 3, RGBA 4, as they are."""
+    if not isinstance(payload, np.ndarray):
+        image = upright(open_image(payload))
+        if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
+            image = to_rgb(image).convert("L" if image.mode[0] in "1IF" else "RGB")
+        payload = np.asarray(image)
+    channels = payload.reshape(*payload.shape[:2], -1).transpose(2, 0, 1)
+    if channels.shape[1:] == (height, width):
+        return channels
+    fromarray = import_pillow().fromarray
+    return np.stack([center_crop(fromarray(channel), height, width, scaling) for channel in channels])
+
+
+def with_second(item: Item, image: np.ndarray) -> np.ndarray:
+    """(C, H, W) and, behind its channels, those of the item's second image, cropped likewise."""
+    payload, channels, scaling = item.second
+    if isinstance(payload, str) and not 0.98 < aspect_ratio(item.payload) / aspect_ratio(payload) < 1.02:
+        raise ValueError(f"{payload} has other proportions")
+    second = decode_second(payload, *image.shape[1:], scaling)
+    if len(second) != channels:
+        raise UserError(f"pairs: {payload} has {len(second)} channels, the first one {channels}")
+    if image.dtype == np.float16:
+        second = second / 127.5 - 1
+    return np.concatenate([image, second.astype(image.dtype)])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Many images
 
@@ -172,6 +214,8 @@ def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]]
     for item in items:
         try:
             image, side = decode(item.payload, sizes)
+            if item.second:
+                image = with_second(item, image)
         except UserError:
             raise
         except Exception as error:  # Pillow raises nearly every kind on damaged files

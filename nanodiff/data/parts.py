@@ -33,7 +33,8 @@ def write_note(file: Path, note: dict) -> None:
 def make_parts(source: Source, resolution: int, folder: Path) -> Iterator[dict]:
     """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
     number of workers."""
-    image_bytes = 3 * resolution**2 or 2**19  # a guess before they are decoded
+    channels = 3 + source.meta.get("given", {}).get("channels", 0)
+    image_bytes = channels * resolution**2 or 2**19  # a guess before they are decoded
     most = images_per_part(source.num_images, image_bytes)
     tasks = enumerate(make_tasks(source.items, 3 * resolution**2, most, MAX_SHARD_BYTES))
     work = functools.partial(write_part, sizes=source.sizes, folder=folder)

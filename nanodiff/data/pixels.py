@@ -4,12 +4,7 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.conditions import mirror
-
-
-def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 (N, C, H, W) -> float32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
-    return mirror(images.float() / 127.5 - 1, flip)
+from nanodiff.conditions import to_model_range
 
 
 def to_uint8(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +76,7 @@ class Arrays(Pixels):
     def to_x0(self, stored, flip=None, randn_like=None):
         if stored.dtype != torch.float16:
             raise UserError(f"the model makes arrays of {self.description['dtype']}, and is given uint8 images")
-        return mirror(stored.float(), flip)
+        return to_model_range(stored, flip)
 
     def to_output(self, x0):
         low, high = self.description["range"]

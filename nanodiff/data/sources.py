@@ -16,8 +16,17 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import CONTAINERS, SUFFIXES, groups, is_hidden, is_image, open_unzipped, read_tar
-from nanodiff.data.decode import Item, aspect_ratio, import_pillow
+from nanodiff.data.containers import (
+    CONTAINERS,
+    SUFFIXES,
+    groups,
+    is_hidden,
+    is_image,
+    open_folder,
+    open_unzipped,
+    read_tar,
+)
+from nanodiff.data.decode import Item, Second, aspect_ratio, decode_second, import_pillow
 from nanodiff.data.labels import LABELS, TABLES, Place, beside, classify, read_table, val_mask
 from nanodiff.files import download, reading, writing
 
@@ -44,6 +53,8 @@ class Options:
     side_unit: int = 0  # of the buckets; 0 = no buckets
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     vectors: str = ""  # file of a vector per image
+    pairs: str = ""  # folder or array of second images
+    scaling: str = "nearest"  # of them, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
 
 
@@ -60,6 +71,7 @@ class Source:
     state: str = ""  # hash of the files' names, sizes and times
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
+    meta: dict = field(default_factory=dict)  # "given": channels and scaling of second images, as in meta.json
     dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
     range: tuple[float, float] = (0, 255)
     num_clipped: int = 0  # values beyond the range; grows with the items
@@ -109,6 +121,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
     if options.vectors:
         add_vectors(found, Path(options.vectors).expanduser())
+    if options.pairs:
+        add_pairs(found, Path(options.pairs).expanduser(), options.scaling)
     tables = [options.vectors, "" if options.labels in LABELS else options.labels]
     read = [Path(file).expanduser() for file in [*filter(None, tables), *found.files]]
     stats = [(str(file), file.stat()) for file in read if file.exists()]  # not a link to nowhere
@@ -425,26 +439,58 @@ def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def add_vectors(source: Source, path: Path) -> None:
-    """Give each item its row of the vectors in a file: by its name or, for arrays, in order."""
+    """Give each item its row of the vectors in a file."""
     names, vectors = read_vectors(path)
     if not vectors.any():
         raise UserError(f"vectors={str(path)!r} holds nothing but zeros")
     source.arrays["vectors"] = vectors
-    num_vectors = len(vectors)
-    items = source.items
+    rows = matched(source, names, len(vectors), "vectors", path)
+    source.items = (item._replace(row=row) for item, row in rows)
+
+
+def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
+    """Each item and its row: the one named as `key` of the item's name or, for arrays, that of its number."""
+    what = f"{setting}={str(path)!r}"
     if not source.names:
-        if num_vectors != source.num_images:
-            raise UserError(f"vectors={str(path)!r} has {num_vectors:,} vectors for {source.num_images:,} images")
-        source.items = (item._replace(row=row) for row, item in enumerate(items))
-        return
+        if num_rows != source.num_images:
+            raise UserError(f"{what} has {num_rows:,} {setting} for {source.num_images:,} images")
+        return zip(source.items, range(num_rows))
     rows = {name: row for row, name in enumerate(names)}
-    if len(rows) != num_vectors:
-        raise UserError(f"vectors={str(path)!r} has {len(rows):,} different names for {num_vectors:,} vectors")
-    absent = [name for name in source.names() if name not in rows]
+    if len(rows) != num_rows:
+        raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}")
+    images = source.names()
+    absent = [name for name in images if key(name) not in rows]
     if absent:
-        of_all = f"{len(absent):,} of {source.num_images:,} images, such as {absent[0]!r}"
-        raise UserError(f"vectors={str(path)!r} has none for {of_all}")
-    source.items = (item._replace(row=rows[item.name]) for item in items)
+        raise UserError(f"{what} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
+    unused = rows.keys() - map(key, images)
+    if unused:
+        print0(f"{what}: {len(unused):,} {setting} belong to no image, such as {min(unused)!r}")
+    return ((item, rows[key(item.name)]) for item in source.items)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Second images
+
+
+def add_pairs(source: Source, path: Path, scaling: str) -> None:
+    """Give each item its second image: the file of its path and name in a folder or, for arrays, of an .npy or .npz."""
+    stem = lambda name: posixpath.splitext(name)[0]
+    if source.names and path.is_dir():
+        files, _ = open_folder(path)
+        seconds = [file for file in files if is_image(file)]
+        names = [stem(posixpath.relpath(file, path)) for file in seconds]
+    elif not source.names and path.suffix in (".npy", ".npz"):
+        files, names = [path], []
+        seconds, _, _ = open_arrays(path)
+        if seconds.dtype != np.uint8:
+            raise UserError(f"pairs={str(path)!r} holds {seconds.dtype}; accepted: uint8")
+    else:
+        raise UserError(f"pairs={str(path)!r}; accepted: for image files a folder, for arrays an .npy or .npz")
+    rows = matched(source, names, len(seconds), "pairs", path, stem)
+    channels = len(decode_second(seconds[0], 1, 1, scaling))
+    source.files += files
+    source.meta["given"] = {"channels": channels, "scaling": scaling}
+    source.items = (item._replace(second=Second(seconds[row], channels, scaling)) for item, row in rows)
 
 
 # A new source is one such function and its entry here

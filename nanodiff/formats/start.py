@@ -113,6 +113,10 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     own = model.state_dict()
     # A flow map's h_embed still has no effect
     weights = {name: x for name, x in own.items() if name.startswith("h_embed")} | loaded.model.state_dict()
+    for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # the second image has no effect yet
+        if name in weights and (more := own[name].shape[1] - weights[name].shape[1]) > 0:
+            x = weights[name]
+            weights[name] = torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], dim=1)
     note = ""
     table = None
     if loaded.num_classes:

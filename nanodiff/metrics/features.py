@@ -167,6 +167,7 @@ class SampleQuality:
 
     def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         """`compare` of samples drawn with seed 0, the same on all ranks."""
+        codec.keep_loaded()
         samples = ModelSamples(model, process, codec, settings, inputs=self.inputs)
         batches = samples.batches(range(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")

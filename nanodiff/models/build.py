@@ -63,6 +63,8 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
+    if low_res and facts.get("given_channels"):
+        raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
     kind = UNetConfig if config["arch"] == "unet" else DiTConfig
     is_map = config["objective"].startswith("flow_map")
     if is_map and kind is UNetConfig:
@@ -77,6 +79,8 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     }
     if not config["class_cond"]:
         shape["num_classes"] = 0
+    if low_res:
+        shape["given_channels"] = facts["channels"]
     for field, setting in setting_fields(kind).items():
         if setting not in config:
             raise UserError(f"{kind.__name__}.{field} has no setting {setting!r}; see models/build.py")
@@ -102,8 +106,6 @@ def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
     for height, width, _ in facts.get("sizes", []):
         if height % unit or width % unit:
             raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
-        if model_config.low_res:
-            raise UserError(f"low_res_size={model_config.low_res}: the data hold {height}x{width}; accepted: squares")
 
 
 def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:

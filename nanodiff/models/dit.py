@@ -302,7 +302,7 @@ class DiT(nn.Module):
         """
         cfg = self.config
         p = cfg.patch_size
-        x = F.pixel_unshuffle(with_images(x_t, **images), p)  # (N, C p p, rows, cols)
+        x = F.pixel_unshuffle(with_images(self.config, x_t, **images), p)  # (N, C p p, rows, cols)
         N, _, rows, cols = x.shape
         x = self.patch_embed(x.flatten(2).mT.contiguous())  # a token for each patch, in the order of rows
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small

@@ -231,7 +231,7 @@ class UNet(nn.Module):
         The null class, if any, is label num_classes. The output is fp32 under autocast, too.
         """
         c = self.config
-        x_t = with_images(x_t, **images)
+        x_t = with_images(c, x_t, **images)
         device = x_t.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_t.dtype
         with no_autocast(x_t):  # as published, the embedding and the output layer stay in fp32

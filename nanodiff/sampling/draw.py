@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches
-from nanodiff.conditions import IMAGES, conditioning, from_stored, row_shapes, some_conditions
+from nanodiff.conditions import IMAGES, row_shapes, some_conditions
 from nanodiff.data.codec import stored_images
+from nanodiff.data.pixels import to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
 from nanodiff.sampling.given import Known
+from nanodiff.sampling.inputs import rows_of
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,15 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
         return None
     pixels = codec.image_size // codec.shape[1]  # per latent
     unit, largest = model_config.side_unit * pixels, 4 * codec.image_size
-    if model_config.low_res:  # square only
-        unit = largest = codec.image_size
     sides = [int(side) if side.isdecimal() else 0 for side in size.replace(",", "x").split("x")]
     if len(sides) > 2 or any(side % unit or not 0 < side <= largest for side in sides):
         accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
         raise UserError(f"size={size!r}; accepted: {accepted}")
-    return (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
+    shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
+    if shape not in codec.shapes and row_shapes(model_config).keys() & IMAGES:
+        accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
+        raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
+    return shape
 
 
 @torch.no_grad()
@@ -137,9 +141,6 @@ class ModelSamples:
     given: object = None  # GivenImages to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
-    def __post_init__(self):
-        self.codec.keep_loaded()
-
     @property
     def num_classes(self) -> int:
         return self.model.config.num_classes
@@ -151,14 +152,17 @@ class ModelSamples:
         return (3 if "latents" in self.codec.description else self.codec.shape[0], side, side)
 
     @property
+    def labelled(self):
+        """The Inputs whose labels samples take, if any."""
+        if self.num_classes and not self.classes:
+            return next((inputs for inputs in self.inputs.values() if inputs.labels is not None), None)
+
+    @property
     def turns(self) -> torch.Tensor:
         """The classes that samples take in turn: int64."""
-        if self.classes:
-            return torch.tensor(self.classes)
-        for inputs in self.inputs.values():
-            if self.num_classes and inputs.labels is not None:
-                return torch.from_numpy(inputs.labels)
-        return torch.arange(max(self.num_classes, 1))
+        if self.labelled:
+            return torch.from_numpy(self.labelled.labels)
+        return torch.tensor(self.classes or range(max(self.num_classes, 1)))
 
     @property
     def protocol(self) -> dict:
@@ -175,9 +179,12 @@ class ModelSamples:
                 protocol["classes"] = f"of the rows of {name}"
         return protocol
 
-    def labels(self, ids) -> torch.Tensor:
-        """Classes (n,) int64; zeros for an unconditional model."""
-        return self.turns[torch.as_tensor(ids) % len(self.turns)]
+    def labels(self, ids, shape=None) -> torch.Tensor:
+        """Classes (n,) int64 of samples of this shape, by default their own; zeros for an unconditional model."""
+        rows = torch.as_tensor(ids) % len(self.turns)
+        if self.labelled:
+            rows = [int(self.labelled.rows(i, shape or self.codec.sample_shape(i))) for i in ids]
+        return self.turns[rows]
 
     def batches(self, ids, batch_size: int) -> list[np.ndarray]:
         """Split ids into batches in which all samples have one shape."""
@@ -191,10 +198,10 @@ class ModelSamples:
 
     def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
         """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
-        cond = {"y": self.labels(ids)} if self.num_classes else {}
-        cond |= {name: inputs(ids) for name, inputs in self.inputs.items()}
-        seeds = [(self.seed << 32) + int(i) for i in ids]
         shape = shape or self.codec.sample_shape(ids[0])
+        cond = {"y": self.labels(ids, shape)} if self.num_classes else {}
+        cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
+        seeds = [(self.seed << 32) + int(i) for i in ids]
         batch_size = batch_size or len(ids)
         given = None
         if self.given:
@@ -208,15 +215,19 @@ class ModelSamples:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         return self.codec.to_pixels(self.draw(ids))
 
-    def shown(self, ids) -> list[torch.Tensor]:
-        """For each condition that is an image, those of samples `ids`, enlarged: (n, C, H, W) uint8 on the CPU."""
-        images = [inputs(ids) for name, inputs in self.inputs.items() if name in IMAGES]
-        return [self.codec.to_pixels(enlarged(x, self.codec)) for x in images]
-
-
-def enlarged(image, codec):
-    """(N, C, h, w) -> (N, C, H, W) of x0."""
-    return F.interpolate(image, size=codec.shape[1:], mode="nearest")
+    def shown(self, ids, shape=None) -> list[torch.Tensor]:
+        """The second images of samples `ids`, enlarged to theirs: (C, H, W) uint8 on the CPU each; [] without."""
+        pictures = []
+        for name in self.inputs.keys() & IMAGES:
+            for part in in_batches(np.asarray(ids), 8):  # of one shape
+                size = shape or self.codec.sample_shape(part[0])
+                image = self.inputs[name](part, size)
+                if name == "low_res":  # of x0
+                    pictures += self.codec.to_pixels(F.interpolate(image, size[1:], mode="nearest"))
+                else:
+                    sides = [side * self.codec.image_size // self.codec.shape[1] for side in size[1:]]
+                    pictures += to_uint8(visible(F.interpolate(image, sides, mode="nearest"))).cpu()
+        return pictures
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
@@ -227,38 +238,32 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     None except on the first.
     """
     config = model.config
+    device = next(model.parameters()).device
     rank, _, world = get_dist()
     columns = 8 if codec.image_size <= 128 else 4
-    taken = row_shapes(config)
-    shown = [name for name in IMAGES if name in taken]
-    n, cond = columns * columns, {}
-    if shown:
+    taken = [name for name in row_shapes(config) if name != "y"]
+    inputs = {name: rows_of(val_set, name, codec, config, device) for name in taken}
+    image = next((inputs[name] for name in taken if name in IMAGES), None)
+    n, num_classes, classes = columns * columns, config.num_classes, None
+    if image:
         n = 24
-        truth, given = stored_images(val_set, np.arange(n) % len(val_set), codec, next(model.parameters()).device)
-        cond = conditioning(config, given, truth)
-    elif taken.keys() - {"y"}:
-        rows = val_set.cond(np.arange(n) % len(val_set))
-        cond = conditioning(config, from_stored(rows, codec.description))
-    elif taken:
-        num_classes = config.num_classes
+    elif num_classes and not inputs:
         if num_classes <= 10:
             n = columns * num_classes
-        cond["y"] = torch.arange(n) * num_classes // n
+        classes = (np.arange(n) * num_classes // n).tolist()
+    samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
     per_batch = min(batch_size, -(-n // world))  # every rank draws something
     batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
 
-    def draw(ids):  # (k,) -> pictures (k, or with images (2 + their number) k, C, H, W) uint8
-        inputs = {name: value[ids] for name, value in cond.items()}
+    def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8
         shape = codec.sample_shape(ids[0])
-        images = sample_images(model, process, ids.tolist(), inputs, shape, settings, per_batch)
-        if shown:
-            beside = [enlarged(inputs[name], codec) for name in shown]
-            images = torch.stack([*beside, images, truth[ids]], dim=1).flatten(0, 1)
-        return codec.to_pixels(images).numpy()
+        pictures = [samples.images(ids)]
+        if image:
+            truth, _ = stored_images(val_set, image.rows(ids, shape), codec, device)
+            pictures = [samples.shown(ids, shape), *pictures, codec.to_pixels(truth)]
+        return [picture.numpy() for row in zip(*pictures) for picture in row]
 
     parts = gather_batches(draw, batches, "grid")
     if rank > 0:
         return None
-    pictures = [picture for part in parts for picture in part]
-    per_image = len(shown) + 2
-    return make_grid(pictures, max(1, 9 // per_image) * per_image if shown else columns)
+    return make_grid([picture for part in parts for picture in part], 9 if image else columns)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError
 from nanodiff.data.decode import center_crop, open_image, to_rgb
+from nanodiff.data.sources import Options
 from nanodiff.files import reading
-from nanodiff.sampling.inputs import read_images, with_hash
+from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class GivenImages:
         if codec.undecodable:
             raise UserError(f"from_images={where!r}: {codec.undecodable}")
         codec.keep_loaded()
-        self.images, _, _ = read_images("from_images", where, codec.image_size, codec.description.get("range"))
         side = codec.image_size
+        source = open_images("from_images", where, Options(val_fraction=0, range=codec.description.get("range")))
+        sizes = [(side, side)] if source.names else []  # files are scaled
+        self.images = decoded_items("from_images", where, list(source.items), sizes)
         channels = 3 if "latents" in codec.description else codec.shape[0]
         shape, wanted = self.images.shape[1:], (channels, side, side)
         if shape != wanted:

@@ -9,27 +9,34 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.conditions import IMAGES, from_stored, made_from, row_shapes
+from nanodiff.conditions import IMAGES, conditioning, from_stored, made_from, row_shapes
 from nanodiff.data.codec import load_codec, stored_images
 from nanodiff.data.dataset import match_labels, open_dataset
-from nanodiff.data.decode import decode_items
-from nanodiff.data.sources import Options, open_source, read_vectors
+from nanodiff.data.decode import Item, decode_items, decode_second
+from nanodiff.data.sources import Options, Source, open_source, read_vectors
+from nanodiff.files import reading
 
 
 @dataclass
 class Inputs:
-    """Rows of one condition: sample i takes row i, modulo `count`, and its label, if rows have labels (count,) int64.
+    """Rows of one condition: sample i takes row i, modulo their number, and its label, if rows have labels, int64.
 
-    `read`: numbers (n,) of rows -> (n, ...) as models take them. `described`: for protocols.
+    Of a set in aspect buckets it takes a row of the bucket nearest to it in shape. `buckets`: (H, W) -> range of rows.
+    `read`: numbers (n,) of rows, (C, H, W) of the samples -> (n, ...) as models take them. `described`: for protocols.
     """
 
     read: Callable
-    count: int
+    buckets: dict[tuple[int, int], range]
     labels: np.ndarray | None
     described: str
 
-    def __call__(self, ids) -> torch.Tensor:
-        return self.read(np.asarray(ids) % self.count)
+    def rows(self, ids, shape) -> np.ndarray:
+        difference = lambda size: abs(size[0] / size[1] - shape[1] / shape[2])
+        bucket = self.buckets[min(self.buckets, key=difference)]
+        return bucket.start + np.asarray(ids) % len(bucket)
+
+    def __call__(self, ids, shape) -> torch.Tensor:
+        return self.read(self.rows(ids, shape), shape)
 
 
 def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[str, Inputs]:
@@ -57,41 +64,57 @@ def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[st
 def rows_of(dataset, name: str, codec, config, device) -> Inputs:
     """The rows of a condition in a set, with their labels. Only conditions that are images read the set's images."""
 
-    def read(numbers):
+    def read(rows, shape):
         if name not in IMAGES:
-            return from_stored(dataset.cond(numbers), codec.description)[name]
-        x0, given = stored_images(dataset, numbers, codec, device)
-        return (given | made_from(x0, config))[name]
+            return from_stored(dataset.cond(rows), codec.description)[name]
+        x0, given = stored_images(dataset, rows, codec, device)
+        return conditioning(config, given, x0)[name]
 
-    return Inputs(read, len(dataset), dataset.labels(np.arange(len(dataset))), dataset.described)
+    return Inputs(read, dataset.buckets, dataset.labels(np.arange(len(dataset))), dataset.described)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From files: (place, loaded, codec) -> Inputs
 
 
+def read_given(where: str, loaded, codec) -> Inputs:
+    """Second images of a folder (sub-folders are classes), an .npy or an .npz (arr_0 and, in labels or arr_1, classes),
+    cropped to the samples' size."""
+    items, labels = labelled_items("given", where, loaded)
+    channels, side = loaded.model.config.given_channels, codec.image_size
+
+    def decoded(rows, height, width):
+        scaling = loaded.data["given_scaling"]
+        return np.stack([decode_second(items[row].payload, height, width, scaling) for row in rows])
+
+    def read(rows, shape):
+        sides = [n * side // codec.shape[1] for n in shape[1:]]  # of pixels, where the samples are latents
+        return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
+
+    with reading(Path(where)):
+        images = decoded(range(len(items)), side, side)
+    if images.shape[1] != channels:
+        raise UserError(f"given={where!r} holds images of {images.shape[1]} channels; accepted: {channels}")
+    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images))
+
+
 def read_low_res(where: str, loaded, codec) -> Inputs:
-    """Small images of an .npz (arr_0 and, in labels or arr_1, classes) or a folder (sub-folders are classes). Images of
-    the model's size are downsampled as in training."""
-    config = loaded.model.config
-    images, labels, names = read_images("low_res", where)
-    known = loaded.class_names
-    if known and not 1 <= len(names) <= len(known):
-        raise UserError(
-            f"low_res={where!r} has {len(names)} classes, the model {len(known)}; see arr_1, or sub-folders"
-        )
-    if known and Path(where).expanduser().is_dir():  # classes go by name
-        labels = np.array(match_labels(names, known, f"low_res={where!r}"))[labels]
+    """Small images of the same kinds of places. Images of the model's size are downsampled as in training."""
+    config, side = loaded.model.config, codec.image_size
+    items, labels = labelled_items("low_res", where, loaded)
+    images = decoded_items("low_res", where, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
     if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
         accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
         raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
 
-    def read(numbers):
-        stored = torch.from_numpy(images[numbers]).to(loaded.device)
-        return made_from(codec.to_x0(stored), config)["low_res"]
+    def read(rows, shape):
+        if shape[1] != shape[2]:
+            raise UserError(f"low_res={where!r} holds squares; accepted: --size={side}x{side}")
+        x = codec.to_x0(torch.from_numpy(images[rows]).to(loaded.device))
+        return x if x.shape[-1] == config.low_res else made_from(x, config)["low_res"]
 
-    return Inputs(read, len(images), labels, with_hash(where, images, labels))
+    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images))
 
 
 def read_vector_file(where: str, loaded, codec) -> Inputs:
@@ -103,10 +126,11 @@ def read_vector_file(where: str, loaded, codec) -> Inputs:
     if not np.isfinite(array).all():
         raise UserError(f"vectors={where!r} holds NaN or infinity")
     rows = from_stored({"vectors": np.array(array)}, codec.description)["vectors"]
-    return Inputs(rows.__getitem__, len(rows), None, with_hash(where, array))
+    return Inputs(lambda numbers, shape: rows[numbers], {(1, 1): range(len(rows))}, None, with_hash(where, array))
 
 
-READERS = {"low_res": read_low_res, "vectors": read_vector_file}  # for each condition that can come from a file
+# For each condition that can come from a file
+READERS = {"given": read_given, "low_res": read_low_res, "vectors": read_vector_file}
 
 
 def own_set(loaded, name: str, where: str):
@@ -120,31 +144,36 @@ def own_set(loaded, name: str, where: str):
     return open_dataset(own, "val")
 
 
-def read_images(
-    setting: str,
-    where: str,
-    resolution=0,
-    value_range=None,
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images (n, C, H, W), labels (n,) and class names of an .npz or .npy, or of a folder, cropped to `resolution`.
-
-    Images are uint8; arrays of other numbers become fp16, with value_range mapped to [-1, 1].
-    """
+def open_images(setting: str, where: str, options: Options) -> Source:
+    """Images of an .npz, an .npy or a folder. Files become uint8; arrays of other numbers fp16 in [-1, 1]."""
     path = Path(where).expanduser()
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
         fault = "is neither" if path.exists() else "is not there"
         raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
-    options = Options(val_fraction=0, range=value_range)
-    if path.is_dir():
-        options = Options(val_fraction=0, resolution=resolution)
-    source = open_source(kind, str(path), options)
-    done, skipped = decode_items(source.items, source.sizes)
+    return open_source(kind, str(path), options)
+
+
+def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
+    """Images, and the model's classes for them (n,); None without classes."""
+    source, known = open_images(setting, where, Options(val_fraction=0)), loaded.class_names
+    items, names = list(source.items), source.class_names
+    if not known or not names:
+        return items, None
+    labels = np.array([item.label for item in items], np.int64)
+    if Path(where).expanduser().is_dir():  # classes go by name
+        labels = np.array(match_labels(names, known, f"{setting}={where!r}"))[labels]
+    elif len(names) > len(known):
+        raise UserError(f"{setting}={where!r} has {len(names)} classes, the model {len(known)}; see arr_1")
+    return items, labels
+
+
+def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:
+    """(n, C, H, W), of the one of `sizes`, or of their own if there are none."""
+    done, skipped = decode_items(items, sizes)
     if skipped:
         raise UserError(f"{setting}={where!r}: {skipped[0]}")
-    images = np.stack([item.payload for item, _ in done])
-    labels = np.array([item.label for item, _ in done], np.int64)
-    return images, labels, source.class_names
+    return np.stack([item.payload for item, _ in done])
 
 
 def with_hash(where: str, *arrays: np.ndarray) -> str:

@@ -56,10 +56,12 @@ def samples_of(
     loaded, settings: SampleSettings, seed: int = 0, classes=(), autoencoder="", **inputs: str
 ) -> ModelSamples:
     """Samples of the model; `classes`, `autoencoder`, `inputs` (READERS): as in scripts/sample.py."""
+    codec = load_codec(loaded.data, loaded.device, autoencoder)
+    codec.keep_loaded()
     return ModelSamples(
         loaded.model,
         loaded.process,
-        load_codec(loaded.data, loaded.device, autoencoder),
+        codec,
         settings,
         seed,
         parse_classes(classes, loaded.class_names),

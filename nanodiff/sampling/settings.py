@@ -2,6 +2,7 @@
 
 num_images = 16  # >= 1: how many
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square
+given = ""  # second images
 low_res = ""  # super-resolution: small images
 vectors = ""  # a row per image
 seed = 0  # >= 0: seed of the images

@@ -191,7 +191,7 @@ def strip(run: Run) -> str:
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
     last, names = len(shown) - 1, ""
-    taken = [name for name in FIELDS if run.facts["model"][name]]
+    taken = [name for name in FIELDS if run.facts["model"].get(name)]
     if taken == ["num_classes"] and run.facts["model"]["num_classes"] <= 10:  # a row of the grid for each
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>

@@ -1,0 +1,208 @@
+"""A second image as condition: stored behind the first, seen beside x_t, dropped as others are, given to samples."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from image_helpers import prepare
+from processes import run_process
+from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
+
+from nanodiff.common import UserError, make_generator
+from nanodiff.conditions import conditioning, droppable
+from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.decode import decode_second
+from nanodiff.data.pixels import to_uint8
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.formats.load import load_run
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
+from nanodiff.sampling.inputs import open_inputs
+
+TRAIN = (*TINY, "--num_iterations=3", "--label_drop=0.5", "--log_every=1")
+UNET = [arg for arg in TRAIN if "patch_size" not in arg] + ["--arch=unet", "--num_res_blocks=1"]
+
+
+def make_set(name, second=None, images_of=lambda images: images, **meta):
+    """Shapes; behind the channels of each image, if it is given, those of second(images)."""
+    with DatasetWriter(name, CLASS_NAMES) as writer:
+        writer.meta |= meta
+        for split, n in (("train", 72), ("val", 24)):
+            images, labels = draw_shapes(n, seed=n)
+            images = images_of(images)
+            if second:
+                given = second(images)
+                writer.meta["given"] = {"channels": given.shape[1], "scaling": "nearest"}
+                images = np.concatenate([images, given], axis=1)
+            writer.append(split, images, labels)
+
+
+def gray(images):
+    return images.max(1, keepdims=True) // 2
+
+
+@pytest.mark.parametrize("arch", [TRAIN, UNET], ids=["dit", "unet"])
+def test_pairs_made_by_downsampling_train_like_super_resolution(base, run_script, arch):
+    """Bit for bit, dropped images and mirrored ones included; in 8ths, which no step of the downsampling rounds."""
+    eighths = lambda images: (images // 16 / 8 - 1).astype(np.float16)
+
+    def small(images):
+        down = F.interpolate(torch.from_numpy(images).float(), size=8, mode="area")
+        return F.interpolate(down, size=16, mode="bilinear").numpy().astype(np.float16)
+
+    arrays = {"kind": "arrays", "range": [-1, 1], "dtype": "float32"}
+    make_set("tiny", None, eighths, **arrays)
+    make_set("pairs", small, eighths, **arrays)
+    run_script("base_train", *arch, "--flip", "--model_tag=low", "--low_res_size=8")
+    run_script("base_train", *arch, "--flip", "--model_tag=pairs", "--data=pairs")
+    assert losses(base, "low") == losses(base, "pairs")
+    assert_identical(weights(base, "low", 3), weights(base, "pairs", 3))
+
+
+@pytest.mark.parametrize("config", [
+    DiTConfig(16, 3, 3, 4, 32, 1, 2, given_channels=2), UNetConfig.from_depth(1, 16, given_channels=2, num_res_blocks=1)
+], ids=["dit", "unet"])  # fmt: skip
+def test_null_differs_from_every_image_and_other_sizes_are_scaled(config):
+    model = build_model(config, "cpu", 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.1, generator=make_generator(1))
+    x_t, t, given = torch.randn(2, 3, 16, 16), torch.tensor([10.0, 900.0]), torch.zeros(2, 2, 16, 16)
+    assert droppable(config) == ["given"]
+    cond = conditioning(config, {"given": given}, dropped=torch.tensor([True, False]))
+    out, full = model(x_t, t, **cond), model(x_t, t, given=given)  # null is no image of zeros
+    assert not torch.allclose(out[0], full[0], atol=1e-3) and torch.allclose(out[1], full[1], atol=1e-5)
+    large = torch.rand(2, 2, 64, 64)
+    torch.testing.assert_close(model(x_t, t, given=large), model(x_t, t, given=F.avg_pool2d(large, 4)))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_pairs_as_one_does(base, run_script):
+    make_set("tiny", gray)
+    run_script("base_train", *TRAIN, "--model_tag=one", "--device_batch_size=4")
+    run_process("base_train", *TRAIN, "--model_tag=two", "--device_batch_size=2", ranks=2)
+    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+
+
+def test_latents_take_the_second_image_at_their_size(base, run_script, tmp_path):
+    make_set("tiny", gray)
+    vae = make_autoencoder(tmp_path / "vae")
+    args = (f"--autoencoder={vae}", "--device_type=cpu")
+    run_script("cache_latents", "--data=tiny", *args, "--name=cached", "--latent_norm=scale", "--flip")
+    cached = open_dataset("cached").rows([0])[1]["given"]
+    average = gray(open_dataset("tiny").images([0])).reshape(1, 1, 4, 4, 4, 4).mean((3, 5)) / 127.5 - 1
+    np.testing.assert_allclose(cached, average, atol=1e-3)
+    grid = ("--patch_size=2", "--flip", "--sample_every=0", "--sample_steps=1")
+    run_script("base_train", *TRAIN, *grid, "--data=cached", "--model_tag=cached")
+    run_script("base_train", *TRAIN, *grid, args[0], "--model_tag=live")
+    np.testing.assert_allclose(losses(base, "cached"), losses(base, "live"), rtol=0.01)  # fp16
+
+
+def test_a_model_without_pairs_starts_a_run_with_them(base, run_script):
+    """At first the second image has no effect."""
+    make_set("tiny")
+    make_set("pairs", gray)
+    make_run(run_script, "plain")
+    start = ("--init_from=plain", "--data=pairs", "--num_iterations=0", "--eval_every=-1", "--sample_every=-1")
+    run_script("base_train", *start, "--model_tag=paired", "--device_type=cpu")
+    before, after = load_run("plain", "cpu").model, load_run("paired", "cpu").model
+    x_t, t, y = torch.randn(2, 3, 16, 16), torch.tensor([10.0, 900.0]), torch.tensor([1, 8])
+    with torch.no_grad():
+        torch.testing.assert_close(after(x_t, t, y, given=torch.randn(2, 1, 16, 16)), before(x_t, t, y))
+    run_script("base_train", *start, "--model_tag=tuned", "--lora_rank=2", "--device_type=cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From files to samples
+
+
+def make_photos(folder, sizes, mode="L"):
+    """Photographs a/*.png in these sizes (H, W), and masks a/*.bmp of half the size: the mean of 2 x 2 red values."""
+    Image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    for i, (height, width) in enumerate(sizes):
+        pixels = np.repeat(np.repeat(rng.integers(256, size=(height // 2, width // 2, 3), dtype=np.uint8), 2, 0), 2, 1)
+        for kind, suffix, array in (("photos", "png", pixels), ("masks", "bmp", pixels[::2, ::2, 0])):
+            path = folder / kind / "ab"[i % 2] / f"{i:02d}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array).save(path)
+    return folder / "photos", folder / "masks"
+
+
+def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, capsys):
+    photos, masks = make_photos(tmp_path, [(32, 32), (40, 32), (32, 48)])
+    (masks / "a" / "extra.bmp").write_bytes((masks / "a" / "00.bmp").read_bytes())
+    line = prepare(photos, resolution=16, pairs=str(masks), val_fraction=0, pairs_scaling="nearest")
+    assert "second images of 1 channels (nearest)" in line
+    toy = open_dataset("toy")
+    images, cond = toy.rows([0, 1, 2])
+    assert images.shape == (3, 3, 16, 16) and (cond["given"][:, 0] == images[:, 0]).all() and toy.images([2]).any()
+    for spoil, message in (
+        (lambda: (masks / "b" / "01.bmp").rename(masks / "b" / "1.bmp"), "none for 1 of 3 images, such as 'b/01.png'"),
+        (lambda: (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes()), "has 3 channels, the"),
+    ):
+        spoil()
+        with pytest.raises(UserError, match=message):
+            prepare(photos, resolution=16, pairs=str(masks))
+
+
+def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_script, tmp_path):
+    photos, masks = make_photos(tmp_path, [(40, 24)] * 9 + [(24, 40)] * 8 + [(32, 32)] * 7)
+    options = {"aspect_buckets": True, "side_unit": 4, "bucket_images": 4, "val_fraction": 0.3}
+    prepare(photos, resolution=16, name="tiny", pairs=str(masks), **options)
+    val = open_dataset("tiny", "val")
+    assert len(val.buckets) == 3
+    grid = ("--sample_every=0", "--sample_steps=1", "--eval_every=0")
+    for tag, more in (("pairs", ()), ("low", ("--low_res_size=8", "--data=plain"))):
+        prepare(photos, resolution=16, name="plain", **options)
+        run_script("base_train", *TRAIN, *grid, *more, f"--model_tag={tag}")
+        args = (f"--model={tag}", "--steps=1", *TIMELESS)
+        run_script("sample", *args, "--num_images=24", f"--out={tmp_path / 'mixed'}")
+        assert decode_png((tmp_path / "mixed.png").read_bytes()).shape[1] == 8 * (20 * 2 + 2) + 2
+    loaded = load_run("pairs", "cpu")
+    own = open_inputs(loaded, {})["given"]
+    for (height, width), bucket in val.buckets.items():
+        rows = [bucket[i % len(bucket)] for i in range(5)]
+        expected = val.rows(rows)[1]["given"]
+        assert (to_uint8(own(range(5), (3, height, width))).numpy() == expected).all()
+        assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
+    files = open_inputs(loaded, {"given": str(masks)})["given"]  # tall ones first; their number says their class
+    first = decode_second(str(masks / "a" / "00.bmp"), 20, 12, "nearest")
+    assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all() and files.labels.tolist() == [0] * 12 + [
+        1
+    ] * 12
+
+
+def test_samples_take_second_images_of_files(base, run_script, tmp_path):
+    """A folder and an .npz of the validation set's second images give the samples that `val` gives, and the picture
+    shows pairs."""
+    Image = pytest.importorskip("PIL.Image")
+    make_set("tiny", gray)
+    make_run(run_script, "a")
+    given, labels = (open_dataset("tiny", "val").rows(range(24))[1][name] for name in ("given", "y"))
+    np.savez(tmp_path / "file.npz", given.transpose(0, 2, 3, 1), labels)
+    for i, (image, label) in enumerate(zip(given, labels)):
+        (tmp_path / "in" / CLASS_NAMES[label]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0]).save(tmp_path / "in" / CLASS_NAMES[label] / f"{i}.png")
+    in_folder = np.argsort([f"{CLASS_NAMES[label]}/{i}.png" for i, label in enumerate(labels)])
+
+    def draw(place, *more):
+        args = ("--model=a", "--num_images=24", "--npz", "--steps=2", *TIMELESS, f"--given={place}")
+        run_script("sample", *args, f"--out={tmp_path / 'out'}", *more)
+        drawn = np.load(tmp_path / "out.npz")
+        (tmp_path / "out.npz").unlink()
+        return drawn["arr_0"], drawn["labels"]
+
+    images, found = draw("val")
+    grid = decode_png((tmp_path / "out.png").read_bytes())
+    assert (found == labels).all() and (grid[2:50:3, 2:50:3, 0] == given[0, 0]).all()
+    assert all((a == b).all() for a, b in zip(draw(tmp_path / "file.npz"), (images, labels)))
+    assert (draw(tmp_path / "in")[1] == labels[in_folder]).all()
+    Image.fromarray(given[0, 0]).convert("RGB").save(tmp_path / "in" / CLASS_NAMES[0] / "0.png")
+    for place, message in (
+        (tmp_path / "absent", "is not there"),
+        ("val", "size='32x32'; accepted with a second image"),
+    ):
+        with pytest.raises(UserError, match=message):
+            draw(place, "--size=32x32" if place == "val" else "--size=")
