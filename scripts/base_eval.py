@@ -249,7 +249,7 @@ else:
         n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
         if n >= 10:
             real = metrics.image_set(name, other)
-            ids = real.first(n)
+            ids = np.arange(n) * len(real) // n  # evenly, as images may come sorted by class
             result["real_images"] = {"split": other, "num_images": n}
             result["real_images"] |= judged(real.images, real.batches(ids, batch_size), real.labels(ids))
 

@@ -121,7 +121,8 @@ ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is ev
 eval_images = 1024  # >= 1: validation images per evaluation
 fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision and recall of samples like the grid's
 fid_images = 2000  # >= 10: samples for them
-fid_metric = "fid"  # fid|fd_classifier: in Inception's features (96 MB download), or those of a classifier of this set
+fid_metric = "fid"  # fid|fd_classifier|fd_simclr: in features of Inception (96 MB download), of a classifier of this
+#                     set, or learned from CIFAR-10 without labels
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
