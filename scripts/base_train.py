@@ -53,7 +53,7 @@ from nanodiff.training.batch import automatic_batch, cut_batch
 from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
-from nanodiff.training.optim import LossScaler, make_optimizer
+from nanodiff.training.optim import LossScaler, Optimizer, param_groups
 from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
 from nanodiff.web.report import LiveReport
 
@@ -69,7 +69,7 @@ num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = eva
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
-lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; as it is if total_batch_size is given
+lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
 eval_every = 0.04  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never;
 #                    less than 1 = this fraction of the run, but 250 steps or more
@@ -84,7 +84,7 @@ device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
 deterministic = False  # bitwise reproducible on CUDA, but slower; a CPU always is
-# Other horizons: num_iterations counts if it is not -1, else the first of these that is not -1, else the ratio above
+# Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 # Model
@@ -115,12 +115,12 @@ weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
 grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
-warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
+warmdown_ratio = 0.5  # [0, 1]: fraction of the steps in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
 ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is evaluated and sampled; "" = none
 # Evaluation
 eval_images = 1024  # >= 1: validation images per evaluation
 fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision and recall of samples like the grid's
-fid_images = 2000  # >= 10: samples for them
+fid_images = 2000  # >= 10: samples for these figures
 fid_metric = "fid"  # fid|fd_classifier|fd_simclr: in features of Inception (96 MB download), of a classifier of this
 #                     set, or learned from CIFAR-10 without labels
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
@@ -134,13 +134,13 @@ log_every = 10  # >= 1: steps between log lines
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
 width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only optimizer=muon
-muon_lr = 0.02  # > 0: Muon's learning rate for 64 images a step; as it is if total_batch_size is given
+muon_lr = 0.02  # > 0: Muon's learning rate for 64 images a step; unscaled if total_batch_size is given
 # Only objective=flow|flow_x0
 guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
 #                    cfg_interval, so that samples need none and cost half; 1 = never
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
-time_input = "1000t"  # 1000t|t|1-t: what the network sees; t, 1-t: as REPA's, SiT's
+time_input = "1000t"  # 1000t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
@@ -155,15 +155,15 @@ dropout = 0.0  # [0, 1): dropout rate
 # Only objective=eps|x0|x_prev|v
 noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
 num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
-rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some published ones see t itself
+rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some published models see t itself
 variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
 #                            posterior's, large = beta; learned_range is IDDPM's
 gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
-# Override the globals above by presets and the command line; `config` is a dict of all of them. What is changed below
+# Presets and the command line override the globals above; `config` is a dict of all of them. What is changed below
 # (sizes from rules, guidance that has no labels) is changed in both, so config.json records what was used. With
-# init_from, what is not given is the source's: its shape, its process.
+# init_from, settings of shape and process that nobody gave are the source's.
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ lora = with_adapters(raw_model, source, config, class_names) if lora_rank else N
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# A third of the work is the gradients of the weights, which frozen ones need not
+# The gradients of the weights are a third of the work, and frozen weights need none
 flops_per_image = raw_model.estimate_flops() * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
@@ -295,13 +295,13 @@ if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     eval_every = bpd_every = -1
 cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
 print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
+if eval_every >= 0:
+    print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used; refuse what would do nothing here, and what a resumed run may not change
 
-config |= dict(model_tag=model_tag, total_batch_size=total_batch_size, lr=lr, muon_lr=muon_lr)
-config |= dict(num_iterations=num_iterations, eval_every=eval_every, bpd_every=bpd_every)
-config |= dict(sample_every=sample_every, save_every=save_every)
+config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
@@ -314,13 +314,13 @@ num_iterations = num_iterations or step  # 0: train nothing
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
+    process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of the exchange
-adam = dict(lr=lr, betas=(0.9, beta2))
-on_device = dict(compile=compile != "False", grad_dtype=grad_dtype)
-optim = make_optimizer(raw_model, optimizer, muon_lr=muon_lr, weight_decay=weight_decay, **adam, **on_device)
+groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
+optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if device_batch_size == 0:
@@ -432,8 +432,6 @@ def save():
 
 
 model = compiled(raw_model, device, num_iterations, compile)
-if objective.startswith("flow_map"):
-    process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
@@ -531,9 +529,9 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), by |u - target|: the target goes most of
-        # the way by its own u, and the end by its teacher's velocity, without gradient; |.| is smooth and a mean over
-        # pixels; r < t, where the jump ends, is drawn for each image (flow_map.py)
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each to an r < t of its own. Its loss is
+        # the mean of a smooth |u - target|. The target follows the map's own u most of the way and the teacher's
+        # velocity to the end, both without gradient (flow_map.py).
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)
@@ -544,22 +542,23 @@ while True:
         # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
         images, stored_cond = next(loader)
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
-    # loss-second-moment learns here at which t the losses are large; other distributions ignore it
-    t_distribution.update(*meter.losses())
+    step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
-    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. Besides these exchanges
-    # only numbers travel: losses, on log lines and for loss-second-moment.
+    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. Ranks exchange
+    # nothing else but losses: on log lines, and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
+    # loss-second-moment learns here at which t the losses are large; other distributions ignore it
+    t_distribution.update(step_t, step_losses)
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
     # A NaN ends the run here, before the update, with an error that names step and parameter; weights and newest
     # checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()
-        own = loss.item() * grad_accum_steps  # this rank's last micro-batch
-        raise FloatingPointError(f"step {step}: loss {own:g}, gradient not finite ({where})")
+        last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
+        raise FloatingPointError(f"step {step}: loss {last_loss:g}, gradient not finite ({where})")
 
     # Update, and exchange 2 of 2: each rank updates its share; all-gathers start here, and end before the next forward
     lrm = lr_multiplier(step)
@@ -578,6 +577,7 @@ while True:
     log_now = step % log_every == 0 or step == num_iterations
     meter.end_step(x0.shape, log_now)  # waits for the device on log lines
     if step == start_step + 1:  # all is allocated and compiled: Python's garbage collector need not look at it again
+        gc.collect()
         gc.freeze()
     if log_now:
         # Mean losses over all images of all ranks since the last line, by quarter of t too; times; img/s and MFU

@@ -120,7 +120,7 @@ def set_up(run_script, capsys, *args):
     """What base_train prints up to the cut of the batch."""
     capsys.readouterr()
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanodiff.training.optim.make_optimizer", interrupt)
+        patch.setattr("nanodiff.training.optim.param_groups", interrupt)
         run_script("base_train", *args)
     gc.collect()  # the frames of the interrupt hold the run's lock
     return capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from processes import run_process
 from test_base_train import metrics, weights
-from tiny_runs import assert_identical, make_data, randomise
+from tiny_runs import assert_identical, make_data, make_optimizer, randomise
 
 from nanodiff.common import BLOCK, draw_rows
 from nanodiff.device import autocast_to, host_copy, init_device
@@ -25,7 +25,7 @@ from nanodiff.training import batch
 from nanodiff.training.batch import automatic_batch
 from nanodiff.training.checkpoint import Saver, find_checkpoint
 from nanodiff.training.ema import EMA
-from nanodiff.training.optim import LossScaler, make_optimizer
+from nanodiff.training.optim import LossScaler
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import refused
+from tiny_runs import make_optimizer
 
 from nanodiff.training.ema import EMA, parse_rates
-from nanodiff.training.optim import make_optimizer
 
 
 class Vector(nn.Module):

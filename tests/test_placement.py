@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import run_process
+from tiny_runs import make_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import backend_registration
 
@@ -24,7 +25,6 @@ from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
 from nanodiff.models import autoencoder, lora
 from nanodiff.models import build as recipe
 from nanodiff.sampling.draw import SampleSettings
-from nanodiff.training import optim
 from nanodiff.training.ema import EMA
 
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -71,7 +71,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     num_classes = model_config.num_classes
     if rank:
         lora.add_lora(model, rank, rank, "all", [0])
-    optimizer = optim.make_optimizer(model, config["optimizer"])
+    optimizer = make_optimizer(model, config["optimizer"])
     ema = EMA(model, optimizer)
 
     u, y = torch.rand(2, device=device), torch.zeros(2, dtype=torch.int64, device="cpu" if mistake else device)

@@ -18,6 +18,7 @@ from nanodiff.files import load_tensors
 from nanodiff.models.autoencoder import AutoencoderKL
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
+from nanodiff.training.optim import Optimizer, param_groups
 
 TINY = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 "
@@ -31,6 +32,11 @@ def make_data(name="tiny", resolution=16, **sizes):
     with DatasetWriter(name, CLASS_NAMES) as writer:
         for split, n in ({"train": 24, "val": 24} | sizes).items():
             writer.append(split, *draw_shapes(n, seed=n, resolution=resolution))
+
+
+def make_optimizer(model, optimizer="muon", lr=3e-3, muon_lr=0.02, weight_decay=0.0, **options):
+    """As base_train does, by its defaults."""
+    return Optimizer(model, param_groups(model, optimizer, lr, muon_lr, weight_decay), **options)
 
 
 def decode_png(data):

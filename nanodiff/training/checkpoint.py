@@ -29,6 +29,7 @@ from nanodiff.files import (
     lock_file,
     publish_folder,
     read_json,
+    reading,
     why_corrupt,
     write_atomic,
     writing,
@@ -133,13 +134,14 @@ def read_best(run_dir: Path) -> dict:
     """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured. If the
     file is damaged, what the newest checkpoint knows."""
     path = run_dir / "best.json"
-    try:
-        best = json.loads(path.read_bytes())
-        return {key: best[key] for key in ("step", "metric", "value", "images")}
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError, KeyError, TypeError):
-        print0(f"{path} is damaged: the newest checkpoint says which is the best")
+    try:
+        with reading(path, "is damaged"):
+            best = json.loads(path.read_bytes())
+            return {key: best[key] for key in ("step", "metric", "value", "images")}
+    except UserError as error:
+        print0(f"{error}: the newest checkpoint says which is the best")
     newest = find_checkpoint(run_dir)
     return (newest and load_meta(newest)["loop"].get("best")) or {}
 

@@ -159,21 +159,21 @@ def check_wandb(run: str) -> None:
 
 def record(path: Path, described: dict, step: int) -> None:
     """Write config.json. A run that resumes from `step` with other settings appends them to its list "changes"."""
-    config, past = described["config"], described | {"changes": []}
+    past = described | {"changes": []}
     if step and path.exists():
         try:
             past |= read_json(path)
         except UserError as error:
             print0(f"{error}: written anew")
-    changes = past["changes"] = [change for change in past["changes"] if change["step"] <= step]  # or it went back
+    past["changes"] = [change for change in past["changes"] if change["step"] <= step]  # or it went back
     known = dict(past["config"])
-    for change in changes:
+    for change in past["changes"]:
         known |= change["config"]
-    changed = {key: value for key, value in config.items() if known.get(key) != value and key != "resume"}
+    changed = {key: value for key, value in described["config"].items() if known.get(key) != value and key != "resume"}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
         change["environment"] = {"command": described["environment"]["command"]}
-        changes.append(change)
+        past["changes"].append(change)
     write_atomic(path, json.dumps(past, indent=1).encode())
 
 
@@ -194,7 +194,6 @@ class RunLog:
         progress: dict | None = None,
     ):
         self.run_dir, self.file, self.wandb = run_dir, None, None
-        self.explained = False  # why losses in training and validation differ
         if get_dist()[0] > 0:
             return
         config = described["config"]
@@ -232,9 +231,6 @@ class RunLog:
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:
-            if not self.explained:
-                print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
-            self.explained = True
             parts.append(f"from image to noise {' '.join(quarters)}")
         if best:
             parts.append(f"best {best['metric'].removeprefix('val/')} {best['value']:.4f}, step {best['step']}")

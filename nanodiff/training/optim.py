@@ -69,6 +69,47 @@ def descend(P, U, rate, decay):
 STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}  # tensors kept for each parameter
 
 
+BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
+NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, needs no Muon
+ENDS = r"\w+_emb(ed)?\.|vector_|final\.|out\."  # embeddings and last layers
+
+
+def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: float, weight_decay: float) -> list[dict]:
+    """The parameters of a model that learn, by what updates them: an Optimizer's groups.
+
+    "muon": Muon at `muon_lr` for the blocks' matrices except adaLN's, convolutions as (out, rest); AdamW at `lr` for
+    the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
+    """
+    if optimizer not in STATE:
+        raise UserError(f"optimizer={optimizer!r}; accepted: {', '.join(STATE)}")
+    matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
+    vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
+    muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
+    groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
+    for group in groups:
+        group |= dict(lr=group["initial_lr"], names=[], params=[], places=[])
+    for place, (name, p) in enumerate(model.named_parameters()):
+        if not p.requires_grad:
+            continue
+        in_block = name.startswith(BLOCKS)
+        if optimizer == "muon" and p.ndim > 1 and not in_block and not re.match(ENDS, name):
+            raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
+        group = matrices
+        if p.ndim < 2:
+            group = vectors
+        elif optimizer == "muon" and in_block and not re.match(NOT_MUON, name):
+            group = muon
+        group["names"].append(name)
+        group["params"].append(p)
+        group["places"].append(place)
+    return [group for group in groups if group["names"]]
+
+
+def pays_to_compile(device: torch.device) -> bool:
+    """Does torch.compile make Muon's element-wise arithmetic faster? On a CPU it takes longer than it saves."""
+    return device.type == "cuda" and not why_not_compiled(device)
+
+
 def align(n: int) -> int:
     return -(-n // 16) * 16  # 64 bytes: cuBLAS and Inductor want aligned operands
 
@@ -167,7 +208,7 @@ class Buffer:
         self.wait()
         for name, p, view in zip(self.names, self.params, self.views(self.flat)):
             if p.data_ptr() != view.data_ptr():
-                raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before make_optimizer")
+                raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
@@ -214,32 +255,41 @@ class Buffer:
     def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `named`: this rank's share, the only part that is read."""
         own = torch.zeros_like(self.own)
-        for name, p, offset in zip(self.names, self.params, self.offsets):
-            first, end = max(offset, self.mine.start), min(offset + p.numel(), self.mine.stop)
-            if first < end:
-                part = named[name].reshape(-1)[first - offset : end - offset]
-                own[first - self.mine.start : end - self.mine.start] = part
+        for name, offset in zip(self.names, self.offsets):
+            begin = self.mine.start - offset  # of the share, counted from the parameter's start
+            part = named[name].flatten()[max(begin, 0) : max(begin + len(own), 0)]
+            at = max(-begin, 0)
+            own[at : at + len(part)] = part
         return own
 
 
 class Optimizer:
-    """`norm, _ = sync_grads(); step(grad_scale); zero_grad()`; param_groups' "lr" may be set before a step.
+    """Updates the param_groups of a model that is already on its device, in fp32; a collective.
 
+    `norm, _ = sync_grads(); step(grad_scale); zero_grad()`; the groups' "lr" may be set before a step. Muon computes in
+    bf16 where native. `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
     there. sync_grads starts the others.
     """
 
     @collective("the broadcast of the first weights")
     @torch.no_grad()
-    def __init__(self, groups, muon_dtype: torch.dtype, betas: tuple[float, float], compiled, grad_dtype):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: list[dict],
+        betas: tuple[float, float] = (0.9, 0.999),
+        compile: bool = False,
+        grad_dtype: torch.dtype = torch.float32,
+    ):
         self.rank, _, self.world = get_dist()
-        self.muon_dtype = muon_dtype
+        device = groups[0]["params"][0].device
+        self.muon_dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
         self.betas = betas
         self.steps = 0
-        self.compiled = compiled
-        self.look_ahead = look_ahead
-        self.descend = descend
-        if compiled:  # each becomes one pass over memory
+        self.compiled = compile and pays_to_compile(device)
+        self.look_ahead, self.descend = look_ahead, descend
+        if self.compiled:  # each becomes one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
         self.param_groups = groups
@@ -259,6 +309,7 @@ class Optimizer:
             dist.broadcast(buffer.flat, 0)  # the same start on every rank
             for p in buffer.params:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
+        model.register_forward_pre_hook(self.wait_weights)  # models of several ranks are compiled by blocks, without it
 
     def count_grad(self, buffer: Buffer, p: torch.Tensor) -> None:
         """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
@@ -412,60 +463,6 @@ class Optimizer:
             for key, share in buffer.state.items():
                 named = {name: state[f"{key}/{name}"] for name in buffer.names}
                 share.copy_(buffer.share_of(named))
-
-
-BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
-NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, needs no Muon
-ENDS = r"\w+_emb(ed)?\.|vector_|final\.|out\."  # embeddings and last layers
-
-
-def make_optimizer(
-    model: torch.nn.Module,
-    optimizer: str = "muon",
-    lr: float = 3e-3,
-    muon_lr: float = 0.02,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    compile: bool = False,
-    grad_dtype: torch.dtype = torch.float32,
-) -> Optimizer:
-    """The optimizer of a model that is already on its device, in fp32; a collective.
-
-    "muon": Muon at `muon_lr`, in bf16 where native, for the blocks' matrices except adaLN's, convolutions as (out,
-    rest); AdamW at `lr` for the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more
-    dimensions. `compile`: on CUDA, Muon's element-wise arithmetic too; on a CPU that takes longer than it saves.
-    `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
-    """
-    if optimizer not in STATE:
-        raise UserError(f"optimizer={optimizer!r}; accepted: {', '.join(STATE)}")
-    matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
-    vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
-    muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
-    groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
-    for group in groups:
-        group |= dict(lr=group["initial_lr"], names=[], params=[], places=[])
-    for place, (name, p) in enumerate(model.named_parameters()):
-        if not p.requires_grad:
-            continue
-        assert p.dtype == torch.float32, f"{name} is {p.dtype}; the weights are kept in fp32"
-        in_block = name.startswith(BLOCKS)
-        if optimizer == "muon" and p.ndim > 1 and not in_block and not re.match(ENDS, name):
-            raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
-        group = matrices
-        if p.ndim < 2:
-            group = vectors
-        elif optimizer == "muon" and in_block and not re.match(NOT_MUON, name):
-            group = muon
-        group["names"].append(name)
-        group["params"].append(p)
-        group["places"].append(place)
-    device = next(model.parameters()).device
-    compiled = compile and device.type == "cuda" and not why_not_compiled(device)
-    muon_dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
-    optim = Optimizer([group for group in groups if group["names"]], muon_dtype, betas, compiled, grad_dtype)
-    if optim.world > 1:  # models are then compiled by blocks, which leaves this hook out
-        model.register_forward_pre_hook(optim.wait_weights)
-    return optim
 
 
 class LossScaler:
