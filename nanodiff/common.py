@@ -151,7 +151,6 @@ class Progress:
         self.label = label
         self.done = 0
         self.start = self.last = time.perf_counter()
-        self.shown = get_dist()[0] == 0
         self.on_terminal = sys.stderr.isatty()
 
     def __enter__(self):
@@ -173,7 +172,7 @@ class Progress:
             self._show("")
 
     def _show(self, text: str) -> None:
-        if self.shown:
+        if get_dist()[0] == 0:
             text = f"\r\033[K{text}" if self.on_terminal else f"{text}\n"
             print(text, end="", file=sys.stderr, flush=True)
 

@@ -175,21 +175,20 @@ def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
     if (checkpoint / "model.pt").exists():
         how = f"python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
         raise UserError(f"{checkpoint} was written by an earlier version; convert it: {how}")
-    name = "manifest.json"
     try:
-        manifest = json.loads((checkpoint / name).read_bytes())
+        manifest = read_json(checkpoint / "manifest.json")
         if "model.safetensors" not in manifest:
             return "manifest.json does not list the model"
         for name, entry in manifest.items():
             path = checkpoint / name
-            if path.stat().st_size != entry["size"]:
-                return f"{name} has {path.stat().st_size:,} bytes, the manifest says {entry['size']}"
-            if hashes and sha256_of(path) != entry["sha256"]:
-                return f"{name} does not match its SHA-256"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return "manifest.json cannot be read"
+            with reading(path, "is not in the manifest as it should be"):
+                size = path.stat().st_size
+                if size != entry["size"]:
+                    return f"{name} has {size:,} bytes, the manifest says {entry['size']}"
+                if hashes and sha256_of(path) != entry["sha256"]:
+                    return f"{name} does not match its SHA-256"
+    except UserError as error:
+        return str(error)
     return ""
 
 

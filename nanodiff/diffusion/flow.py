@@ -78,6 +78,7 @@ class FlowMatching:
     guided_from: float = 1.0
     time_input: str = "1000t"  # of TIMES
 
+    kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]
     samplers = SAMPLERS
     default_sampler = "heun"

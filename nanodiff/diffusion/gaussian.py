@@ -186,6 +186,7 @@ class GaussianDiffusion:
     rescale_timesteps: bool = False
     clip_denoised: bool = True
 
+    kind = "Gaussian diffusion"
     is_gaussian = True
     samplers = SAMPLERS
     default_sampler = "ddim"
@@ -275,7 +276,7 @@ class GaussianDiffusion:
         """The model's output at x_t, in fp32."""
         return model(x_t, self.at(t).model_t.flatten(), **cond).float()
 
-    def predict_x0(self, out, x_t, t, clip=False):
+    def predict_x0(self, out, x_t, t):
         """The x0 that an output (N, C or 2C, H, W) at x_t implies: the inverse of `target`."""
         at = self.at(t)
         out = out[:, : x_t.shape[1]]
@@ -285,12 +286,14 @@ class GaussianDiffusion:
             out = at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * out
         elif self.objective == "x_prev":
             out = (out - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
-        return out.clamp(-1, 1) if clip else out
+        return out
 
     def p_mean_variance(self, out, x_t, t, clip=False) -> dict[str, torch.Tensor]:
         """mean, log_variance and x0 of p(x_{t-1} | x_t) for the model's output: (N, C, H, W); a fixed log_variance has
         the shape (N, 1, 1, 1)."""
-        x0 = self.predict_x0(out, x_t, t, clip)
+        x0 = self.predict_x0(out, x_t, t)
+        if clip:
+            x0 = x0.clamp(-1, 1)
         mean, min_log = self.q_posterior(x0, x_t, t)
         if self.objective == "x_prev":
             mean = out[:, : x_t.shape[1]]

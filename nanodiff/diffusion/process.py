@@ -34,14 +34,13 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
     """Resolve "auto"; refuse now what process.sample would fail on later. `steps`: a number, or a respacing."""
     sampler = process.default_sampler if sampler == "auto" else sampler
-    kind = "Gaussian diffusion" if process.is_gaussian else "flow matching"
     if sampler not in process.samplers:
         accepted = ", ".join(process.samplers)
-        raise UserError(f"sampler={sampler!r} is not a sampler of {kind}; accepted: auto, {accepted}")
+        raise UserError(f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {accepted}")
     if eta and sampler != "ddim":
         raise UserError(f"eta={eta} with sampler={sampler}; accepted: 0, as only ddim takes another eta")
     if process.is_gaussian:
         process.respaced(steps)
     elif isinstance(steps, str):
-        raise UserError(f"respacing={steps!r} with {kind}, whose t is continuous; accepted: steps")
+        raise UserError(f"respacing={steps!r} with {process.kind}, whose t is continuous; accepted: steps")
     return sampler

@@ -1,7 +1,7 @@
 """Distributions of t in training.
 
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
-timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N
+timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
 
 A new distribution is a function of u and the process, and its entry in the table of the processes that it is for.
 """
@@ -81,8 +81,6 @@ class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
     Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
-    Nothing here waits for a GPU: update() only starts to copy the losses, and they are read in the next step, which
-    begins after the host has waited anyway.
     """
 
     def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
@@ -92,11 +90,9 @@ class LossSecondMoment(Timesteps):
         T = process.num_timesteps
         self.register_buffer("history", torch.zeros(T, history, dtype=torch.float64))  # on the CPU; rows are rings
         self.register_buffer("seen", torch.zeros(T, dtype=torch.int64))  # losses ever seen at each t
-        self.unread = torch.zeros(2, 0)  # the last update's t and losses
 
     def probabilities(self) -> torch.Tensor:
         """p_t (T,) in float64, summing to 1."""
-        self.read()
         T, length = self.history.shape
         if (self.seen < length).any():
             return torch.full((T,), 1 / T, dtype=torch.float64)
@@ -118,21 +114,12 @@ class LossSecondMoment(Timesteps):
             gathered = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, pairs)
             pairs = torch.cat(gathered, dim=1)
-        self.read()
-        self.unread = pairs.to("cpu", non_blocking=True)
-
-    def read(self) -> None:
         history = self.history.numpy()  # views, whose items are cheap to set
         seen = self.seen.numpy()
-        for t, loss in self.unread.T.tolist():
+        for t, loss in pairs.T.tolist():
             row = int(t)
             history[row, seen[row] % history.shape[1]] = loss
             seen[row] += 1
-        self.unread = self.unread[:, :0]
-
-    def state_dict(self) -> dict:
-        self.read()
-        return super().state_dict()
 
 
 FOR_BOTH = {"uniform": uniform, "bell": bell}
@@ -147,8 +134,7 @@ def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> T
         name = "uniform" if process.is_gaussian else "logit-normal"
     table = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     if name not in table:
-        kind = "a Gaussian diffusion" if process.is_gaussian else "flow matching"
-        raise UserError(f"timesteps={name} is not for {kind}; accepted: auto, {', '.join(table)}")
+        raise UserError(f"timesteps={name} is not for {process.kind}; accepted: auto, {', '.join(table)}")
     draw = table[name]
     if draw is LossSecondMoment:
         if (low, high) != (0, 1):
