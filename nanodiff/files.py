@@ -171,7 +171,7 @@ def read_json(path: Path, fault: str = "is damaged or truncated") -> dict:
 
 
 def why_corrupt(checkpoint: Path, hashes: bool = True) -> str:
-    """What is wrong with a checkpoint, or "" if every file has the manifest's size and hash."""
+    """Why a checkpoint is corrupt, or "" if every file has the manifest's size and hash."""
     if (checkpoint / "model.pt").exists():
         how = f"python -m runs.convert.earlier {shlex.quote(str(checkpoint.parents[1]))}"
         raise UserError(f"{checkpoint} was written by an earlier version; convert it: {how}")

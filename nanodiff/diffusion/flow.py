@@ -76,7 +76,7 @@ class FlowMatching:
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     guided_from: float = 1.0
-    time_input: str = "1000t"  # of TIMES
+    time_input: str = "1000t"  # one of TIMES
 
     kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]

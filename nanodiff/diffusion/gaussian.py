@@ -146,7 +146,7 @@ SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
 
 
 def make_tables(betas: np.ndarray) -> dict[str, np.ndarray]:
-    """What the formulas below need of each t, (T,) in float64."""
+    """The tables that the formulas below read: (T,) each, in float64."""
     alpha_bar = np.cumprod(1 - betas)
     alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
     # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1

@@ -10,7 +10,7 @@ from nanodiff.conditions import null_condition
 
 
 def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]:
-    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
+    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: the setting's."""
     try:
         low, high = (float(x) for x in text.split(","))
     except ValueError:
@@ -40,8 +40,8 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
 def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> tuple[float, tuple[float, float]]:
     """The guidance that samples get: its scale, and an interval of t.
 
-    `fault`: why the model cannot be guided, if so. Then both settings are ignored, and that is printed if they are
-    among those `given`.
+    `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored, and a line says so of those
+    that are `given`.
     """
     interval = parse_interval(cfg_interval)
     if not 0 <= cfg_scale <= 100:

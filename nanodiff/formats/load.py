@@ -1,7 +1,8 @@
 """From a file to a model: build(*read(*find(name))) is load_run.
 
-Every file of weights of ours says what it is. A reader returns (meta, tensors): meta has step, ema, arch, config (the
-settings), model_config, data (a codec's description), of adapters lora, and the path; tensors bear our parameter names.
+Each of our files of weights says what it is. A reader returns (meta, tensors). meta has step, ema, arch, config (the
+settings), model_config, data (a codec's description), the path and, for adapters, lora; tensors bear our parameter
+names.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A trained model and everything its use needs."""
+    """A trained model, with all that sampling and evaluating it take."""
 
     model: torch.nn.Module
     process: object
@@ -216,7 +217,7 @@ def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loa
 
 
 def run_of(path: Path) -> Path | None:
-    """The run's folder, if a file lies in a checkpoint."""
+    """The run's folder, if the file lies in one of its checkpoints."""
     folder = path.parent.parent
     return folder.parent if folder.name == "checkpoints" else None
 
@@ -231,7 +232,7 @@ def tell_best(path: Path) -> None:
 
 
 def read_meta(name: str) -> dict:
-    """What the newest checkpoint of a run, or a file, says of itself, without its weights or their hashes."""
+    """The meta of a run's newest checkpoint, or of a file, without reading weights or their hashes."""
     path, options = find_model(name)
     meta = read_file(path, options)[0] if path.is_file() else newest_meta(path)
     if not meta:
@@ -240,7 +241,7 @@ def read_meta(name: str) -> dict:
 
 
 def newest_meta(run_dir: Path) -> dict:
-    """{} for a run without a readable checkpoint."""
+    """The newest checkpoint's meta; {} for a run without a readable one."""
     for _, checkpoint in reversed(list_checkpoints(run_dir)):
         if not why_corrupt(checkpoint, hashes=False):
             return read_file(checkpoint / "model.safetensors", {})[0]

@@ -81,7 +81,7 @@ def to_ours(state_dict: dict, pairs) -> dict:
 
 
 def from_meta(state_dict: dict, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
-    """For `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64."""
+    """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64."""
     ours = to_ours(state_dict, META)
     table = ours.pop("pos_embed")[0].float()  # (tokens, C)
     config, ours = from_classic(ours, math.isqrt(len(table)), heads)
@@ -98,7 +98,7 @@ def to_meta(state_dict: dict, config: DiTConfig) -> dict:
 
 
 def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
-    """For `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t, and for REPA's files.
+    """Config and state dict from `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t; or REPA's.
 
     Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
     """
@@ -157,7 +157,7 @@ def from_openai(
     num_heads_upsample: int = 0,
     **others,
 ) -> tuple[UNetConfig, dict]:
-    """For `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
+    """Config and state dict from `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
 
     image_size=0: attention starts at 16 pixels, as published. heads=0: 4, or LSUN's 1. Six input channels mean
     super-resolution from a quarter of the size.

@@ -37,8 +37,8 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets")
 def inherited(config) -> dict:
     """The settings of a run with init_from that come from its source: its name, the model's shape and the process.
 
-    `config`: a configurator.Config. A run that has checkpoints brings them itself, as its source may be gone. Of a
-    source with another kind of process than the objective that is given, only the shape is taken.
+    `config`: a configurator.Config. A run that has checkpoints brings them itself, as its source may be gone. If the
+    given objective is of another kind than the source's process, only the shape is taken.
     """
     if not config["init_from"]:
         if config["lora_rank"]:

@@ -27,7 +27,7 @@ class UNetConfig(Conditioned):
     """Shape of a UNet; by default the published CIFAR-10 model without dropout or learned variance."""
 
     image_size: int = 32
-    in_channels: int = 3  # of x_t, without those of with_images
+    in_channels: int = 3  # channels of x_t, without those of with_images
     out_channels: int = 3  # 2 * in_channels if the variance is learned
     model_channels: int = 128
     num_res_blocks: int = 3

@@ -16,7 +16,7 @@ from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
 
 @dataclass(frozen=True)
 class Known:
-    """What a batch of samples starts from and keeps.
+    """The images that a batch of samples starts from, and the part to keep.
 
     At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
     arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that

@@ -1,4 +1,4 @@
-"""What samples are conditioned on besides classes: rows of a file, a folder, or the model's data set."""
+"""Conditions of samples besides classes: rows of a file, a folder, or the model's data set."""
 
 import hashlib
 from collections.abc import Callable

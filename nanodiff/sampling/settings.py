@@ -1,4 +1,4 @@
-"""What Loaded.sample takes besides classes: settings of scripts/sample.py, by the rules that configurator.py reads."""
+"""Settings of Loaded.sample besides classes: those of scripts/sample.py, by the rules that configurator.py reads."""
 
 num_images = 16  # >= 1: how many
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square

@@ -179,7 +179,7 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
 
 
 def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Path:
-    """The weights of find_checkpoint's: a rate, "raw", or "" for the first rate."""
+    """The file of weights in the checkpoint that find_checkpoint finds: a rate, "raw", or "" for the first rate."""
     checkpoint = find_checkpoint(run_dir, step)
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")

@@ -41,7 +41,7 @@ class EMA:
         self.ramp = ramp
         self.optim = optim
         self.buffers = optim.buffers
-        kept = model.state_dict()  # of a model with adapters, they alone
+        kept = model.state_dict()  # a model with adapters averages only these
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name in kept}
         self.weights = [buffer.own for buffer in self.buffers]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}

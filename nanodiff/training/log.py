@@ -1,4 +1,4 @@
-"""What a run prints and writes: log lines, config.json, metrics.jsonl, grids, wandb."""
+"""A run's output: log lines, config.json, metrics.jsonl, grids, wandb."""
 
 import base64
 import json
@@ -37,7 +37,7 @@ class Meter:
         self.steps, self.seconds, self.data_seconds = 0, 0.0, 0.0
 
     def state_dict(self) -> list[dict]:
-        """What the next line adds up, of each rank; a collective. Empty except on rank 0."""
+        """Each rank's sums for the next line; a collective. Empty except on rank 0."""
         return gather_objects({"images": self.num_images, "sums": {name: x.cpu() for name, x in self.sums.items()}})
 
     def load_state_dict(self, state: list[dict]) -> None:

@@ -184,7 +184,7 @@ class Buffer:
         self.grad_dtype = grad_dtype
         self.names = [group["names"][i] for i in part]
         self.params = [group["params"][i] for i in part]
-        self.place = group["places"][part[0]]  # of the earliest parameter, whose gradient comes last
+        self.place = group["places"][part[0]]  # place of the earliest parameter, whose gradient comes last
         self.missing = len(part)  # gradients that backward has still to compute
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
@@ -192,7 +192,7 @@ class Buffer:
         self.mine = slice(rank * share, (rank + 1) * share)
         self.flat = torch.zeros(world * share, device=self.params[0].device)
         self.own = self.flat[self.mine]
-        self.grad = None  # of `own`, between sync_grads and step
+        self.grad = None  # gradient of `own`, between sync_grads and step
         self.state = {key: torch.zeros_like(self.own) for key in STATE[group["kind"]]}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
