@@ -1,4 +1,4 @@
-"""Conditions: what a model is given beside x_t and t, one dict from the set to the model. Only here do names count.
+"""Conditions: what a model is given beside x_t and t, one dict from the set to the model. Their names matter only here.
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D), zeros behind their end
@@ -43,7 +43,7 @@ IMAGES = ("given", "low_res")  # a model takes one of them at most
 
 
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
-    """{name: shape of a row} of all that a model takes."""
+    """{name: shape of a row} of the conditions that a model takes."""
     shapes = {}
     if config.num_classes:
         shapes["y"] = ()
@@ -61,15 +61,16 @@ def droppable(config: Conditioned) -> list[str]:
 
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torch.Tensor]:
-    """Zeros (n, ...) of all that a model takes, to try it out."""
+    """Zeros (n, ...) for each condition that a model takes, to try it out."""
     dtypes = {"y": torch.int64}
     shapes = row_shapes(config).items()
     return {name: torch.zeros(n, *shape, dtype=dtypes.get(name), device=device) for name, shape in shapes}
 
 
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
-    """The model's inputs beside x_t and t: those of the `given` that it takes, null where `dropped` (N,), and those
-    that are made of x0."""
+    """The model's inputs beside x_t and t: the `given` conditions that it takes, null where `dropped` (N,), and those
+    that are made of x0.
+    """
     rows = given | made_from(x0, config)
     cond = {name: rows[name] for name in row_shapes(config)}
     if dropped is not None:
@@ -90,8 +91,9 @@ def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
 
 
 def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
-    """What stands for no condition, in the place of what can be dropped in `cond`: the null class for labels; NaN for
-    floats, which no row holds, so that null differs from every given value."""
+    """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
+    holds NaN, so null differs from every given value.
+    """
     null = {}
     for name in droppable(config):
         value = math.nan if cond[name].is_floating_point() else config.num_classes
@@ -100,13 +102,13 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
 
 
 def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) of as many dimensions."""
+    """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) with as many dimensions."""
     is_nan = x.isnan()
     return x.masked_fill(is_nan, 0), is_nan.flatten(1).any(1).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
 
 
 def input_channels(config: Conditioned) -> int:
-    """Of x_t with_images."""
+    """The number of channels of x_t with_images."""
     if config.given_channels:
         return config.in_channels + config.given_channels + 1
     return config.in_channels * (2 if config.low_res else 1)
@@ -143,7 +145,7 @@ def describe_conditions(meta: dict) -> dict:
 
 
 def facts_to_match(description: dict) -> dict[str, int]:
-    """What the data for a model of this description must share; classes are matched by name."""
+    """The facts in which data must agree with a model's description; classes are matched by name."""
     names = ["given_channels"] if description.get("given_channels") else []
     if description.get("vector_dim"):
         names += ["vector_dim", "vector_len"]
@@ -166,8 +168,9 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:
-    """Add to a set's `meta` what from_stored needs of its training rows, {name: arrays}: of vectors, mean and
-    deviation (D,) without the zeros behind a sequence's end; the deviation of what is constant is 1."""
+    """Add to a set's `meta` the statistics of its training rows, {name: arrays}, that from_stored needs: of vectors the
+    mean and deviation (D,), without the zeros behind a sequence's end. A constant has deviation 1.
+    """
     if "vectors" not in rows or "mean" in meta["vectors"]:  # a set of latents has those of its images
         return
     count, total, squares = 0, 0.0, 0.0
@@ -203,8 +206,8 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
     """Stored rows, arrays or tensors -> what models take.
 
-    Vectors: fp32, of mean 0 and deviation 1 in each of D by the description of the model's data; zeros behind a
-    sequence's end stay zeros. Second images (N, C, H, W): as to_model_range, mirrored as those that they go with.
+    Vectors become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
+    behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
     for name, x in cond.items():

@@ -90,7 +90,7 @@ FIGURES = {  # what is printed, the figure that was asked for first; the file ha
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What to evaluate: a run or samples; and the name of its data set
+# The run or the samples to evaluate, and the name of their data set
 
 rank = get_dist()[0]
 device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait

@@ -36,7 +36,7 @@ from nanodiff.files import write_atomic
 source = "auto"  # auto|{SOURCES}: auto looks at the path
 path = ""  # file or folder to read, or a pattern of tars; "" for shapes, and for cifar10 to download it
 name = ""  # data set name; "" = the source's, file's or folder's
-resolution = 0  # 0 or [4, 4096]: pixels per side; others are scaled and cropped; 0 keeps images of one size
+resolution = 0  # 0 or [4, 4096]: pixels per side; other images are scaled and cropped; 0 = as they are, all of one size
 labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv, .jsonl
 #                  or .json table. auto = by metadata.csv or the like, by the .cls or .json beside an image, else folder
 label_column = ""  # of tables, and of .json beside images; "" = label or class

@@ -101,7 +101,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
-    """Of the first `num_images`, or all, features (N, D) in an .npy, by any network; see collect_features."""
+    """Features (N, D) by any network, in an .npy: those of the first `num_images`, or all; see collect_features."""
     with reading(f"features {path!r}", "are no array"):
         rows = np.load(Path(path).expanduser(), allow_pickle=False)[: num_images or None]
         rows = torch.from_numpy(rows.astype(np.float32))
@@ -134,8 +134,9 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:
-    """The Frechet distance. Kernel distance, precision and recall if the reference keeps features; for "fid" also the
-    Inception score."""
+    """The Frechet distance; kernel distance, precision and recall if the reference keeps features; the Inception score
+    for "fid".
+    """
     if samples.mu.shape != reference.mu.shape:
         raise UserError(f"{metric}: {len(samples.mu)} features against {len(reference.mu)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}

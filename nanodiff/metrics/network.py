@@ -1,4 +1,4 @@
-"""What the judges have in common: Inception, the classifier, and how often they find the class that was asked for."""
+"""The base of all judges, and how often one finds the class that was asked for."""
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Network(nn.Module):
 
 
 def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
-    """The share of images (N,) that are right, as `name`; of those of each class in `labels` (N,), as NAME_of."""
+    """The share of images (N,) that are right, as `name`, and the share in each class of `labels` (N,), as NAME_of."""
     by_class = {}
     for k, class_name in enumerate(class_names):
         asked = labels == k
