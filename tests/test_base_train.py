@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -120,14 +121,10 @@ def set_up(run_script, capsys, *args):
     """What base_train prints up to the cut of the batch."""
     capsys.readouterr()
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanodiff.training.optim.param_groups", interrupt)
+        patch.setattr("nanodiff.training.optim.param_groups", Mock(side_effect=KeyboardInterrupt))
         run_script("base_train", *args)
     gc.collect()  # the frames of the interrupt hold the run's lock
     return capsys.readouterr().out
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt
 
 
 def test_a_horizon_behind_the_checkpoint_loses_nothing(tiny, run_script):

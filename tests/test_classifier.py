@@ -3,13 +3,16 @@
 import pytest
 import torch
 from conftest import refused
-from tiny_runs import make_data
+from processes import on_ranks
+from tiny_runs import assert_identical, make_data
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
+from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import (
     Classifier,
+    get_classifier,
     load_classifier,
     plan_training,
     save_classifier,
@@ -68,6 +71,16 @@ def test_training_is_a_function_of_the_seed(tiny):
     one, same, other = (train_classifier(*tiny, "cpu", seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+@pytest.mark.slow
+def test_the_first_rank_trains_for_all(tiny, monkeypatch):
+    def work(rank):
+        init_device("cpu")
+        return get_classifier(*tiny, "cpu").state_dict()
+
+    monkeypatch.setattr(module, "train_classifier", lambda *args: Classifier(3, 16, 8))  # of other weights on each rank
+    assert_identical(*on_ranks(work))
 
 
 def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):

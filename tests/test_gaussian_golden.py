@@ -58,9 +58,7 @@ def test_published_respacing():
 
 
 @pytest.mark.parametrize(
-    "row",
-    golden["losses"]["rows"],
-    ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}",
+    "row", golden["losses"]["rows"], ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}"
 )
 def test_published_losses(row):
     prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]

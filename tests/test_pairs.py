@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import refused
 from image_helpers import prepare
 from processes import run_process
 from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
 
-from nanodiff.common import UserError, make_generator
+from nanodiff.common import make_generator
 from nanodiff.conditions import conditioning, droppable
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.decode import decode_second
@@ -143,8 +144,7 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, cap
         (lambda: (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes()), "has 3 channels, the"),
     ):
         spoil()
-        with pytest.raises(UserError, match=message):
-            prepare(photos, resolution=16, pairs=str(masks))
+        refused(message, prepare, photos, resolution=16, pairs=str(masks))
 
 
 def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_script, tmp_path):
@@ -204,5 +204,4 @@ def test_samples_take_second_images_of_files(base, run_script, tmp_path):
         (tmp_path / "absent", "is not there"),
         ("val", "size='32x32'; accepted with a second image"),
     ):
-        with pytest.raises(UserError, match=message):
-            draw(place, "--size=32x32" if place == "val" else "--size=")
+        refused(message, draw, place, "--size=32x32" if place == "val" else "--size=")

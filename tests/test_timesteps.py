@@ -9,14 +9,7 @@ import torch.distributed as dist
 from conftest import golden, refused
 
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.timesteps import (
-    FOR_BOTH,
-    FOR_FLOW,
-    FOR_GAUSSIAN,
-    TIMESTEPS,
-    LossSecondMoment,
-    make_timesteps,
-)
+from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
 
 FLOW = FlowMatching()
 

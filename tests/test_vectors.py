@@ -163,24 +163,20 @@ SAMPLE = ("sample", "--model=a", "--device_type=cpu", "--steps=2", "--npz", "--n
 
 
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, run_script, tmp_path):
+    def drawn(name, *more):
+        run_script(*SAMPLE, *more, f"--out={tmp_path / name}")
+        return np.load(tmp_path / f"{name}.npz")["arr_0"]
+
     raw = one_hot(draw_shapes(24, seed=24)[1])
     np.save(tmp_path / "rows.npy", raw)
-    for name, more in (("val", ()), ("file", (f"--vectors={tmp_path / 'rows.npy'}",))):
-        run_script(*SAMPLE, *more, f"--out={tmp_path / name}")
-    np.savez(tmp_path / "rows.npz", vectors=raw)
-    run_script(*SAMPLE, f"--vectors={tmp_path / 'rows.npz'}", f"--out={tmp_path / 'again'}")
-    again = np.load(tmp_path / "again.npz")["arr_0"]
-    by_default, by_file = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("val", "file"))
-    np.testing.assert_array_equal(by_default, by_file)
-    np.testing.assert_array_equal(again, by_file)  # an .npz, as prepare_data takes it
-    sample = load_run("a", "cpu").sample
-    python = [sample(num_images=5, steps=2, vectors=rows) for rows in (raw, tmp_path / "rows.npy")]
-    np.testing.assert_array_equal(*python)
+    np.savez(tmp_path / "rows.npz", vectors=raw)  # as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
-    run_script(*SAMPLE, f"--vectors={tmp_path / 'other.npy'}", f"--out={tmp_path / 'other'}")
-    assert (np.load(tmp_path / "other.npz")["arr_0"] != by_file).any()
+    by_file = drawn("file", f"--vectors={tmp_path / 'rows.npy'}")
+    np.testing.assert_array_equal(drawn("val"), by_file)
+    np.testing.assert_array_equal(drawn("again", f"--vectors={tmp_path / 'rows.npz'}"), by_file)
+    assert (drawn("other", f"--vectors={tmp_path / 'other.npy'}") != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
-    refused("another protocol", run_script, *SAMPLE, f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'file'}")
+    refused("another protocol", drawn, "file", f"--vectors={tmp_path / 'rows.npy'}")
 
 
 def test_the_page_guides_what_the_script_guides(here):

@@ -5,15 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from nanodiff.data.shapes import (
-    CLASS_NAMES,
-    COLOURS,
-    GROUND,
-    draw_masks,
-    draw_poses,
-    draw_shapes,
-    paint,
-)
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_masks, draw_poses, draw_shapes, paint
 from nanodiff.metrics import well_formed
 from nanodiff.metrics.well_formed import distances, measure_form
 
