@@ -26,14 +26,14 @@ import torch.nn.functional as F
 
 import nanodiff
 from configurator import check, configure, read_settings
-from nanodiff.common import UserError, base_dir, print0
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import FACTS
 from nanodiff.data.decode import open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, load_run, read_meta, shipped
+from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_meta, shipped
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
 from nanodiff.sampling.given import GivenImages
@@ -58,11 +58,9 @@ FRAME_SIZE = 64  # pixels per image in these pictures
 
 
 def list_runs(first: Path) -> dict[str, Path]:
-    """{tag: folder or file}: `first`, then the other runs with checkpoints, newest first, then the shipped weights."""
-    others = [path for path in (base_dir() / "runs").glob("*") if list_checkpoints(path)]
-    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    """{tag: folder or file}: `first`, then the other runs, newest first, then the shipped weights."""
     runs = {}
-    for path in [first, *others, *shipped().values()]:
+    for path in [first, *known_runs(), *shipped().values()]:
         runs.setdefault(path.name.removesuffix(".safetensors"), path)
     return runs
 

@@ -98,14 +98,19 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(WEIGHTS.glob("*.safetensors"))}
 
 
+def known_runs() -> list[Path]:
+    """Folders of runs, the one that was written to last first."""
+    runs = [path for path in (base_dir() / "runs").glob("*") if (path / "checkpoints").is_dir()]
+    return sorted(runs, key=os.path.getmtime, reverse=True)
+
+
 def find_run(run: str) -> Path:
     """The folder of a run, or a file, by its path or tag, or shipped weights by their name; "" is the run that was
     written to last or, if there is none, the first of the shipped weights."""
-    runs = base_dir() / "runs"
-    known = sorted((p for p in runs.glob("*") if (p / "checkpoints").is_dir()), key=os.path.getmtime)
-    if not run and (found := known[-1:] or [*shipped().values()]):
+    known = known_runs()
+    if not run and (found := [*known, *shipped().values()]):
         return found[0]
-    for path in (os.path.expanduser(run), runs / run, shipped().get(run, "")) if run else ():
+    for path in (os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")) if run else ():
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
     tags = nearest(run, [p.name for p in known])

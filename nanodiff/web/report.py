@@ -54,6 +54,7 @@ class Run:
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
     every: int  # one line about training in so many was read
+    results: list[dict]  # of base_eval
 
     @property
     def name(self) -> str:
@@ -79,7 +80,8 @@ def read_run(folder: Path, over_images: bool) -> Run:
             if isinstance(value, int | float) and math.isfinite(value):
                 logged.setdefault(key, {})[line["step"]] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
-    return Run(folder.resolve(), facts, logged, per_step, every)
+    results = [read_json(path) for path in sorted(folder.glob("eval_*.json"))]
+    return Run(folder.resolve(), facts, logged, per_step, every, results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,9 +250,8 @@ def progress(run: Run) -> str:
     return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}{thinned}</p>"
 
 
-def evaluation(path: Path, run: Run) -> str:
+def evaluation(result: dict, run: Run) -> str:
     """Results of base_eval: floats except settings were measured, the rest is protocol."""
-    result = json.loads(path.read_text())
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
     real, protocol = flat(result.pop("real_images", {})), flat(result)
@@ -276,8 +277,7 @@ def best(run: Run) -> dict:
     for key in ("val/loss", "val/loss_ema", "val/bpd", "val/fid", "val/fd_classifier", "val/fd_simclr"):
         if key in run.logged:
             figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
-    for path in sorted(run.folder.glob("eval_*.json")):
-        result = json.loads(path.read_text())
+    for result in run.results:
         metric = result["metric"]
         for key in (metric, "total_bpd", "precision", "recall"):
             if key in result:
@@ -323,13 +323,14 @@ def differences(runs: list[Run]) -> str:
 def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
+    differing = differences(runs)  # before evaluation() takes the results apart
     evaluations, everything = "", {}
     for run in runs:
         everything |= versions(run)
-        for file in sorted(run.folder.glob("eval_*.json")):
-            evaluations += evaluation(file, run)
+        for result in run.results:
+            evaluations += evaluation(result, run)
     strips = "".join(strip(run) for run in runs)
-    parts = [evaluations, f'<div class="charts">{strips}{charts(runs)}</div>', differences(runs)]
+    parts = [evaluations, f'<div class="charts">{strips}{charts(runs)}</div>', differing]
     if len(runs) > 1:
         parts.reverse()
     body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs) + "".join(parts)
