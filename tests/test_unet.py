@@ -31,11 +31,11 @@ def test_published_weights_and_outputs(case):
     model = UNet(config).eval()
     model.load_state_dict(state_dict, strict=True)
     t, y = torch.tensor(case["inputs"]["t"]), case["inputs"]["y"] and torch.tensor(case["inputs"]["y"])
-    low_res = wave((2, 3, 4, 4), 1) if config.low_res else None
+    images = {"low_res": wave((2, 3, 4, 4), 1)} if config.low_res else {}
     for layout, tolerance in ((torch.contiguous_format, 2e-5), (torch.channels_last, 5e-5)):
         with torch.no_grad():
             x_t = wave((2, 3, 16, 16)).to(memory_format=layout)
-            out = model.to(memory_format=layout)(x_t, t, y, low_res=low_res)
+            out = model.to(memory_format=layout)(x_t, t, y, **images)
         assert out.dtype == torch.float32
         assert_figures(out, case["forward"], tolerance)
     again = to_openai(model.state_dict(), config)

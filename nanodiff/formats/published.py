@@ -63,7 +63,7 @@ OPTIONS = {  # those of them that each form lacks
 SIT = re.compile("(?<![a-z])(sit|repa)(?![a-z])", re.IGNORECASE)
 META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
-NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions")
+NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
 
 def renamed(state_dict: dict, pairs) -> dict:
@@ -200,11 +200,13 @@ def from_openai(
 
 
 def to_openai(state_dict: dict, config: UNetConfig) -> dict:
-    """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class."""
+    """Turn the state dict of a UNet into that of openai/improved-diffusion, which has no null class or image."""
     theirs = with_attention(state_dict, 1)
     if config.num_classes and config.null_class:
         theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
         print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
+    if config.given_channels:
+        theirs["input_blocks.0.0.weight"] = theirs["input_blocks.0.0.weight"][:, :-1].clone()
     return theirs
 
 
