@@ -64,9 +64,9 @@ NOT_RUN = {
     # measures for minutes, serves until it is stopped (both have tests of their own), downloads
     "bench", "sample_web", "base_train --fid_every=5000", "prepare_data --source=cifar10 --name=cifar10",
     # words in a text, to be completed by a path, a run or a set
-    "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "sample", "sample --npz",
-    "cache_latents --autoencoder=PATH", "base_train --init_from=FILE", "sample --guide_model=WEAKER_RUN",
-    "base_train --init_from=RUN --lora_rank=8", "base_train --objective=flow_map", "base_eval --metric=fid",
+    "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "prepare_data --pairs=MASKS",
+    "sample", "sample --npz", "cache_latents --autoencoder=PATH", "base_train --init_from=FILE",
+    "sample --guide_model=WEAKER_RUN", "base_train --init_from=RUN --lora_rank=8", "base_train --objective=flow_map", "base_eval --metric=fid",
 }  # fmt: skip
 
 
@@ -96,6 +96,7 @@ def place(base, monkeypatch):
     make_data("mnist", resolution=28)
     for file in make_folder(base / "FOLDER", sizes=((20, 30), (30, 20)), per_class=6):
         (base / "FOLDER" / file).with_suffix(".txt").write_text("a caption")
+    make_folder(base / "MASKS", sizes=((20, 30), (30, 20)), per_class=6)
     (base / "shards").mkdir()
     archive(base / "FOLDER", "tar", base / "shards" / "0.tar")
     np.save("scans.npy", np.arange(20 * 64.0).reshape(20, 8, 8))
