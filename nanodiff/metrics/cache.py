@@ -25,7 +25,12 @@ def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict | N
         else:
             hashed.update(np.ascontiguousarray(x))
     key = hashed.hexdigest()
-    arrays = read_cache(path, key) if is_first and path.exists() else None
+    arrays = None
+    if is_first and path.exists():
+        with reading(path, "is damaged: delete it, and it is computed again"):
+            arrays = {**np.load(path, allow_pickle=False)}
+        if str(arrays.pop("key")) != key:
+            arrays = None
     if from_first_rank(arrays is not None):
         return arrays
     arrays = compute()
@@ -36,10 +41,3 @@ def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict | N
         except OSError as error:  # a data set on a read-only disk: the next call computes it again
             print0(f"warning: {path} cannot be written: {error.strerror}")
     return arrays
-
-
-def read_cache(path: Path, key: str) -> dict | None:
-    """The arrays in the file, or None if it was written under another key."""
-    with reading(path, "is damaged: delete it, and it is computed again"), np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    return arrays if str(arrays.pop("key")) == key else None
