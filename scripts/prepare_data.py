@@ -144,7 +144,7 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
         raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
     skipped, counts, per_class = [], Counter(), Counter()
     with Progress(images_in.num_images, "images", "preparing") as bar:
-        for note in make_parts(images_in, resolution, writer.folder):
+        for note in make_parts(images_in, resolution, writer.folder, options.workers):
             for group in note["groups"]:
                 per_class.update(group["y"])
                 cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}

@@ -1,34 +1,29 @@
-"""Folders, tars and zips as streams of their files, in groups that share their path up to the suffix."""
+"""Folders, tars and zips as streams of their files."""
 
 import functools
 import glob
 import gzip
-import itertools
 import os
 import posixpath
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanodiff.files import reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-TARS = (".tar", ".tar.gz", ".tgz")
-
-
-def is_hidden(name: str) -> bool:
-    """Is a file hidden, or added by macOS?"""
-    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
 def is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not is_hidden(name)
+    """By suffix, but not if hidden or added by macOS."""
+    hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+    return name.lower().endswith(SUFFIXES) and not hidden
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A container: path -> its files on the disk, and a list of streams, one per archive. stream(wanted) yields the (name,
-# path or content) of each member, or (name, None) if not wanted(name).
+# A container: path -> its files on the disk, and a stream for each archive. stream(suffixes) yields (name, path or
+# content) of all members; the content may be None if the name has none of these suffixes.
 
 
 def open_folder(path: Path):
@@ -46,15 +41,11 @@ def open_folder(path: Path):
             seen.add(os.path.realpath(folder))
             names += [os.path.relpath(os.path.join(folder, file), path) for file in files]
     names.sort(key=posixpath.splitext)
-    shards = [os.path.join(path, name) for name in names if name.endswith(TARS)]
-    if shards and not any(is_image(name) for name in names):
-        return open_tars(shards)
-
-    def stream(wanted):
-        for name in names:
-            yield name, os.path.join(path, name) if wanted(name) else None
-
-    return [os.path.join(path, name) for name in names], [stream]
+    tars = [os.path.join(path, name) for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
+    if tars and not any(is_image(name) for name in names):
+        return open_tars(tars)
+    files = [os.path.join(path, name) for name in names]
+    return files, [lambda suffixes: zip(names, files)]
 
 
 def open_unzipped(path: str | Path):
@@ -64,13 +55,13 @@ def open_unzipped(path: str | Path):
     return gzip.open(path, "rb") if is_gzip else open(path, "rb")
 
 
-def read_tar(wanted: Callable[[str], bool], path: str | Path, below: str = "") -> Iterator:
+def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:
     """The files of a .tar or .tar.gz as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
     with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         while (member := tar.next()) is not None:
             name = posixpath.normpath(posixpath.join(below, member.name))
             if member.isreg():
-                yield name, tar.extractfile(member).read() if wanted(name) else None
+                yield name, tar.extractfile(member).read() if name.lower().endswith(suffixes) else None
             elif not member.isdir():
                 yield f"{name} (a link)", None  # no image, by its suffix: one of the files that are ignored
             tar.members.clear()  # else the list of a large archive fills the memory
@@ -80,36 +71,30 @@ def read_tar(wanted: Callable[[str], bool], path: str | Path, below: str = "") -
             raise tarfile.ReadError("no end of the archive where the last file ends")
 
 
-def open_tars(shards: list[str]):
+def open_tars(tars: list[str]):
     """Tars as one container. A tar in a sub-folder, such as train/, counts as if its members lay in that folder."""
-    root = os.path.commonpath([os.path.dirname(shard) for shard in shards])
-    below = [os.path.relpath(os.path.dirname(shard), root or ".") for shard in shards]
-    return shards, [functools.partial(read_tar, path=shard, below=place) for shard, place in zip(shards, below)]
+    folders = [os.path.dirname(os.path.abspath(tar)) for tar in tars]
+    root = os.path.commonpath(folders)
+    below = [os.path.relpath(folder, root) for folder in folders]
+    return tars, [functools.partial(read_tar, path=tar, below=place) for tar, place in zip(tars, below)]
 
 
 def open_pattern(path: Path):
     """A tar, or all tars that a pattern such as shards/*.tar matches."""
-    return open_tars([str(path)] if path.is_file() else sorted(glob.glob(str(path))))
+    return open_tars(sorted(glob.glob(str(path))) or [str(path)])
 
 
 def open_zip(path: Path):
     with reading(path):
         archive = zipfile.ZipFile(path)
-    names = {name for name in archive.namelist() if not name.endswith("/")}
+    names = sorted({name for name in archive.namelist() if not name.endswith("/")}, key=posixpath.splitext)
 
-    def stream(wanted):
+    def stream(suffixes):
         with reading(path):
-            for name in sorted(names, key=posixpath.splitext):
-                yield name, archive.read(name) if wanted(name) else None
+            for name in names:
+                yield name, archive.read(name) if name.lower().endswith(suffixes) else None
 
     return [str(path)], [stream]
 
 
 CONTAINERS = {"folder": open_folder, "tar": open_pattern, "zip": open_zip}
-
-
-def groups(streams: list, wanted: Callable[[str], bool]) -> Iterator[list[tuple]]:
-    """Group neighbouring files that share their path up to the last suffix: an image and the files beside it."""
-    for stream in streams:
-        for _, members in itertools.groupby(stream(wanted), lambda member: posixpath.splitext(member[0])[0]):
-            yield list(members)

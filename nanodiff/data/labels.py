@@ -1,18 +1,20 @@
-"""Which class, caption and split an image has: by a table, by a file beside it, or by its path."""
+"""Which class, caption and split an image has: by a table, by files beside it, or by its folder."""
 
 import codecs
 import csv
 import io
+import itertools
 import json
 import posixpath
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.containers import SUFFIXES
+from nanodiff.data.containers import SUFFIXES, is_image
 from nanodiff.files import reading
 
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, in any case; the first that is there
@@ -21,8 +23,7 @@ TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # 
 FILE_COLUMNS = ("file_name", "file", "image")
 LABEL_COLUMNS = ("label", "class")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-ACCEPTED = "rows of file,class or a header with the columns file and label, or text"
-
+BESIDE = {".cls": "label", ".txt": "text"}  # files beside an image, and what their text is
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Class and caption: (str, str), "" for what is not said
@@ -50,114 +51,136 @@ def class_and_caption(row: dict, options) -> tuple[str, str]:
     return pick(row, options.label_column, LABEL_COLUMNS), pick(row, options.caption_column, CAPTION_COLUMNS)
 
 
-def beside(files: dict[str, str | bytes], stem: str, options) -> tuple[str, str, set[str]]:
-    """Class and caption from the files beside an image, {suffix: path or content}, and the suffixes that gave them."""
-    label, caption, used = "", "", set()
-    if ".json" in files:
-        with reading(f"{stem}.json"):
-            row = json.loads(text_of(files[".json"], f"{stem}.json"))
-        if isinstance(row, dict):
-            label, caption = class_and_caption(row, options)
-            used = {".json"} if label or caption else used
-    if ".cls" in files and options.labels == "auto":
-        label = label or text_of(files[".cls"], f"{stem}.cls").strip()
-        used.add(".cls")
-    if ".txt" in files:
-        caption = caption or " ".join(text_of(files[".txt"], f"{stem}.txt").split())
-        used.add(".txt")
-    return label, caption, used
-
-
 def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str, str]]:
     """A .csv, .jsonl or .json, given its path or content -> {file: (class, caption)}.
 
-    Rows are found by column; those of a .csv without a header are file,class. EDM's dataset.json has pairs of them."""
+    Rows are read by column; those of a .csv without a header are file,class. EDM's dataset.json has pairs of these."""
     text = text_of(payload, where)
     table = {}
     with reading(where, "is not a table"):
         if where.endswith(".csv"):
-            rows = csv_rows(text, where)
+            rows = list(csv.reader(io.StringIO(text, newline="")))
+            is_header = rows and not set(rows[0]).isdisjoint(FILE_COLUMNS) and len(set(rows[0])) == len(rows[0])
+            columns = rows[0] if is_header else ["file", "label"]
+            rows = [dict(itertools.zip_longest(columns, row)) for row in rows]
         elif where.endswith(".jsonl"):
-            rows = ((f"line {i}", json.loads(line)) for i, line in enumerate(text.split("\n"), 1) if line.strip())
+            rows = [json.loads(line or "{}") for line in text.split("\n")]
         else:
-            found = json.loads(text)
-            if isinstance(found, dict):
-                found = [{"file": file, "label": label} for file, label in found["labels"] or []]
-            rows = ((f"row {i}", row) for i, row in enumerate(found, 1))
-        for place, row in rows:
+            rows = json.loads(text)
+            if isinstance(rows, dict):
+                rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
+        for number, row in enumerate(rows, 1):
+            if not any(row.values()) or all(name == value for name, value in row.items()):  # empty, or the header
+                continue
             file, facts = pick(row, "", FILE_COLUMNS), class_and_caption(row, options)
             if not file.lower().endswith(SUFFIXES):
-                given = ",".join(map(str, row.values()))
-                raise UserError(f"{where}, {place}: found {given!r}; accepted: {ACCEPTED}")
-            file = posixpath.normpath(file)
-            if table.setdefault(file, facts) != facts:
-                (now, _), (before, _) = facts, table[file]
-                raise UserError(f"{where}, {place}: {file!r} has the class {now!r} here and {before!r} before")
+                found = ",".join(str(value) for value in row.values() if value is not None)
+                accepted = "rows of file,class or a header with the columns file and label, or text"
+                raise UserError(f"{where}, line {number}: found {found!r}; accepted: {accepted}")
+            before = table.setdefault(posixpath.normpath(file), facts)
+            if before != facts:
+                raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
     return table
 
 
-def csv_rows(text: str, where: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The place of each row, and its values by column."""
-    columns = ["file", "label"]
-    rows = csv.reader(io.StringIO(text, newline=""))
-    for row in rows:
-        is_header = rows.line_num == 1 and not set(row).isdisjoint(FILE_COLUMNS)
-        if is_header:
-            columns = row
-        if is_header and len(set(row)) < len(row):
-            raise UserError(f"{where}, line 1: found {','.join(row)!r}; accepted: columns of different names")
-        if row and not is_header:
-            yield f"line {rows.line_num}", dict(zip(columns, row))
+def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
+    """The table that options.labels names, or those beside the images: {name: (class, caption)}; None without one."""
+    if options.labels not in LABELS:
+        file = Path(options.labels).expanduser()
+        if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
+            raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .jsonl or .json file")
+        return read_table(str(file), str(file), options)
+    table = None
+    for name, payload in itertools.chain(*(stream(TABLES) for stream in streams)):
+        if posixpath.basename(name) in TABLES:
+            folder = posixpath.dirname(name)
+            rows = read_table(payload, name, options).items()
+            table = (table or {}) | {posixpath.normpath(posixpath.join(folder, file)): facts for file, facts in rows}
+    return table
+
+
+def samples(streams: list, suffixes: tuple, table: dict, options, ignored: Counter) -> Iterator[tuple]:
+    """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes.
+
+    Neighbours that share their path up to the last suffix are an image and what lies beside it. Files that are not
+    used are `ignored`, counted by suffix."""
+    for stream in streams:
+        members = stream((*BESIDE, ".json", *suffixes))
+        for stem, group in itertools.groupby(members, lambda member: posixpath.splitext(member[0])[0]):
+            group = dict(group)
+            images = [name for name in group if is_image(name)]
+            row = {}
+            for name in group.keys() - images:
+                suffix = name.removeprefix(stem)
+                if images and suffix in BESIDE:
+                    row[BESIDE[suffix]] = text_of(group[name], name)
+                    continue
+                if images and suffix == ".json":
+                    with reading(name):
+                        found = json.loads(text_of(group[name], name))
+                    if isinstance(found, dict) and any(class_and_caption(found, options)):
+                        row = found | row
+                        continue
+                if posixpath.basename(name) not in TABLES:
+                    ignored[suffix or posixpath.basename(name)] += 1
+            beside = class_and_caption(row, options)
+            for name in images:
+                label, caption = table.get(name, ("", ""))
+                if options.labels == "auto":
+                    label = label or beside[0]
+                yield name, group[name], label, caption or beside[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Classes and splits
 
 
-class Place(NamedTuple):
+@dataclass
+class Place:
     """Images of one folder and one class."""
 
     folder: str
     label: str  # "" if nothing gives it
     example: str  # the name of one
-    count: int
+    count: int = 0
+    split: str | None = ""  # "train", "val", "" if there are no splits, None beside them
+    number: int = 0  # of its class
 
 
 def val_mask(num: int, val_fraction: float, seed: int) -> np.ndarray:
     """(num,) bool: which images are held out; at least one unless val_fraction is 0."""
     mask = np.zeros(num, bool)
     if val_fraction > 0 and num > 1:
-        count = round(num * val_fraction)
-        count = min(max(count, 1), num - 1)
-        order = np.random.default_rng([seed, num]).permutation(num)
-        mask[order[:count]] = True
+        count = min(max(round(num * val_fraction), 1), num - 1)
+        mask[np.random.default_rng([seed, num]).permutation(num)[:count]] = True
     return mask
 
 
-def split_folders(places: list[Place]) -> tuple[list[list[str]], list[str]]:
-    """-> the path of each place below its split, as a list of folders, and its split: "train", "val", "" if there is no
-    split, None if it lies beside them.
+def split_folders(places: list[Place]) -> list[Place]:
+    """Find the splits of places, and leave them out of the folders -> the places in a split.
 
     A train/ folder with val/ or test/ beside it is a split. One folder around all others, as archives often have, is
-    left out of the paths.
+    left out, too.
     """
-    paths = [place.folder.split("/") if place.folder else [] for place in places]
-    tops = {path[0] if len(path) > 1 else "" for path in paths}
+    tops = {top if below else "" for top, _, below in (place.folder.partition("/") for place in places)}
     if len(tops) == 1 and "" not in tops:
-        paths = [path[1:] for path in paths]
-    tops = [path[0].lower() if path else "" for path in paths]
+        for place in places:
+            place.folder = place.folder.partition("/")[2]
+    tops = [place.folder.partition("/")[0].lower() for place in places]
     val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
     if val is None or "train" not in tops:
-        return paths, [""] * len(paths)
-    splits = [{"train": "train", val: "val"}.get(top) for top in tops]
-    num_beside = sum(place.count for place, split in zip(places, splits) if split is None)
+        return places
+    for place, top in zip(places, tops):
+        place.split = {"train": "train", val: "val"}.get(top)
+        place.folder = place.folder.partition("/")[2]
+    num_beside = sum(place.count for place in places if place.split is None)
     if num_beside:
         print0(f"left out {num_beside:,} images beside train/ and {val}/")
-    return [path[1:] for path in paths], splits
+    return [place for place in places if place.split]
 
 
-def classify(places: list[Place], labels: str, has_table: bool) -> tuple[list[str], list[int], list[str]]:
-    """-> class_names, the class of each place, the split of each (see split_folders).
+def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
+    """Find the split and the class of places -> class_names.
 
     labels     an image's class
     "folder"   its first folder, below a split's
@@ -165,21 +188,22 @@ def classify(places: list[Place], labels: str, has_table: bool) -> tuple[list[st
     "auto"     that of its place, if any has one; else "none" with a table, "folder" if there are folders
     others     that of its place
     """
-    paths, splits = split_folders(places)
-    classes = [place.label for place in places]
-    by_folder = labels == "folder" or (labels == "auto" and not any(classes) and not has_table and any(paths))
-    if by_folder:
-        classes = [path[0] if path else "" for path in paths]
-    elif labels == "none" or (labels == "auto" and not any(classes)):
-        return [], [0] * len(places), splits
-    inside = [i for i, split in enumerate(splits) if split is not None]
-    absent = [places[i] for i in inside if not classes[i]]
+    places = split_folders(places)
+    if labels == "auto" and not any(place.label for place in places):
+        labels = "folder" if not has_table and any(place.folder for place in places) else "none"
+    if labels == "none":
+        return []
+    if labels == "folder":
+        for place in places:
+            place.label = place.folder.partition("/")[0]
+    absent = [place for place in places if not place.label]
     if absent:
-        counts = [sum(place.count for place in some) for some in (absent, places)]
+        of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
         missing = f"labels={labels!r} gives no class (--labels=none ignores classes)"
-        raise UserError("{} for {:,} of {:,} images, such as {!r}".format(missing, *counts, absent[0].example))
-    class_names = sorted({classes[i] for i in inside})
+        raise UserError(f"{missing} for {of_all}, such as {absent[0].example!r}")
+    class_names = sorted({place.label for place in places})
     if all(name.isdecimal() for name in class_names):
         class_names.sort(key=int)
-    numbers = {name: i for i, name in enumerate(class_names)}
-    return class_names, [numbers.get(name, 0) for name in classes], splits
+    for place in places:
+        place.number = class_names.index(place.label)
+    return class_names

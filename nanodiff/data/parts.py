@@ -30,7 +30,7 @@ def write_note(file: Path, note: dict) -> None:
     write_atomic(file, json.dumps(note).encode())
 
 
-def make_parts(source: Source, resolution: int, folder: Path) -> Iterator[dict]:
+def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
     """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
     number of workers."""
     channels = 3 + source.meta.get("given", {}).get("channels", 0)
@@ -39,7 +39,7 @@ def make_parts(source: Source, resolution: int, folder: Path) -> Iterator[dict]:
     tasks = enumerate(make_tasks(source.items, 3 * resolution**2, most, MAX_SHARD_BYTES))
     work = functools.partial(write_part, sizes=source.sizes, folder=folder)
     first = None
-    for note in ordered_map(work, tasks, source.workers):
+    for note in ordered_map(work, tasks, workers):
         if note["groups"] and not source.sizes:
             here = note["groups"][0]["name"], note["groups"][0]["shape"]
             first = first or here

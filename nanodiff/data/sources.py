@@ -1,7 +1,9 @@
 """Image sources: detection by path, readers of image files, CIFAR-10, IDX, .npz and .npy, vectors."""
 
+import functools
 import glob
 import hashlib
+import itertools
 import json
 import posixpath
 import zipfile
@@ -16,25 +18,15 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import (
-    CONTAINERS,
-    SUFFIXES,
-    groups,
-    is_hidden,
-    is_image,
-    open_folder,
-    open_unzipped,
-    read_tar,
-)
+from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_folder, open_unzipped, read_tar
 from nanodiff.data.decode import Item, Second, aspect_ratio, decode_second, import_pillow
-from nanodiff.data.labels import LABELS, TABLES, Place, beside, classify, read_table, val_mask
+from nanodiff.data.labels import LABELS, Place, classify, find_table, samples, val_mask
 from nanodiff.files import download, reading, writing
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-BESIDE = (".cls", ".txt", ".json")  # what is read beside an image
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 
 
@@ -65,9 +57,8 @@ class Source:
     num_images: int
     class_names: list[str]  # [] = unlabelled
     items: Iterator[Item]
-    names: Callable[[], list[str]] | None = None  # of image files
-    files: list[str] = field(default_factory=list)  # that they are read from
-    workers: int = 1  # threads that may decode them
+    unread: Callable[[], Iterator[Item]] | None = None  # items of image files, without their content
+    files: list[str | Path] = field(default_factory=list)  # that they are read from
     state: str = ""  # hash of the files' names, sizes and times
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
@@ -106,13 +97,12 @@ def open_source(source: str, path: str, options: Options) -> Source:
         source = detect(file)
     if source in CONTAINERS:
         found = read_images(file, source, options)
-    elif options.side_unit:
-        raise UserError(f"aspect_buckets is for image files; those of source={source!r} have one size")
-    elif options.labels not in ("auto", "none"):
-        raise UserError(f"labels={options.labels!r} is for image files; for source={source!r} accepted: auto, none")
-    elif options.label_column or options.caption_column or options.captions:
-        raise UserError(f"label_column, caption_column and captions are for image files, not for source={source!r}")
     else:
+        for setting in ("side_unit", "labels", "label_column", "caption_column", "captions"):
+            value = getattr(options, setting)
+            if value not in (0, "", "auto", "none"):
+                name = "aspect_buckets" if setting == "side_unit" else f"{setting}={value!r}"
+                raise UserError(f"{name} is for image files, not source={source!r}; labels accepted: auto, none")
         found = READERS[source](file, options)
         found.files = sorted(file.iterdir()) if file.is_dir() else [file] * bool(path)
     if options.labels == "none":
@@ -124,63 +114,13 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if options.pairs:
         add_pairs(found, Path(options.pairs).expanduser(), options.scaling)
     tables = [options.vectors, "" if options.labels in LABELS else options.labels]
-    read = [Path(file).expanduser() for file in [*filter(None, tables), *found.files]]
+    read = [Path(name).expanduser() for name in [*filter(None, tables), *found.files]]
     stats = [(str(file), file.stat()) for file in read if file.exists()]  # not a link to nowhere
-    found.state = hashlib.sha256(
-        json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode()
-    ).hexdigest()
-    found.workers = options.workers if source in CONTAINERS else 1
+    facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    found.state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
-
-
-@dataclass
-class Samples:
-    """The image files of a container with what is beside them, read as a stream, as often as one likes; only tables
-    stay in memory."""
-
-    streams: list
-    options: Options
-    table: dict[str, tuple[str, str]] | None  # name -> class, caption
-    ignored: Counter = field(default_factory=Counter)  # files by suffix, found while iterating
-
-    def read(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str | bytes, str, str]]:
-        """(name, path or content if it is `wanted`, class, caption) of each image."""
-        for members in groups(self.streams, lambda name: name.endswith(BESIDE) or wanted(name)):
-            images, files = [], {}
-            for name, payload in members:
-                if is_image(name):
-                    images.append((name, payload))
-                elif posixpath.basename(name) not in TABLES:
-                    kind = "hidden" if is_hidden(name) else posixpath.splitext(name)[1] or "without suffix"
-                    files[kind] = payload
-            label, caption, used = "", "", set()
-            if images:
-                stem, _ = posixpath.splitext(members[0][0])
-                label, caption, used = beside(files, stem, self.options)
-            self.ignored.update(files.keys() - used)
-            for name, payload in images:
-                named = (self.table or {}).get(name, ("", ""))
-                yield name, payload, named[0] or label, named[1] or caption
-
-
-def open_samples(streams: list, options: Options) -> Samples:
-    """Samples with the table that options.labels names, or with the tables beside the images."""
-    file = Path(options.labels).expanduser()
-    if options.labels not in LABELS:
-        if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
-            accepted = f"{', '.join(LABELS)}, or a table: .csv, .jsonl or .json"
-            raise UserError(f"labels={options.labels!r}; accepted: {accepted}")
-        return Samples(streams, options, read_table(str(file), str(file), options))
-    table = None
-    for stream in streams:
-        for name, payload in stream(lambda name: posixpath.basename(name) in TABLES):
-            if payload is not None:
-                folder = posixpath.dirname(name)
-                rows = read_table(payload, name, options).items()
-                table = (table or {}) | {posixpath.normpath(posixpath.join(folder, file)): row for file, row in rows}
-    return Samples(streams, options, table)
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
@@ -188,119 +128,103 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     import_pillow()
     print0(f"listing the files in {path}")
     files, streams = CONTAINERS[kind](path)
-    samples = open_samples(streams, options)
-    places, kinds, ratios = {}, array("I"), array("d")  # (folder, class) -> its number and an image; of each image
-    unknown = set(samples.table or ())
-    num_captions = 0
-    for name, payload, label, caption in samples.read(is_image if options.side_unit else no_image):
+    table = find_table(streams, options)
+    read = functools.partial(samples, streams, table=table or {}, options=options)
+    ignored, unknown, num_captions = Counter(), set(table or ()), 0
+    places, place_of, ratios = {}, array("I"), array("d")
+    for name, payload, label, caption in read(SUFFIXES if options.side_unit else (), ignored=ignored):
         if options.labels == "file":
             start, underscore, _ = posixpath.basename(name).partition("_")
             label = start if underscore else ""
-        number, _ = places.setdefault((posixpath.dirname(name), label), (len(places), name))
-        kinds.append(number)
+        key = posixpath.dirname(name), label
+        number, place = places.setdefault(key, (len(places), Place(*key, name)))
+        place_of.append(number)
+        place.count += 1
         unknown.discard(name)
         num_captions += bool(caption)
         if options.side_unit:
             ratios.append(aspect_ratio(payload))
-    if not kinds:
+    if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
-    counts = np.bincount(kinds)
-    places = [Place(*place, example, counts[number]) for place, (number, example) in places.items()]
-    print_listed(samples, places, unknown, num_captions)
-    class_names, numbers, splits = classify(places, options.labels, samples.table is not None)
-    is_in = np.array([split is not None for split in splits])[kinds]  # (n,)
-    is_val = np.array([split == "val" for split in splits])[kinds]
-    if "" in splits:
-        is_val = val_mask(len(kinds), options.val_fraction, options.seed)
+    places = [place for _, place in places.values()]
+    has_labels = any(place.label for place in places)
+    for setting, found in (("label_column", has_labels), ("caption_column", num_captions), ("captions", num_captions)):
+        if getattr(options, setting) and not found:
+            raise UserError(f"{setting}={getattr(options, setting)!r}: {path} has none in a table or beside an image")
+    if unknown:
+        print0(f"{len(unknown):,} labels have no file in {path}, such as {min(unknown)!r}")
+    if ignored:
+        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
+    if num_captions:
+        print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
+    if table is not None and options.labels == "auto" and not has_labels:
+        print0("unlabelled, as the table beside the images has no classes (--labels=folder takes the folders')")
+    class_names = classify(places, options.labels, table is not None)
+    held_out = val_mask(len(place_of), options.val_fraction, options.seed)
     sizes = []
     if options.side_unit:
-        ratios = np.array(ratios)[is_in]
-        ratios = ratios[ratios > 0]  # without the NaN of unreadable files
-        sizes = choose_sizes(ratios, options.resolution, options.side_unit, options.bucket_images)
+        ratios = [x for x, i in zip(ratios, place_of) if x > 0 and places[i].split is not None]  # NaN: unreadable
+        sizes = choose_sizes(np.array(ratios), options.resolution, options.side_unit, options.bucket_images)
 
-    def items(wanted):
-        for i, (name, payload, _, caption) in enumerate(samples.read(wanted)):
-            if is_in[i]:
-                yield Item(name, payload, numbers[kinds[i]], is_val[i], caption=caption)
+    def items(suffixes=()):
+        for i, (name, payload, _, caption) in enumerate(read(suffixes, ignored=Counter())):
+            place = places[place_of[i]]
+            if place.split is not None:
+                is_val = place.split == "val" if place.split else held_out[i]
+                yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
-        if not num_captions:
-            raise UserError(f"captions={options.captions!r}: no image in {path} has a caption")
         with writing(Path(options.captions).expanduser()) as file:
-            for item in items(no_image):
+            for item in items():
                 file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
-    names = lambda: [item.name for item in items(no_image)]
-    return Source(int(is_in.sum()), class_names, items(is_image), names, files=files, sizes=sizes)
+    num_images = sum(place.count for place in places if place.split is not None)
+    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes=sizes)
 
 
-def no_image(name: str) -> bool:
-    return False
+def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
+    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), labels (n,)); of split "" a share is held out."""
+    held_out = val_mask(num_images, options.val_fraction, options.seed)
 
+    def items():
+        numbers = itertools.count()
+        for split, images, labels in blocks:
+            for i, image, label in zip(numbers, images, labels):
+                is_val = split == "val" if split else held_out[i]
+                yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), int(label), is_val)
 
-def print_listed(samples: Samples, places: list[Place], unknown: set[str], num_captions: int) -> None:
-    """Report the files and labels that are not used; refuse a column that is nowhere."""
-    options = samples.options
-    if options.label_column and not any(place.label for place in places):
-        raise UserError(f"label_column={options.label_column!r} is in no table and no .json beside the images")
-    if options.caption_column and not num_captions:
-        raise UserError(f"caption_column={options.caption_column!r} is in no table and no .json beside the images")
-    if unknown:
-        print0(f"{len(unknown):,} labels have no file, such as {min(unknown)!r}")
-    if samples.table is not None and options.labels == "auto" and not any(place.label for place in places):
-        print0("the table beside the images gives no classes: unlabelled (--labels=folder takes the folders')")
-    if samples.ignored:
-        print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in samples.ignored.most_common()))
-    if num_captions:
-        print0(f"captions: {num_captions:,} of {sum(place.count for place in places):,} images have one")
+    return Source(num_images, class_names, items())
 
 
 def read_shapes(path: Path, options: Options) -> Source:
-    def items():
+    def blocks():
         for split in shapes.NUM_IMAGES:
             for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
-                for image, label in zip(images, labels):
-                    yield Item("a shape", image.transpose(1, 2, 0), label, split == "val")
+                yield split, images.transpose(0, 2, 3, 1), labels
 
-    return Source(sum(shapes.NUM_IMAGES.values()), list(shapes.CLASS_NAMES), items())
+    return array_source(blocks(), sum(shapes.NUM_IMAGES.values()), list(shapes.CLASS_NAMES), options)
 
 
 def read_cifar10(path: Path, options: Options) -> Source:
     """The binary version's tar: records of 1 label byte and 3x32x32 image bytes."""
 
-    def items():
+    def blocks():
         left = set(CIFAR10_BATCHES)
-        for member, data in read_tar(lambda member: posixpath.basename(member) in left, path):
+        for member, data in read_tar(tuple(CIFAR10_BATCHES), path):
             name = posixpath.basename(member)
-            if name not in left:
-                continue
-            left.remove(name)
-            with reading(path):
-                records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
-            for i, record in enumerate(records):
-                image = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
-                yield Item(f"{name}, image {i}", image, record[0], name == "test_batch.bin")
+            if name in left:
+                left.remove(name)
+                with reading(path):
+                    records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
+                images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+                yield "val" if name == "test_batch.bin" else "train", images, records[:, 0]
         if left:
             raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
 
-    return Source(60_000, list(CIFAR10_CLASSES), items())
+    return array_source(blocks(), 60_000, list(CIFAR10_CLASSES), options)
 
 
-def array_source(
-    images: Iterable[np.ndarray],
-    labels: np.ndarray | None,
-    is_val: np.ndarray,
-) -> Source:
-    """A Source of arrays (H, W) or (H, W, C)."""
-
-    def items():
-        for i, image in enumerate(images):
-            label = 0 if labels is None else labels[i]
-            yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), label, is_val[i])
-
-    class_names = []
-    if labels is not None:
-        class_names = [str(number) for number in range(labels.max() + 1)]
-    return Source(len(is_val), class_names, items())
+def class_numbers(labels: np.ndarray | None) -> list[str]:
+    return [] if labels is None else [str(number) for number in range(labels.max() + 1)]
 
 
 def mnist_files(folder: Path) -> dict[str, Path]:
@@ -327,19 +251,20 @@ def read_idx(path: Path, options: Options) -> Source:
     files = mnist_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images-idx3-ubyte and t10k-images-idx3-ubyte")
-    images, labels, is_val = [], [], []
-    for split, file in files.items():
-        images += list(open_idx(file, 3))
+    images, labels = [], []
+    for file in files.values():
+        images.append(open_idx(file, 3))
         name = file.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
         beside = next(file.parent.glob(f"{name}*"), file)
         if beside != file:
-            labels += list(open_idx(beside, 1))
-        is_val += [split == "val"] * (len(images) - len(is_val))
-    if len(labels) not in (0, len(images)):
-        raise UserError(f"{path} has {len(labels):,} labels for {len(images):,} images")
-    if len(files) == 1:
-        is_val = val_mask(len(images), options.val_fraction, options.seed)
-    return array_source(images, np.array(labels, np.int64) if labels else None, is_val)
+            labels.append(open_idx(beside, 1))
+    num_images, num_labels = sum(map(len, images)), sum(map(len, labels))
+    if num_labels not in (0, num_images):
+        raise UserError(f"{path} has {num_labels:,} labels for {num_images:,} images")
+    class_names = class_numbers(np.concatenate(labels) if labels else None)
+    splits = files if len(files) > 1 else [""]
+    blocks = zip(splits, images, labels or [itertools.repeat(0)] * len(files))
+    return array_source(blocks, num_images, class_names, options)
 
 
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
@@ -394,9 +319,10 @@ def read_arrays(path: Path, options: Options) -> Source:
     if images.shape[1] != images.shape[2] and not is_picture:
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: squares, or uint8 with 1 or 3 channels, which can be scaled")
-    is_val = val_mask(len(images), options.val_fraction, options.seed)
+    facts = len(images), class_numbers(labels), options
+    labels = itertools.repeat(0) if labels is None else labels
     if is_bytes:
-        return array_source(images, labels, is_val)
+        return array_source([("", images, labels)], *facts)
     found = float(images.min()), float(images.max())  # NaN if there is one
     if not np.isfinite(found).all():
         raise UserError(f"{path} holds NaN or infinity")
@@ -415,7 +341,7 @@ def read_arrays(path: Path, options: Options) -> Source:
             source.num_clipped += int(np.sum(abs(x) > 1 + 1e-9))
             yield x.clip(-1, 1).astype(np.float16)
 
-    source = array_source(scaled(), labels, is_val)
+    source = array_source([("", scaled(), labels)], *facts)
     source.dtype, source.range = str(images.dtype), (low, high)
     return source
 
@@ -451,14 +377,14 @@ def add_vectors(source: Source, path: Path) -> None:
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
     """Each item and its row: the one named as `key` of the item's name or, for arrays, that of its number."""
     what = f"{setting}={str(path)!r}"
-    if not source.names:
+    if not source.unread:
         if num_rows != source.num_images:
             raise UserError(f"{what} has {num_rows:,} {setting} for {source.num_images:,} images")
         return zip(source.items, range(num_rows))
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != num_rows:
         raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}")
-    images = source.names()
+    images = [item.name for item in source.unread()]
     absent = [name for name in images if key(name) not in rows]
     if absent:
         raise UserError(f"{what} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
@@ -475,11 +401,11 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 def add_pairs(source: Source, path: Path, scaling: str) -> None:
     """Give each item its second image: the file of its path and name in a folder or, for arrays, of an .npy or .npz."""
     stem = lambda name: posixpath.splitext(name)[0]
-    if source.names and path.is_dir():
+    if source.unread and path.is_dir():
         files, _ = open_folder(path)
         seconds = [file for file in files if is_image(file)]
         names = [stem(posixpath.relpath(file, path)) for file in seconds]
-    elif not source.names and path.suffix in (".npy", ".npz"):
+    elif not source.unread and path.suffix in (".npy", ".npz"):
         files, names = [path], []
         seconds, _, _ = open_arrays(path)
         if seconds.dtype != np.uint8:
