@@ -37,7 +37,7 @@ class GivenImages:
         codec.keep_loaded()
         side = codec.image_size
         source = open_images("from_images", where, Options(val_fraction=0, range=codec.description.get("range")))
-        sizes = [(side, side)] if source.names else []  # files are scaled
+        sizes = [(side, side)] if source.unread else []  # files are scaled
         self.images = decoded_items("from_images", where, list(source.items), sizes)
         channels = 3 if "latents" in codec.description else codec.shape[0]
         shape, wanted = self.images.shape[1:], (channels, side, side)
