@@ -77,6 +77,7 @@ def test_training_is_a_function_of_the_seed(tiny):
 def test_the_first_rank_trains_for_all(tiny, monkeypatch):
     def work(rank):
         init_device("cpu")
+        torch.manual_seed(rank)
         return get_classifier(*tiny, "cpu").state_dict()
 
     monkeypatch.setattr(module, "train_classifier", lambda *args: Classifier(3, 16, 8))  # of other weights on each rank

@@ -42,10 +42,6 @@ def published_model():
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The published DiT
-
-
 def test_forward_is_the_published_forward():
     x, t, y = wave((4, 4, 8, 8)), torch.tensor(golden["inputs"]["t"]), torch.tensor(golden["inputs"]["y"])
     assert_figures(published_model()(x, t, y), golden["forward"], tolerance=1e-5)
@@ -79,10 +75,6 @@ def test_another_table_of_positions_is_refused():
         from_meta(theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rotary positions
-
-
 @pytest.mark.parametrize("height, width", [(8, 8), (4, 7)])
 def test_rope_depends_on_offsets_only(height, width):
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
@@ -113,10 +105,6 @@ def test_tokens_know_their_place(block, monkeypatch):
     assert (differences() > 1e-3).all()
     monkeypatch.setattr(dit, "position_table", lambda config, rows, cols, device: 0.0)
     assert (differences() < 1e-5).all()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The backbone contract
 
 
 def test_modern_forward_by_hand():

@@ -13,16 +13,13 @@ from functools import partial
 import pytest
 from conftest import ROOT
 from processes import Started, free_port, run_process
-from tiny_runs import assert_identical, make_autoencoder, make_data, metrics, weights
+from tiny_runs import TINY, assert_identical, make_autoencoder, make_data, metrics, weights
 
 from nanodiff import common
 from nanodiff.common import UserError
 from nanodiff.training import checkpoint, resume
 
-TRAIN = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=60 --log_every=1 --eval_every=-1 "
-    "--sample_every=-1 --save_every=2 --checkpoints_kept=2 --compile=False --dtype=float32 --device_type=cpu"
-).split()  # fmt: skip
+TRAIN = [*TINY, "--num_iterations=60", "--log_every=1", "--save_every=2"]
 
 
 def everything(base, tag, step=60):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import refused
 from test_base_train import TINY, losses, tiny  # noqa: F401 (tiny is a fixture)
-from tiny_runs import assert_resumes_bit_for_bit, assert_two_ranks_equal_one
+from tiny_runs import assert_ranks_agree, assert_resumes
 
 from nanodiff.common import make_generator
 from nanodiff.conditions import Conditioned
@@ -203,12 +203,12 @@ def more(request, tiny, run_script):  # noqa: F811
 
 
 def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811
-    assert_resumes_bit_for_bit(tiny, run_script, *TINY, *more, "--device_batch_size=8")
+    assert_resumes(tiny, run_script, *TINY, *more, "--device_batch_size=8")
 
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(tiny, run_script, more):  # noqa: F811
-    assert_two_ranks_equal_one(tiny, run_script, *TINY, *more, "--eval_every=-1")
+    assert_ranks_agree(tiny, run_script, *TINY, *more, "--eval_every=-1")
 
 
 def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa: F811

@@ -56,10 +56,6 @@ class Normal:
         return torch.randn(x.shape, generator=self.g)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_keeps_the_marginals(sampler):
     """At every t on the way, and at the end, mean and covariance are those of the path."""
@@ -107,10 +103,6 @@ def test_times_and_progress(sampler):
     assert [(i, steps) for i, steps, _ in seen] == [(i, 7) for i in range(1, 8)]
     torch.testing.assert_close(seen[-1][2], out)
     torch.testing.assert_close(flat(seen[0][2]), MU.expand(3, 2), rtol=0, atol=1e-5)  # E[x0 | noise]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
 
 
 @pytest.mark.parametrize("prediction", ["v", "x0"])

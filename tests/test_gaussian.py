@@ -18,9 +18,6 @@ from nanodiff.diffusion.gaussian import (
     space_timesteps,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
 
 @pytest.mark.parametrize("spec", ["7", "ddim10", "3,5,4", "1"])
 def test_respacing_keeps_marginals_and_timesteps(spec):
@@ -32,10 +29,6 @@ def test_respacing_keeps_marginals_and_timesteps(spec):
     respaced.losses(lambda x_t, t: seen.append(t) or x_t, x, torch.arange(len(kept)), x, {})
     assert seen[0].dtype == torch.float32 and seen[0].tolist() == pytest.approx([10 * t for t in kept])
     assert process.num_timesteps == 100 and len(process.betas) == 100  # the original is untouched
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parametrisations and likelihood
 
 
 @pytest.mark.parametrize("prediction", ["eps", "x0", "x_prev", "v"])
@@ -100,10 +93,6 @@ def test_bits_per_dim_of_the_exact_model_is_the_entropy():
     last = process.alpha_bar[-1]
     prior = last * (x0**2).mean((1, 2, 3)) - last - math.log(1 - last)
     torch.testing.assert_close(bpd["prior_bpd"], (prior / 2 / math.log(2)).float(), rtol=1e-3, atol=1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Types, conditions, mistakes
 
 
 class NoFloat64(TorchDispatchMode):

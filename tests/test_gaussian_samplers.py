@@ -82,10 +82,6 @@ def test_orders_of_convergence(sampler, order, lengths):
     np.testing.assert_allclose(-np.diff(np.log2(errors)), order, atol=0.15)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The contract of sample()
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_progress_and_steps(sampler):
     process = GaussianDiffusion("linear", 100, rescale_timesteps=True)

@@ -125,10 +125,6 @@ def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
     refused("pip install", prepare, tmp_path / "in")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# As a program
-
-
 @pytest.mark.slow
 def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
     make_folder(tmp_path / "in", classes=["a"], sizes=[(8, 8), (9, 8)], per_class=3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import base_train_settings, refused
 from test_export import unet_file
-from tiny_runs import make_data, randomise
+from tiny_runs import TINY, make_data, randomise
 
 from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
@@ -19,10 +19,7 @@ from nanodiff.models.dit import DiTConfig
 FACTS = dict(resolution=32, channels=3, num_classes=8)
 DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, width=64, heads=2, block="classic")
 UNET = dict(channel_mult=(1, 2, 2), attention_resolutions=(16,), num_classes=8, num_heads=2)
-TRAIN = (
-    "--data=tiny --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 --device_type=cpu "
-    "--compile=False"
-).split()  # fmt: skip
+TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
 
 
 @pytest.mark.parametrize(

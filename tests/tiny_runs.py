@@ -134,7 +134,7 @@ def make_runs(base, **runs):
     run_process(make_data_and_runs, runs, NANODIFF_BASE_DIR=str(base))
 
 
-def assert_resumes_bit_for_bit(base, train, *args):
+def assert_resumes(base, train, *args):
     """A run of 6 steps that loses its process after step 4, and all since, ends as one that does not."""
     train("base_train", *args, "--model_tag=whole")
     part = (*args, "--model_tag=parts", "--save_every=2", "--checkpoints_kept=-1")
@@ -145,7 +145,7 @@ def assert_resumes_bit_for_bit(base, train, *args):
     assert_identical(weights(base, "parts"), weights(base, "whole"))
 
 
-def assert_two_ranks_equal_one(base, train, *args):
+def assert_ranks_agree(base, train, *args):
     """In the losses of all steps, by "two" and "one", which takes the batch as it comes."""
     train("base_train", *args, "--model_tag=one")
     run_process("base_train", *args, "--device_batch_size=4", "--model_tag=two", ranks=2)
