@@ -72,7 +72,7 @@ judge = ""  # path of Inception's weights (fid), or of a classifier's, such as t
 features = ""  # .npy of features (N, D) by any network, of the images to measure
 reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
-FIGURES = {  # what is printed, the figure that was asked for first; the file has the rest
+FIGURES = {  # printed, the figure that was asked for first; the file has the rest
     "loss": "validation loss {:.4f}",
     "loss_q0": "by quarter of t from image to noise {:.4f}",
     "loss_q1": "{:.4f}",

@@ -410,7 +410,7 @@ def save():
     if ddp_rank == 0:
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
-            "optim": optim_state,  # of all that learns, whatever the number of ranks
+            "optim": optim_state,  # state of all that learns, whatever the number of ranks
             "train": dict(timesteps=t_distribution.state_dict(), scaler=scaler.state_dict(), meter=sums),
             **{f"ema_{rate}": average for rate, average in averages.items()},
         }

@@ -39,7 +39,7 @@ name = ""  # data set name; "" = the source's, file's or folder's
 resolution = 0  # 0 or [4, 4096]: pixels per side; other images are scaled and cropped; 0 = as they are, all of one size
 labels = "auto"  # class = sub-folder (folder) or file name up to "_" (file); none = no classes; or a .csv, .jsonl
 #                  or .json table. auto = by metadata.csv or the like, by the .cls or .json beside an image, else folder
-label_column = ""  # of tables, and of .json beside images; "" = label or class
+label_column = ""  # column of tables and of .json beside images; "" = label or class
 caption_column = ""  # "" = text, caption or prompt; captions are also in the .txt beside images
 captions = ""  # .tsv file to write: the path of every image, a tab, its caption
 classes = ""  # names of the classes to take, comma-separated; "" = all

@@ -188,7 +188,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     described = samples.given and with_hash("a picture", samples.given.images)
     drawn = asked | guidance | {"sampler": settings.sampler, "from_image": described}
     text = {"protocol": json.dumps(drawn)}
-    classes = []  # of the grid's columns
+    classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % num_turns == 0):
         classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)), shape)]
     seconds = time.perf_counter() - start

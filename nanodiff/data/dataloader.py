@@ -12,7 +12,7 @@ import torch
 from nanodiff.common import UserError
 
 AHEAD = 4  # batches that the thread reads ahead
-ROUNDS = 8  # of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
+ROUNDS = 8  # rounds of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
 
 
 def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarray:

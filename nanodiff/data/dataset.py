@@ -120,7 +120,7 @@ class Dataset:
 
         self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(open_shard)
         self._numbers = np.arange(max(1, self.num_classes))  # label k of the set is _numbers[k] here
-        self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # of an unlabelled set
+        self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # an unlabelled set's labels
         for name, key in FILES.items():
             if name in self.meta or (name == "y" and self.num_classes):
                 self._rows[name] = open_npy(path / part[key]["file"], len(self))
@@ -478,7 +478,7 @@ class DatasetWriter:
             if split == "train":
                 note_statistics(rows, self.meta)
             self.meta["splits"][split] = entry
-        for leftover in self.folder.glob(".*"):  # of killed writers of parts
+        for leftover in self.folder.glob(".*"):  # temporary files of killed writers
             leftover.unlink()
         text = json.dumps({"format": FORMAT, **self.meta}, indent=1)
         write_atomic(self.folder / "meta.json", text.encode())

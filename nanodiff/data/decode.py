@@ -13,7 +13,7 @@ import numpy as np
 from nanodiff.common import UserError
 
 EXIF_ORIENTATION = 0x0112
-SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # of second images -> Pillow's name
+SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # scaling of second images -> Pillow's name
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
 
 
@@ -21,7 +21,7 @@ class Second(NamedTuple):
     """The second image of an item."""
 
     payload: str | np.ndarray  # path of a file; (H, W, C) uint8
-    channels: int  # that it must have
+    channels: int  # channels that it must have
     scaling: str
 
 
@@ -32,7 +32,7 @@ class Item(NamedTuple):
     payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
     label: int
     is_val: bool
-    row: int = 0  # of the source's `arrays`
+    row: int = 0  # row of the source's `arrays`
     caption: str = ""
     second: Second | None = None
 

@@ -34,7 +34,7 @@ class Pixels:
         sizes = description.get("sizes") or [(side, side, 1)]
         self.shapes = [(channels, height, width) for height, width, _ in sizes]  # all there are
         self.counts = np.cumsum([number for _, _, number in sizes])  # cumulative image counts
-        self.image_size = side  # of decoded images in pixels
+        self.image_size = side  # side of decoded images in pixels
 
     def sample_shape(self, number: int) -> tuple[int, int, int]:
         """(C, H, W) of a sample's x0. Samples 8k to 8k + 7 share a shape, drawn in proportion to the data."""

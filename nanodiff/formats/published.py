@@ -54,7 +54,7 @@ MISSING = {
     "time_input": "1000t|t|1-t",  # objective=flow
 }
 GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
-OPTIONS = {  # those of them that each form lacks
+OPTIONS = {  # the settings that each form lacks
     "meta": ("heads", *GAUSSIAN, "objective"),
     "sit": ("heads", "objective", "time_input"),
     "diffusers": GAUSSIAN,
@@ -110,8 +110,9 @@ def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tup
 
 
 def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
-    """Of a published DiT with `tokens` per side, whose weights have our names. Its patch embedding, a convolution
-    (C, ch, p, p), becomes a linear layer."""
+    """Config and state dict of a published DiT with `tokens` per side, given its weights under our names. Its patch
+    embedding, a convolution (C, ch, p, p), becomes a linear layer.
+    """
     patches = ours["patch_embed.weight"]
     width, in_channels, patch_size, _ = patches.shape
     num_classes = 0
@@ -163,7 +164,7 @@ def from_openai(
     super-resolution from a quarter of the size.
     """
     model_channels, in_channels = state_dict["input_blocks.0.0.weight"].shape[:2]
-    widths = [[]]  # of each level's residual blocks
+    widths = [[]]  # widths of each level's residual blocks
     attention = set()  # levels
     for number in range(1, len(state_dict)):
         block = f"input_blocks.{number}."
@@ -211,7 +212,7 @@ def to_openai(state_dict: dict, config: UNetConfig) -> dict:
 
 
 def with_attention(state_dict: dict, *width: int) -> dict:
-    """With the matrices (out, in) of attention as they are, or as a Conv1d of width 1."""
+    """The state dict with attention's matrices (out, in) as they are or, for `width` 1, as Conv1d's."""
     return {name: p.reshape(*p.shape[:2], *width) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
 
 

@@ -98,7 +98,7 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
         source = replace(build(*base, "cpu"), data=adapters["data"], adapters=continued)
     data = meta["data"] if meta else source.data
     if not config["lora_rank"]:
-        data = data | {"class_names": []}  # of a whole model the old classes may go
+        data = data | {"class_names": []}  # a whole model may lose the old classes
     return source, data
 
 

@@ -21,7 +21,7 @@ from nanodiff.safetensors import load_safetensors, save_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
-MAX_IMAGES = 50_000  # of a larger set, a random choice is used
+MAX_IMAGES = 50_000  # a larger set is cut to a random choice
 MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
 
 

@@ -14,7 +14,7 @@ class Network(nn.Module):
     """
 
     batch_size = 64
-    num_classes = 0  # of the data set, if the logits are of these
+    num_classes = 0  # classes of the data set, if the logits are of these
 
     @torch.no_grad()
     def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:

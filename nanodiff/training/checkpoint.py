@@ -104,7 +104,7 @@ class Saver:
         if self.running:
             saved, self.running = self.running, None
             print0(f"saved {saved.result()}")
-            free_host_memory()  # what the copies were pinned in
+            free_host_memory()  # the memory in which the copies were pinned
 
     @collective("the end of rank 0's save")
     def wait(self) -> None:

@@ -25,7 +25,7 @@ class Meter:
     def __init__(self, process, device: torch.device, progress: dict):
         self.process, self.device = process, device
         self.progress = progress  # the counters that a resume restores
-        self.shapes = set()  # of images; the first step of each compiles, and is left out of speeds
+        self.shapes = set()  # shapes of images so far; the first step of each compiles, and is left out of speeds
         self.parts = []  # current step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
         self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for what is left
         self.restart()

@@ -256,7 +256,7 @@ class Buffer:
         """The inverse of `named`: this rank's share, the only part that is read."""
         own = torch.zeros_like(self.own)
         for name, offset in zip(self.names, self.offsets):
-            begin = self.mine.start - offset  # of the share, counted from the parameter's start
+            begin = self.mine.start - offset  # start of the share, counted from the parameter's
             part = named[name].flatten()[max(begin, 0) : max(begin + len(own), 0)]
             at = max(-begin, 0)
             own[at : at + len(part)] = part

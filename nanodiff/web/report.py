@@ -23,7 +23,7 @@ from nanodiff.files import read_json, write_atomic
 
 PARSED = 20_000  # lines of metrics.jsonl; of a longer one, not every line about training is: reading takes no time
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
-MOST_GRIDS = 24  # of a run; report.html holds them all
+MOST_GRIDS = 24  # grids of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
 WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
