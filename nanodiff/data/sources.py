@@ -36,17 +36,17 @@ class Options:
 
     resolution: int = 0
     labels: str = "auto"
-    label_column: str = ""  # of tables, and of .json beside images; "" = the usual
+    label_column: str = ""  # column of tables and of .json beside images; "" = the usual
     caption_column: str = ""
     captions: str = ""  # file to write them to
     val_fraction: float = 0.05
     seed: int = 0
     workers: int = 1  # threads that decode image files
-    side_unit: int = 0  # of the buckets; 0 = no buckets
+    side_unit: int = 0  # sides of buckets are multiples of it; 0 = no buckets
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     vectors: str = ""  # file of a vector per image
     pairs: str = ""  # folder or array of second images
-    scaling: str = "nearest"  # of them, one of SCALINGS
+    scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
 
 
@@ -63,7 +63,7 @@ class Source:
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
     meta: dict = field(default_factory=dict)  # "given": channels and scaling of second images, as in meta.json
-    dtype: str = "uint8"  # of the source's arrays; others than uint8 become fp16
+    dtype: str = "uint8"  # dtype of the source's arrays; others than uint8 become fp16
     range: tuple[float, float] = (0, 255)
     num_clipped: int = 0  # values beyond the range; grows with the items
 
