@@ -13,7 +13,7 @@ from processes import run_process
 from test_sample_web import drawn, picture
 from tiny_runs import assert_identical, decode_png, losses, make_autoencoder
 
-from nanodiff.common import UserError, base_dir
+from nanodiff.common import base_dir
 from nanodiff.data.buckets import choose_sizes
 from nanodiff.data.codec import describe_data
 from nanodiff.data.dataset import open_dataset, verify
@@ -94,8 +94,9 @@ def test_models_take_any_rectangle_of_whole_units(arch):
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)
         assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
-    with pytest.raises(UserError, match="the data hold 12x18; the model accepts multiples of 4"):
-        make_model_config(config, facts | dict(sizes=[[12, 18, 9]]), 3)
+    refused(
+        "hold 12x18; the model accepts multiples of 4", make_model_config, config, facts | {"sizes": [[12, 18, 9]]}, 3
+    )
 
 
 def test_shapes_of_as_many_tokens_share_their_graphs(monkeypatch):

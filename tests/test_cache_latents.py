@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import refused
 from processes import Started, run_process
 from tiny_runs import make_autoencoder, make_data
 
-from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.pixels import to_model_range
 from nanodiff.models.autoencoder import open_autoencoder
@@ -72,7 +72,7 @@ def test_other_latents_are_made_again_and_none_of_latents(base, vae, run_script,
     (parts / "train_000.json").write_text("{}")
     cache(run_script, vae, "whole")
     assert "starting again" in capsys.readouterr().out and verify(open_dataset("whole"))
-    with pytest.raises(UserError, match="holds latents, 6 channels, sides of 4 px; accepted: images"):
-        run_script("cache_latents", "--data=whole", f"--autoencoder={vae}")
+    of_latents = ("cache_latents", "--data=whole", f"--autoencoder={vae}")
+    refused("holds latents, 6 channels, sides of 4 px; accepted: images", run_script, *of_latents)
     cache(run_script, vae, "whole", "--overwrite", "--flip")
     assert open_dataset("whole").channels == 12

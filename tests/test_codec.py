@@ -10,7 +10,7 @@ from conftest import refused
 from image_helpers import prepare
 from tiny_runs import TINY, assert_resumes, decode_png, make_autoencoder, make_data
 
-from nanodiff.common import StackedGenerator, UserError
+from nanodiff.common import StackedGenerator
 from nanodiff.data.codec import load_codec, make_codec, stored_images
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.data.pixels import to_model_range, to_uint8
@@ -151,8 +151,8 @@ def test_training_on_latents_needs_no_autoencoder(vae, base, run_script, capsys)
     # what was moved can be told, and is checked
     facts = first["codec"].description
     assert load_codec(facts, CPU, str(base / "elsewhere")).undecodable == ""
-    with pytest.raises(UserError, match="these latents were made by vae .*, not by other"):
-        load_codec(facts, CPU, str(make_autoencoder(base / "other", seed=1)))
+    other = make_autoencoder(base / "other", seed=1)
+    refused("these latents were made by vae .*, not by other", load_codec, facts, CPU, str(other))
 
 
 def test_images_are_encoded_for_an_evaluation(vae, base, run_script):
@@ -186,6 +186,4 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
         ("base_train", [*TINY, "--data=plain", "--objective=eps", "--bpd_every=1"], "bits/dim need uint8 images"),
         ("base_eval", ["--model=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not by other"),
     ):
-        with pytest.raises(UserError) as error:
-            run_script(script, *args)
-        assert line in str(error.value), str(error.value)
+        refused(line, run_script, script, *args)

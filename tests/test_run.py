@@ -13,7 +13,6 @@ from conftest import refused, script_settings
 from tiny_runs import logged
 
 from configurator import Config
-from nanodiff.common import UserError
 from nanodiff.conditions import Conditioned
 from nanodiff.training.batch import cut_batch, largest_batch
 from nanodiff.training.checkpoint import save_checkpoint
@@ -26,8 +25,7 @@ def test_micro_steps_and_ranks_make_up_the_batch():
         images, micro_steps = cut_batch(total, device, world)
         assert images * micro_steps * world == total and images <= device
     for total, device, world in ((10, 4, 1), (8, 8, 3), (1, 1, 2)):
-        with pytest.raises(UserError, match=f"total_batch_size={total} is not a multiple of device_batch_size x ranks"):
-            cut_batch(total, device, world)
+        refused(f"total_batch_size={total} is not a multiple of device_batch_size", cut_batch, total, device, world)
 
 
 NO_MEMORY = [

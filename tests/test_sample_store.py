@@ -10,7 +10,6 @@ import pytest
 from conftest import refused
 from processes import FORK, Started
 
-from nanodiff.common import UserError
 from nanodiff.sampling import store as module
 from nanodiff.sampling.store import SampleStore
 
@@ -69,8 +68,8 @@ def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expec
     draw(store)
     assert finish(store) == expected and other.missing() == []
     assert make(tmp_path).open() is True
-    with pytest.raises(UserError, match=r"a\.npz holds images of another protocol: choose another out, or remove it"):
-        make(tmp_path, PROTOCOL | {"steps": 51}).open()
+    other = make(tmp_path, PROTOCOL | {"steps": 51})
+    refused(r"a\.npz holds images of another protocol: choose another out, or remove it", other.open)
     (tmp_path / "a.npz").write_bytes(expected[:-9])
     refused(r"a\.npz is no file of scripts/sample\.py", make(tmp_path).open)
 
@@ -80,8 +79,8 @@ def test_one_process_at_a_time(tmp_path):
     store.open()
     refused("another process is drawing the same images in ", make(tmp_path).open)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write to .*file.*Not a directory; see out"):
-        SampleStore(tmp_path / "file" / "a.npz", PROTOCOL, 1, 1).open()
+    below = SampleStore(tmp_path / "file" / "a.npz", PROTOCOL, 1, 1)
+    refused("cannot write to .*file.*Not a directory; see out", below.open)
 
 
 @pytest.mark.parametrize("moment", ["part", "file", "rename", "end"])

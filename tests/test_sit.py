@@ -8,7 +8,6 @@ from conftest import refused
 from figures import assert_figures, rule_weights, wave
 from tiny_runs import TINY, make_data, randomise
 
-from nanodiff.common import UserError
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig, sincos_table
@@ -54,8 +53,8 @@ def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
         loaded = load_run(f"{file},objective={objective},heads=4", "cpu")
         drawn.append(loaded.sample(num_images=2, steps=4, cfg_scale=2, classes="1"))
     assert np.abs(drawn[0] - drawn[1]).max() > 0.1
-    with pytest.raises(UserError, match="read without num_timesteps=100; accepted: heads, objective, time_input"):
-        load_run(f"{file},objective=flow,num_timesteps=100", "cpu")
+    told = f"{file},objective=flow,num_timesteps=100"
+    refused("read without num_timesteps=100; accepted: heads, objective, time_input", load_run, told, "cpu")
     load_run(published(tmp_path / "composition.pt", "sit"), "cpu")  # no SiT, though "sit" is in its name
 
 

@@ -9,7 +9,6 @@ import torch
 from conftest import refused
 from image_helpers import RNG, everything, make_folder, prepare, reference_crop, report, write_cifar, write_mnist
 
-from nanodiff.common import UserError
 from nanodiff.conditions import from_stored
 from nanodiff.data import sources
 from nanodiff.data.codec import describe_data, load_codec, make_codec
@@ -120,8 +119,8 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     assert sorted(set(everything()[0].ravel().tolist())) == [-1, 0, 1]
     codec = make_codec(open_dataset("toy"), torch.device("cpu"))
     prepare(tmp_path / "a.npy", val_fraction=0)
-    with pytest.raises(UserError, match=r"has range \[0.0, 150.0\], the model wants \[0.0, 100.0\]"):
-        load_codec(codec.description, torch.device("cpu"), dataset=open_dataset("toy"))
+    of_model = (codec.description, torch.device("cpu"))
+    refused(r"has range \[0.0, 150.0\], the model wants", load_codec, *of_model, dataset=open_dataset("toy"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
