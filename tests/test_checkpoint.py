@@ -13,7 +13,6 @@ import torch
 from conftest import refused
 from processes import FORK, Started
 
-from nanodiff.common import UserError
 from nanodiff.device import host_copy
 from nanodiff.files import load_tensors, why_corrupt
 from nanodiff.safetensors import load_safetensors
@@ -183,16 +182,11 @@ class Evil:
         return os.mkdir, ("executed",)
 
 
-def test_nothing_is_executed(tmp_path, monkeypatch):
+def test_other_files_are_refused_and_nothing_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"w": torch.ones(3), "evil": Evil()}, "evil.pt")
-    with pytest.raises(UserError, match=r"evil\.pt") as caught:
-        load_tensors(Path("evil.pt"))
-    assert "mkdir" in str(caught.value) and not Path("executed").exists()
-    assert "weights_only" not in str(caught.value) and "\n" not in str(caught.value)  # no word on how to trust it
-
-
-def test_files_that_torch_did_not_write(tmp_path):
+    torch.save({"w": torch.ones(3), "evil": Evil()}, "evil.pt")  # the line has no word on how to trust it
+    refused(r"evil\.pt((?!weights_only).)*mkdir((?!weights_only).)*$", load_tensors, Path("evil.pt"))
+    assert not Path("executed").exists()
     for content in (b"", b"hello", b"PK\x03\x04", b"\x80\x04.", bytes(100)):
         (tmp_path / "a.pt").write_bytes(content)
         refused("a.pt cannot be loaded", load_tensors, tmp_path / "a.pt")

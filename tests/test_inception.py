@@ -13,14 +13,10 @@ from figures import assert_figures, wave
 from nanodiff.metrics import inception
 from nanodiff.metrics.inception import Inception, load_inception, resize
 
-
-@pytest.fixture(scope="module")
-def golden():
-    return conftest.golden("inception.json")
+golden = conftest.golden("inception.json")
 
 
-@pytest.fixture(scope="module")
-def weights(golden):
+def rule_weights():
     """The state dict that the rule of the golden file describes."""
     out = {}
     for i, (name, shape) in enumerate(golden["parameters"]):
@@ -36,9 +32,9 @@ def weights(golden):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64])
-def test_layers_equal_torch_fidelity(golden, weights, size):
+def test_layers_equal_torch_fidelity(size):
     model = Inception().eval()
-    model.load_state_dict(weights)
+    model.load_state_dict(rule_weights())
     x = (127.5 + wave((2, 3, size, size), 0, 127.5, golden["salt"])).round().clamp(0, 255).byte().numpy()
     layers = {}
     for name, module in {"64": model.Conv2d_3b_1x1, "192": model.Mixed_5b, "768": model.Mixed_7a}.items():

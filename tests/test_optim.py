@@ -15,8 +15,9 @@ from conftest import refused
 from processes import run_process
 from tiny_runs import make_optimizer
 
-from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.unet import UNet, UNetConfig
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
 from nanodiff.training import optim as optim_module
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, normalised, polar_express
@@ -232,16 +233,12 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
 
 
 def dit():
-    model = DiT(DiTConfig.from_depth(1, image_size=4, in_channels=3, out_channels=3, num_classes=4))
-    model.init_weights()  # its class table is uninitialised memory before
-    return model
+    return build_model(DiTConfig.from_depth(1, image_size=4, in_channels=3, out_channels=3, num_classes=4), "cpu", 0)
 
 
 def unet():
     shape = {"channel_mult": (1, 2), "num_res_blocks": 1, "attention_resolutions": (4,)}
-    model = UNet(UNetConfig(image_size=8, model_channels=32, num_classes=4, **shape))
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+    return build_model(UNetConfig(image_size=8, model_channels=32, num_classes=4, **shape), "cpu", 0)
 
 
 @pytest.mark.parametrize("build", [Toy, dit, unet])
