@@ -46,7 +46,7 @@ from nanodiff.formats.adapters import save_adapters
 from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
 from nanodiff.metrics.features import SampleQuality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
-from nanodiff.models.build import build_model, compiled, load_weights, make_model_config, uncompiled
+from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, cut_batch
@@ -224,7 +224,7 @@ if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 # The gradients of the weights are a third of the work, and frozen weights need none
-flops_per_image = raw_model.estimate_flops() * (2 * num_params + num_trained) // (3 * num_params)
+flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
 # ---------------------------------------------------------------------------------------------------------------------

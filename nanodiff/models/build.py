@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from nanodiff.common import UserError, get_dist, print0
-from nanodiff.conditions import FACTS
+from nanodiff.conditions import FACTS, some_conditions
 from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
@@ -128,6 +128,26 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
         model.load_state_dict(tensors, assign=assign)
     except RuntimeError as error:
         raise UserError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
+
+
+@torch.no_grad()
+def estimate_flops(model: torch.nn.Module) -> int:
+    """FLOPs per image, 2 per multiply-add, of matrix products and attention, counted on one image. Forward + backward =
+    3 x forward."""
+    counts = []
+
+    def count(module, args, out):
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            counts.append(2 * out.numel() * module.weight[0].numel())
+        elif hasattr(module, "qkv"):  # q k^T and weights @ v: 2 T T C each
+            counts.append(4 * args[0].numel() ** 2 // module.qkv.in_features)
+
+    config, p = model.config, next(model.parameters())
+    x_t = p.new_zeros(1, config.in_channels, config.image_size, config.image_size)
+    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    model(x_t, x_t.new_zeros(1), **some_conditions(config, 1, p.device))
+    hook.remove()
+    return 3 * sum(counts)
 
 
 def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = False) -> torch.nn.Module:

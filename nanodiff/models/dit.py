@@ -338,18 +338,3 @@ class DiT(nn.Module):
     def parts(self) -> list[nn.Module]:
         """Modules that torch.compile compiles separately; the rest takes little time."""
         return [*self.blocks, self.final]
-
-    def estimate_flops(self) -> int:
-        """FLOPs per image, 2 per multiply-add, of matrix products and attention. Forward + backward = 3 x forward."""
-        T, L = self.config.num_tokens, self.config.vector_len
-        flops = self.config.depth * 4 * (T + L) ** 2 * self.config.width  # q k^T and weights @ v, 2 T T C each
-        for name, p in self.named_parameters():
-            if p.ndim != 2 or name.startswith(("y_embed", "vector_position")):  # look-ups multiply nothing
-                continue
-            tokens = T + L if name.startswith("blocks.") else T
-            if name.startswith("vector_embed"):
-                tokens = max(L, 1)
-            if name.startswith(("t_embed", "h_embed")) or ".ada." in name:  # once per image
-                tokens = 1
-            flops += 2 * p.numel() * tokens
-        return 3 * flops

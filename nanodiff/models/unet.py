@@ -257,20 +257,3 @@ class UNet(nn.Module):
         """Modules that torch.compile compiles separately."""
         blocks = [m for m in self.modules() if isinstance(m, ResBlock | AttentionBlock)]
         return [*blocks, self.out]
-
-    def estimate_flops(self) -> int:
-        """FLOPs per image, 2 per multiply-add, of matrix products and attention. Forward + backward = 3 x forward."""
-        flops = 0
-        size = self.config.image_size
-        for name, m in self.named_modules():  # in the order of forward
-            if isinstance(m, nn.Conv2d):
-                size //= m.stride[0]
-                flops += m.weight.numel() * size**2
-            elif isinstance(m, nn.Linear):
-                per_image = "emb" in name
-                flops += m.weight.numel() * (1 if per_image else size**2)
-            elif isinstance(m, AttentionBlock):
-                flops += 2 * size**4 * m.proj_out.in_features  # q k^T and weights @ v, T T C each
-            elif isinstance(m, Upsample):
-                size *= 2
-        return 3 * 2 * flops
