@@ -12,42 +12,30 @@ import torch.nn.functional as F
 from nanodiff.common import UserError
 
 
-class LoRALinear(nn.Linear):
-    """W x + b + alpha / rank B A x, with W and b of the layer it replaces."""
-
-    def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
-        n_out, n_in = layer.weight.shape
-        device = layer.weight.device
-        super().__init__(n_in, n_out, layer.bias is not None, device="meta")
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self.lora_scale = alpha / rank
-        self.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
-        self.lora_B = nn.Linear(rank, n_out, bias=False, device=device)
-        # Uniform within 1/sqrt(in), as in peft; drawn on the CPU, so that every device starts alike
-        u = torch.rand(rank, n_in, generator=generator)
-        with torch.no_grad():
-            self.lora_A.weight.copy_((2 * u - 1) * n_in**-0.5)
-            self.lora_B.weight.zero_()
-
-    def forward(self, x):  # (..., in) -> (..., out)
-        change = self.lora_B(self.lora_A(x))
-        return super().forward(x) + self.lora_scale * change
+def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+    """From now on the layer gives W x + b + alpha / rank B A x."""
+    n_out, n_in = layer.weight.shape
+    device = layer.weight.device
+    layer.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
+    layer.lora_B = nn.Linear(rank, n_out, bias=False, device=device)
+    # Uniform within 1/sqrt(in), as in peft; drawn on the CPU, so that every device starts alike
+    u = torch.rand(rank, n_in, generator=generator)
+    with torch.no_grad():
+        layer.lora_A.weight.copy_((2 * u - 1) * n_in**-0.5)
+        layer.lora_B.weight.zero_()
+    layer.register_forward_hook(lambda layer, x, y: y + alpha / rank * layer.lora_B(layer.lora_A(*x)))
 
 
-class ClassTable(nn.Embedding):
-    """A class table (N, C) of which the rows `rows` (K,) learn. Its parameter (K, C) has peft's name."""
+def learn_rows(table: nn.Embedding, rows: list[int]) -> None:
+    """Of a class table (N, C) the rows `rows` (K,) learn: its parameter (K, C) has peft's name."""
+    rows = torch.tensor(rows, device=table.weight.device)
+    table.token_adapter = nn.ParameterDict({"trainable_tokens_delta": table.weight.detach()[rows]})
 
-    def __init__(self, table: nn.Embedding, rows: list[int]):
-        super().__init__(*table.weight.shape, device="meta")
-        self.weight = table.weight
-        self.register_buffer("rows", torch.tensor(rows, device=table.weight.device), persistent=False)
-        learned = table.weight.detach()[self.rows]
-        self.token_adapter = nn.ParameterDict({"trainable_tokens_delta": learned})
+    def look_up(table, y, out):  # (N,) -> (N, C)
+        learned = table.token_adapter["trainable_tokens_delta"]
+        return F.embedding(*y, table.weight.index_copy(0, rows, learned))
 
-    def forward(self, y):  # (N,) -> (N, C)
-        table = self.weight.index_copy(0, self.rows, self.token_adapter["trainable_tokens_delta"])
-        return F.embedding(y, table)
+    table.register_forward_hook(look_up)
 
 
 def find_layers(model: nn.Module, targets: str) -> list[str]:
@@ -81,11 +69,9 @@ def add_lora(
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name in find_layers(model, targets):
-        layer = LoRALinear(model.get_submodule(name), rank, alpha, generator)
-        model.set_submodule(name, layer)
+        adapt(model.get_submodule(name), rank, alpha, generator)
     if rows:
-        name, table = class_table(model)
-        model.set_submodule(name, ClassTable(table, list(rows)))
+        learn_rows(class_table(model)[1], list(rows))
     model.register_state_dict_post_hook(drop_frozen)
     model.register_load_state_dict_pre_hook(fill_frozen)
 
