@@ -22,8 +22,6 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-import numpy as np
-
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
@@ -148,8 +146,7 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
             for group in note["groups"]:
                 per_class.update(group["y"])
                 cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
-                shape = (len(group["y"]), *group["shape"])
-                writer.add(group["split"], shape, [group["shard"]], np.array(group["y"]), **cond)
+                writer.add(group["split"], group["shape"], [group["shard"]], group["y"], **cond)
             skipped += note["skipped"]
             counts.update(note["counts"])
             bar.update(note["counts"]["items"])

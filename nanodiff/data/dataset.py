@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,45 +89,35 @@ class Dataset:
             splits = ", ".join(self.meta["splits"])
             raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
         part = self.meta["splits"][split]
-        hashes = json.dumps(part, sort_keys=True)
-        self.sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+        self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
         self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
         self.num_images = part["num_images"]
-        self.buckets = {}
-        shards = part["shards"]
-        end = 0
-        for entry in shards:
-            size = tuple(entry.get("size", (self.resolution, self.resolution)))
-            start = self.buckets[size].start if size in self.buckets else end
-            end += entry["num_images"]
-            self.buckets[size] = range(start, end)
-        if end != self.num_images:
-            raise UserError(f"{path}/meta.json is damaged: {end:,} images in shards of {split}, {len(self):,} in all")
+        self._shards = part["shards"]
+        self._ends = np.cumsum([entry["num_images"] for entry in self._shards])  # (shards,) index after the last image
+        if self._ends[-1] != len(self):
+            shards = f"{self._ends[-1]:,} images in shards of {split}"
+            raise UserError(f"{path}/meta.json is damaged: {shards}, {len(self):,} in all")
+        self.buckets = find_buckets(self._shards, self.resolution)
         for entry in files_of(part):
             with reading(path / entry["file"]):
                 found = (path / entry["file"]).stat().st_size
             if found != entry["bytes"]:
                 wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
                 raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
-        self._ends = np.cumsum([entry["num_images"] for entry in shards])  # (shards,) index after the last image
-        folder = path.stat().st_ino
-
-        def open_shard(k: int) -> np.ndarray:
-            shard = open_npy(path / shards[k]["file"], shards[k]["num_images"])
-            if path.stat().st_ino != folder:
-                raise UserError(f"{path} was made anew while it was in use")
-            return shard
-
-        self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(open_shard)
+        self._folder = path.stat().st_ino
+        self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
         self._numbers = np.arange(max(1, self.num_classes))  # label k of the set is _numbers[k] here
-        self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # an unlabelled set's labels
-        for name, key in FILES.items():
-            if name in self.meta or (name == "y" and self.num_classes):
-                self._rows[name] = open_npy(path / part[key]["file"], len(self))
+        self._rows = open_rows(path, part)
         labels = self._rows["y"]
         if not 0 <= labels.min() <= labels.max() < len(self._numbers):
             file = path / part["labels"]["file"]
             raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
+
+    def _open_shard(self, k: int) -> np.ndarray:
+        shard = open_npy(self.path / self._shards[k]["file"], self._shards[k]["num_images"])
+        if self.path.stat().st_ino != self._folder:
+            raise UserError(f"{self.path} was made anew while it was in use")
+        return shard
 
     def __len__(self) -> int:
         return self.num_images
@@ -151,17 +141,22 @@ class Dataset:
 
     def _stored(self, indices) -> np.ndarray:
         """As images, with the channels of second images."""
+        out = None
+        for k, places, rows in self._by_shard(indices):
+            shard = self._shard(k)
+            if out is None:
+                out = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
+            out[places] = shard[rows]
+        return out
+
+    def _by_shard(self, indices) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each shard that holds some of the indices: its number, their places in `indices`, their rows in the shard."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        one = self._shard(shard_of[0])
-        out = np.empty((len(indices), *one.shape[1:]), one.dtype)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
         for k in np.unique(shard_of):
-            shard = self._shard(k)
-            start = self._ends[k] - len(shard)
-            rows = order[shard_of[order] == k]
-            out[rows] = shard[indices[rows] - start]
-        return out
+            places = order[shard_of[order] == k]
+            yield k, places, indices[places] - self._ends[k] + self._shards[k]["num_images"]
 
     def cond(self, indices) -> dict[str, np.ndarray]:
         """Rows (n, ...) of all conditions, as stored (see conditions.py): "y" (n,) int64, zeros if unlabelled, ..."""
@@ -180,16 +175,15 @@ class Dataset:
 
     def captions(self, indices) -> list[str]:
         """The text beside each image (n,), "" if there is none."""
-        shard_of = np.searchsorted(self._ends, indices, side="right")
-        lines = {}
-        for k in set(shard_of.tolist()):
-            shard = self.meta["splits"][self.split]["shards"][k]
-            if "captions" in shard:
-                path = self.path / shard["captions"]["file"]
+        found = [""] * len(indices)
+        for k, places, rows in self._by_shard(indices):
+            if "captions" in self._shards[k]:
+                path = self.path / self._shards[k]["captions"]["file"]
                 with reading(path):
-                    text = path.read_text(encoding="utf-8")
-                lines |= enumerate(text.split("\n"), self._ends[k] - shard["num_images"])
-        return [lines.get(i, "") for i in indices]
+                    lines = path.read_text(encoding="utf-8").split("\n")
+                for place, row in zip(places, rows):
+                    found[place] = lines[row]
+        return found
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
@@ -207,6 +201,25 @@ class Dataset:
         other.class_names, other.num_classes = names, len(names)
         other.meta = self.meta | {"class_names": names}
         return other
+
+
+def find_buckets(shards: list[dict], resolution: int) -> dict[tuple[int, int], range]:
+    """(H, W) -> indices of the images of this size; shards of one size follow each other."""
+    buckets, end = {}, 0
+    for entry in shards:
+        size = tuple(entry.get("size", (resolution, resolution)))
+        start = buckets.get(size, range(end, end)).start
+        end += entry["num_images"]
+        buckets[size] = range(start, end)
+    return buckets
+
+
+def open_rows(path: Path, part: dict) -> dict[str, np.ndarray]:
+    """The conditions of a split that have a file, {name: (N, ...)}, and zeros for labels in an unlabelled set."""
+    num_images = part["num_images"]
+    files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
+    rows = {name: open_npy(path / file, num_images) for name, file in files.items()}
+    return {"y": np.broadcast_to(np.int64(0), num_images)} | rows
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
@@ -463,15 +476,12 @@ class DatasetWriter:
         assert self.num_images["train"], "no images were appended"
         parts = sorted(self._parts, key=lambda part: (part.size[1] / part.size[0], part.size))  # tall ones first
         for split in SPLITS:
-            if not self.num_images[split]:
+            inside = [part for part in parts if part.split == split]
+            if not inside:
                 continue
-            entry = {"num_images": self.num_images[split], "labels": None, "shards": []}
-            rows = {}
-            for part in parts:
-                if part.split == split:
-                    entry["shards"] += part.shards
-                    for name, x in part.rows.items():
-                        rows.setdefault(name, []).append(x)
+            shards = [shard for part in inside for shard in part.shards]
+            entry = {"num_images": self.num_images[split], "labels": None, "shards": shards}
+            rows = {name: [part.rows[name] for part in inside] for name in inside[0].rows}
             for name, arrays in rows.items():
                 file = self.folder / f"{split}_{FILES[name]}.npy"
                 entry[FILES[name]] = write_npy(file, np.concatenate(arrays))

@@ -1,11 +1,8 @@
-"""Image files and arrays -> images of the sizes of a set, decoded by threads."""
+"""Image files and arrays -> images of the sizes of a set."""
 
 import io
 import math
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -186,27 +183,6 @@ def with_second(item: Item, image: np.ndarray) -> np.ndarray:
 # Many images
 
 
-def make_tasks(
-    items: Iterable[Item],
-    image_bytes: int,
-    most_images: int,
-    most_bytes: int,
-) -> Iterator[list[Item]]:
-    task, size = [], 0
-    for item in items:
-        task.append(item)
-        size += image_bytes
-        if isinstance(item.payload, bytes):
-            size += len(item.payload)
-        elif isinstance(item.payload, np.ndarray):
-            size += item.payload.nbytes
-        if size >= most_bytes or len(task) == most_images:
-            yield task
-            task, size = [], 0
-    if task:
-        yield task
-
-
 def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]], list[str]]:
     """-> the items with their image (C, H, W) as payload, each with its shorter side before scaling; and "name: reason"
     of the unreadable ones."""
@@ -237,18 +213,3 @@ def check_size(image: tuple[str, tuple], first: tuple[str, tuple]) -> None:
     if height != width or [channels, height, width] != list(first_shape):
         sizes = f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}"
         raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")
-
-
-def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() by threads, each with two tasks in flight: most of the work leaves Python alone."""
-    pending = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for task in tasks:
-            pending.append(pool.submit(function, task))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -8,13 +8,15 @@ data/.<name>.parts/            renamed to data/<name> at the end
 
 import functools
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.data.dataset import MAX_SHARD_BYTES, SPLITS, write_shard
-from nanodiff.data.decode import check_size, decode_items, make_tasks, ordered_map
+from nanodiff.data.dataset import MAX_SHARD_BYTES, write_shard
+from nanodiff.data.decode import Item, check_size, decode_items
 from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, write_atomic
 
@@ -33,18 +35,45 @@ def write_note(file: Path, note: dict) -> None:
 def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
     """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
     number of workers."""
-    channels = 3 + source.meta.get("given", {}).get("channels", 0)
-    image_bytes = channels * resolution**2 or 2**19  # a guess before they are decoded
-    most = images_per_part(source.num_images, image_bytes)
-    tasks = enumerate(make_tasks(source.items, 3 * resolution**2, most, MAX_SHARD_BYTES))
+    tasks = enumerate(make_tasks(source, resolution))
     work = functools.partial(write_part, sizes=source.sizes, folder=folder)
     first = None
     for note in ordered_map(work, tasks, workers):
         if note["groups"] and not source.sizes:
-            here = note["groups"][0]["name"], note["groups"][0]["shape"]
+            here = note["groups"][0]["name"], note["groups"][0]["shape"][1:]
             first = first or here
             check_size(here, first)
         yield note
+
+
+def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
+    """The items of each part, whose files and images fit into a shard."""
+    image_bytes = (3 + source.meta.get("given", {}).get("channels", 0)) * resolution**2
+    most = images_per_part(source.num_images, image_bytes or 2**19)  # a guess before they are decoded
+    task, size = [], 0
+    for item in source.items:
+        task.append(item)
+        size += image_bytes + getattr(item.payload, "nbytes", len(item.payload))
+        if size >= MAX_SHARD_BYTES or len(task) == most:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
+    """map() by threads, each with two tasks in flight: most of the work leaves Python alone."""
+    pending = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for task in tasks:
+            pending.append(pool.submit(function, task))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def write_part(task: tuple, sizes: list, folder: Path) -> dict:
@@ -60,23 +89,19 @@ def write_part(task: tuple, sizes: list, folder: Path) -> dict:
         image = item.payload
         counts["enlarged"] += int(side < min(image.shape[1:]))
         counts["dark"] += int(image.dtype == np.uint8 and image.max() < 64)
-        for split in SPLITS:
-            alike.setdefault((split, image.shape), [])
-        alike["val" if item.is_val else "train", image.shape].append(item)
+        alike.setdefault(("val" if item.is_val else "train", image.shape), []).append(item)
     groups = []
-    for (split, shape), members in alike.items():
-        if members:
-            path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
-            images = np.stack([item.payload for item in members])
-            shard = write_shard(path, images, [item.caption for item in members])
-            group = {
-                "name": members[0].name,
-                "split": split,
-                "shape": shape,
-                "shard": shard,
-                "y": [int(item.label) for item in members],
-                "rows": [item.row for item in members],
-            }
-            groups.append(group)
+    for (split, _), members in sorted(alike.items()):
+        images = np.stack([item.payload for item in members])
+        path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
+        group = {
+            "name": members[0].name,
+            "split": split,
+            "shape": images.shape,
+            "shard": write_shard(path, images, [item.caption for item in members]),
+            "y": [int(item.label) for item in members],
+            "rows": [item.row for item in members],
+        }
+        groups.append(group)
     write_note(file, {"counts": counts, "skipped": skipped, "groups": groups})
     return json.loads(file.read_bytes())

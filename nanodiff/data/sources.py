@@ -188,7 +188,7 @@ def array_source(blocks: Iterable, num_images: int, class_names: list[str], opti
     def items():
         numbers = itertools.count()
         for split, images, labels in blocks:
-            for i, image, label in zip(numbers, images, labels):
+            for image, label, i in zip(images, labels, numbers):
                 is_val = split == "val" if split else held_out[i]
                 yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), int(label), is_val)
 
