@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there, a corrupt one is skipped, and none runs code."""
 
-import json
 import math
 import os
 import signal
@@ -26,7 +25,6 @@ from nanodiff.training.checkpoint import (  # fmt: skip
     lock_run,
     read_best,
     save_checkpoint,
-    trim_metrics,
     write_best,
 )
 
@@ -249,16 +247,3 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     for write in (lambda: save(tmp_path / "run", 2), lambda: write_best(tmp_path / "run", {"step": 1})):
         refused(r"cannot write .*run/", write)
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
-
-
-def test_trim_metrics(tmp_path):
-    """A run that goes on from step 4 logs again its evaluation at 4, and all of step 5; a torn line goes as well."""
-    path = tmp_path / "metrics.jsonl"
-    trim_metrics(path, 4)
-    assert not path.exists()
-    train = [{"step": s, "train/loss": 1.0} for s in (2, 4, 5)]
-    val = [{"step": s, "val/loss": 1.0} for s in (2, 4)]
-    lines = [json.dumps(line) for line in (train[0], val[0], train[1], val[1], train[2])]
-    path.write_text("\n".join(lines) + '\n{"step": 6, "train/l')
-    trim_metrics(path, 4)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [train[0], val[0], train[1]]

@@ -67,16 +67,11 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
     said = f"the best checkpoint of a, by val/loss_ema, is that of step {best}"
     out = capsys.readouterr().out
     assert said in out and out.count(f"best loss_ema {losses[best]:.4f}, step {best}") >= 1
-    for name, damage in (("best.json", "[]"), ("config.json", "")):
-        (run_dir / name).write_text(damage)
-    assert load_run("a", "cpu", "best").step == best and "best.json is damaged" in capsys.readouterr().out
-    more = ("--num_iterations=7", "--eval_images=9", "--resume=changed", "--model_tag=a")
+    (run_dir / "config.json").write_text("")
+    more = ("--num_iterations=7", "--resume=changed", "--model_tag=a")
     run_script("base_train", *TINY, *every, "--ema_rates=0.5", *more)
-    out = capsys.readouterr().out
-    assert "best.json is damaged" in out and "config.json is damaged" in out
+    assert "config.json is damaged" in capsys.readouterr().out
     assert json.loads((run_dir / "config.json").read_text())["num_iterations"] == 7
-    assert "of 1024 images" in out and "does not compare with" in out
-    assert read_best(run_dir)["images"] == 9
     write_best(run_dir, read_best(run_dir) | {"step": 8})  # and was killed before it had saved the step
     tell_best(newest.path)
     assert "best" not in capsys.readouterr().out

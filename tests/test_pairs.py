@@ -169,9 +169,8 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
     files = open_inputs(loaded, {"given": str(masks)})["given"]  # tall ones first; their number says their class
     first = decode_second(str(masks / "a" / "00.bmp"), 20, 12, "nearest")
-    assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all() and files.labels.tolist() == [0] * 12 + [
-        1
-    ] * 12
+    assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all()
+    assert files.labels.tolist() == [0] * 12 + [1] * 12
 
 
 def test_samples_take_second_images_of_files(base, run_script, tmp_path):

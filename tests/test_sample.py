@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +23,12 @@ import nanodiff
 from configurator import Config, read_settings
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
-from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.files import name_of_settings
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.autoencoder import open_autoencoder
-from nanodiff.models.dit import DiTConfig
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.draw import SampleSettings, network_evaluations
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.sampling.store import SampleStore
 
@@ -252,22 +247,6 @@ def test_autoguidance(draw):
     assert (zero == raw).all() and protocol["guide"]["weights"] == "raw"
     one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
-
-
-def test_network_evaluations():
-    """As the samplers' papers count them; guidance doubles those that it acts on."""
-    model = argparse.Namespace(config=DiTConfig(16, 3, 3, patch_size=4, width=64, depth=1, heads=4, num_classes=5))
-    flow, guide = FlowMatching(), object()
-    for sampler, expected in (("euler", 10), ("sde", 10), ("heun", 19)):
-        assert network_evaluations(model, flow, SampleSettings(10, sampler)) == expected
-        assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0, weak_model=guide)) == 2 * expected
-        assert network_evaluations(model, flow, SampleSettings(10, sampler, 2.0)) == 2 * expected
-    # Euler asks at t = 1, 0.75, 0.5 and 0.25, of which two are in the interval
-    settings = SampleSettings(4, "euler", 2.0, cfg_interval=(0.3, 0.8), weak_model=guide)
-    assert network_evaluations(model, flow, settings) == 4 + 2
-    model.config = replace(model.config, out_channels=6)
-    for sampler in GaussianDiffusion.samplers:
-        assert network_evaluations(model, GaussianDiffusion(), SampleSettings(10, sampler)) == 10
 
 
 # ---------------------------------------------------------------------------------------------------------------------

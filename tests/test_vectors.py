@@ -9,7 +9,7 @@ from test_base_train import TINY
 from tiny_runs import assert_identical, assert_resumes, make_run, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
-from nanodiff.conditions import conditioning, from_stored, mirror
+from nanodiff.conditions import conditioning
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
@@ -107,13 +107,6 @@ def test_a_unet_takes_no_sequence(base, run_script):
     make_set(words)
     tiny = [arg for arg in TINY if "patch_size" not in arg]
     refused("arch=unet takes one vector", run_script, "base_train", *tiny, "--arch=unet")
-
-
-def test_a_condition_that_is_an_image_is_mirrored_with_the_one_it_belongs_to():
-    images = torch.randn(3, 1, 4, 4)
-    flip = torch.tensor([True, False, True])
-    cond = from_stored({"y": torch.arange(3), "beside": images.half().numpy()}, {}, flip)
-    assert torch.equal(cond["beside"], mirror(images.half().float(), flip)) and cond["y"].tolist() == [0, 1, 2]
 
 
 def test_null_differs_from_every_given_value():
