@@ -188,14 +188,6 @@ def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
     assert open_dataset("toy").num_images == 40 and not leftovers(base)
 
 
-def test_shapes_are_a_function_of_the_seed():
-    a, b, c = draw_shapes(50, 1), draw_shapes(50, 1), draw_shapes(50, 2)
-    assert all(np.array_equal(x, y) for x, y in zip(a, b)) and not np.array_equal(a[0], c[0])
-    assert a[0].shape == (50, 3, 16, 16) and a[0].dtype == np.uint8 and a[1].dtype == np.int64
-    assert np.array_equal(draw_shapes(8, 0, classes=range(8))[1], np.arange(8))
-    assert (np.bincount(draw_shapes(8000, 0)[1]) > 850).all()
-
-
 @pytest.mark.parametrize("resolution", [16, 32])
 def test_every_pixel_lies_between_ground_and_one_of_six_colours(resolution):
     images, _ = draw_shapes(500, 0, resolution)

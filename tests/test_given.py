@@ -28,7 +28,7 @@ def images(runs, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("run, sampler", SAMPLERS)
 def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     """Also that less strength means fewer evaluations, and an image that is nearer to the given one."""
-    some = (f"--model={run}", f"--sampler={sampler}", "--num_images=4", "--steps=10")
+    some = (f"--model={run}", f"--sampler={sampler}", "--num_images=4", "--steps=6")
     given = (*some, f"--from_images={tmp_path / 'given.npz'}")
     plain, _, protocol = draw(*some)
     all_of_it, _, same = draw(*given, "--strength=1")
