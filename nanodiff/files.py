@@ -196,19 +196,18 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
     """Fetch a published file to `path`, verified. `otherwise`: what to do if that fails."""
     print0(f"downloading {url} ({num_bytes / 1e6:.0f} MB, once)")
     path.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
     try:
         with (
             urllib.request.urlopen(url, timeout=60) as response,
-            writing(path) as file,
+            writing(path, {}) as file,
             Progress(num_bytes, "bytes", "downloading") as bar,
         ):
             while part := response.read(min(2**20, num_bytes + 1 - bar.done)):
-                digest.update(part)
                 file.write(part)
                 bar.update(len(part))
-            if (bar.done, digest.hexdigest()) != (num_bytes, sha256):
-                raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {digest.hexdigest()}, expected {sha256}")
+            found = file.sha256.hexdigest()
+            if (bar.done, found) != (num_bytes, sha256):
+                raise UserError(f"{url} sent {bar.done:,} bytes with SHA-256 {found}, expected {sha256}")
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         raise UserError(f"could not download {url}: {error}; {otherwise}") from None
 

@@ -81,3 +81,4 @@ def test_runs_of_base_train_the_table_and_the_profile(run_bench, tmp_path, monke
 
 def test_a_run_that_fails_ends_the_bench(run_bench):
     refused("patch_size=3; accepted", run_bench, "--archs=dit", "--patch_size=3", real=True)
+    refused("depth='x' is not accepted", run_bench, "--archs=dit", "--depths=x", real=True)

@@ -25,7 +25,6 @@ EVAL = ("base_eval", "--device_type=cpu")
 PREPARE = ("prepare_data", "--workers=1")
 BUCKETS = (*PREPARE, "--path=images", "--name=x", "--aspect_buckets")
 CACHE = ("cache_latents", "--device_type=cpu", "--data=tiny", "--autoencoder=vae")
-BENCH = ("bench", "--data=tiny", "--archs=dit", "--depths=1", "--device_type=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +141,6 @@ MISTAKES = [
     ((*CACHE, "--autoencoder=nowhere"), "no such file: nowhere"),
     ((*CACHE, "--name=a/b"), "name='a/b' cannot name a data set"),
     ((*CACHE, "--name=large"), "exists already (--overwrite replaces it)"),
-    # measuring speed
-    ((*BENCH, "--depths=4,x"), "depths='4,x'; accepted: >= 1, comma-separated"),
-    ((*BENCH, "--depths=1.5"), "depths='1.5'; accepted"),
-    ((*BENCH, "--archs=dit,vit"), "archs='dit,vit'; accepted: dit_classic"),
-    ((*BENCH, "--compiles=yes"), "compiles='yes'; accepted: True"),
 ]
 
 
