@@ -146,9 +146,7 @@ class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA, live or, in a file, every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
-        self.total = total
-        self.unit = unit
-        self.label = label
+        self.total, self.unit, self.label = total, unit, label
         self.done = 0
         self.start = self.last = time.perf_counter()
         self.on_terminal = sys.stderr.isatty()

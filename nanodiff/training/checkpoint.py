@@ -101,8 +101,8 @@ class Saver:
             self.report()
 
     def report(self) -> None:
-        if self.running:
-            saved, self.running = self.running, None
+        saved, self.running = self.running, None
+        if saved:
             print0(f"saved {saved.result()}")
             free_host_memory()  # the memory in which the copies were pinned
 

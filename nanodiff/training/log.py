@@ -26,7 +26,7 @@ class Meter:
         self.process, self.device = process, device
         self.progress = progress  # the counters that a resume restores
         self.shapes = set()  # shapes of images so far; the first step of each compiles, and is left out of speeds
-        self.parts = []  # current step: {"t": (B,), "weight": (B,), "loss": (B,), ...} of each micro-batch
+        self.parts = []  # current step: t and loss of each micro-batch, (B,) each
         self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for what is left
         self.restart()
 
@@ -56,18 +56,18 @@ class Meter:
     def add(self, t, weight, terms: dict[str, torch.Tensor], data_seconds: float) -> None:
         """A micro-batch: its t (unless the terms hold another), weights and loss terms, (B,) each, and how long it
         waited for the loader."""
-        self.parts.append({"t": t, "weight": weight} | {name: x.detach() for name, x in terms.items()})
+        t = terms.pop("t", t)
+        for name, x in terms.items():
+            self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
+        self.num_images += len(t) * get_dist()[2]
+        self.parts.append((t, terms["loss"].detach()))
         self.step_data_seconds += data_seconds
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
-        step = {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
+        t, losses = (torch.cat(part) for part in zip(*self.parts))
         self.parts = []
-        t, weight = step.pop("t"), step.pop("weight")
-        for name, x in step.items():
-            self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
-        self.num_images += len(t) * get_dist()[2]
-        return t, step["loss"]
+        return t, losses
 
     def end_step(self, shape: torch.Size, log_now: bool) -> None:
         """Stop the clock. The device is waited for where its time will be read; elsewhere steps stay queued."""
