@@ -197,6 +197,8 @@ def test_samples_take_second_images_of_files(base, run_script, tmp_path):
     grid = decode_png((tmp_path / "out.png").read_bytes())
     assert (found == labels).all() and (grid[2:50:3, 2:50:3, 0] == given[0, 0]).all()
     assert all((a == b).all() for a, b in zip(draw(tmp_path / "file.npz"), (images, labels)))
+    in_python = load_run("a", "cpu").sample(given=(given.transpose(0, 2, 3, 1), labels), num_images=24, steps=2)
+    assert (in_python == draw("val", "--dtype=auto")[0]).all()
     assert (draw(tmp_path / "in")[1] == labels[in_folder]).all()
     Image.fromarray(given[0, 0]).convert("RGB").save(tmp_path / "in" / CLASS_NAMES[0] / "0.png")
     for place, message in (
