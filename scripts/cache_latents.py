@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, from_stored, to_model_range
-from nanodiff.data.dataset import DatasetWriter, open_dataset, write_shard
+from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.device import init_device
@@ -70,7 +70,7 @@ per_shard = images_per_part(len(source), latent_bytes)
 
 
 class Shard(NamedTuple):
-    split: str
+    dataset: Dataset
     rows: np.ndarray
     file: Path
     note: Path  # written when the shard is finished: its entry in meta.json and its statistics
@@ -80,7 +80,7 @@ shards = []
 for split, dataset in splits.items():
     for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
         file = writer.parts / f"{split}_images_{k:03d}.npy"
-        shards.append(Shard(split, rows, file, writer.parts / "notes" / f"{split}_{k:03d}.json"))
+        shards.append(Shard(dataset, rows, file, writer.parts / "notes" / f"{split}_{k:03d}.json"))
 
 if rank == 0:
     plan = {
@@ -106,7 +106,7 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
         encoded = []  # (B, channels, h, w) fp16
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
         for ids in in_batches(shard.rows, batch_size):
-            images, cond = splits[shard.split].rows(ids)
+            images, cond = shard.dataset.rows(ids)
             images = to_model_range(torch.from_numpy(images).to(device))
             blocks = []
             for x in [images, images.flip(3)][:copies]:
@@ -122,15 +122,13 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             bar.update(len(ids))
         latents = np.concatenate(encoded)
         if not np.isfinite(latents).all():
-            which = f"{shard.split} {shard.rows[0]}..{shard.rows[-1]}"
+            which = f"{shard.dataset.split} {shard.rows[0]}..{shard.rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
-        entry = write_shard(shard.file, latents, splits[shard.split].captions(shard.rows))
-        count = latents[:, 0].size * copies
         note = {
             "shape": latents.shape,
-            "entry": entry,
+            "entry": write_shard(shard.file, latents, shard.dataset.captions(shard.rows)),
             "sums": sums.tolist(),
-            "count": count,
+            "count": latents[:, 0].size * copies,
         }
         write_note(shard.note, note)
 
@@ -146,8 +144,8 @@ if rank == 0:
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
     for shard in shards:
         note = json.loads(shard.note.read_bytes())
-        writer.add(shard.split, note["shape"], [note["entry"]], **splits[shard.split].cond(shard.rows))
-        if shard.split == "train":
+        writer.add(shard.dataset.split, note["shape"], [note["entry"]], **shard.dataset.cond(shard.rows))
+        if shard.dataset.split == "train":
             sums += torch.tensor(note["sums"], dtype=torch.float64)
             count += note["count"]
     mean, square = sums / count

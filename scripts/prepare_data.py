@@ -72,38 +72,26 @@ if classes and not name:
     raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
 if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
     raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-low_high = None
+as_given = {setting: config[setting] for setting in Options.__annotations__}
+options = Options(**as_given | {"range": None, "side_unit": 0})
 if range:
     try:
-        low_high = low, high = tuple(float(x) for x in range.split(","))
+        options.range = low, high = tuple(float(x) for x in range.split(","))
         is_range = -math.inf < low < high < math.inf
     except ValueError:
         is_range = False
     if not is_range:
         raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
+if aspect_buckets:
+    options.side_unit = side_unit or max(2, resolution // 16)
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+options.workers = workers or cores
 if not name:
     name = source
     if path:
         stem = os.path.basename(os.path.abspath(path))
         name = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
-cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-options = Options(
-    resolution=resolution,
-    labels=labels,
-    label_column=label_column,
-    caption_column=caption_column,
-    captions=captions,
-    val_fraction=val_fraction,
-    seed=seed,
-    workers=workers or cores,
-    side_unit=(side_unit or max(2, resolution // 16)) if aspect_buckets else 0,
-    bucket_images=bucket_images,
-    vectors=vectors,
-    pairs=pairs,
-    scaling=pairs_scaling,
-    range=low_high,
-)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Read, decode and write the images, part by part

@@ -3,7 +3,7 @@
 $NANODIFF_BASE_DIR/data/<name>/
     train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file.
                                The channels of second images, if the set has some, are behind theirs
-    train_images_000.txt ...   a line of text for each of its images, if they have captions
+    train_captions_000.npy ... (n,) texts in UTF-8, if the images have captions
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
     val_images_000.npy ...     the held-out split, if there is one
@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,15 +175,12 @@ class Dataset:
 
     def captions(self, indices) -> list[str]:
         """The text beside each image (n,), "" if there is none."""
-        found = [""] * len(indices)
+        found = np.full(len(indices), b"", object)
         for k, places, rows in self._by_shard(indices):
-            if "captions" in self._shards[k]:
-                path = self.path / self._shards[k]["captions"]["file"]
-                with reading(path):
-                    lines = path.read_text(encoding="utf-8").split("\n")
-                for place, row in zip(places, rows):
-                    found[place] = lines[row]
-        return found
+            entry = self._shards[k].get("captions")
+            if entry:
+                found[places] = open_npy(self.path / entry["file"], entry["num_images"])[rows]
+        return [caption.decode() for caption in found]
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
@@ -342,35 +339,26 @@ def raise_file_limit() -> int:
 # Writing
 
 
-def write_hashed(path: Path, num_images: int, write: Callable) -> dict:
-    """Let `write(file)` make a file, whole or not at all -> its entry in meta.json."""
+def write_npy(path: Path, array: np.ndarray) -> dict:
+    """Write an array as an .npy file, whole or not at all -> its entry in meta.json."""
+    array = np.ascontiguousarray(array)
     manifest = {}
     with writing(path, manifest) as file:
-        write(file)
-    written = manifest[path.name]
-    return {"file": path.name, "num_images": num_images, "bytes": written["size"], "sha256": written["sha256"]}
-
-
-def write_npy(path: Path, array: np.ndarray) -> dict:
-    """An .npy file -> its entry in meta.json."""
-    array = np.ascontiguousarray(array)
-
-    def write(file):
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)  # np.save would not say which error stopped it
-
-    entry = write_hashed(path, len(array), write)
+    written = manifest[path.name]
+    entry = {"file": path.name, "num_images": len(array), "bytes": written["size"], "sha256": written["sha256"]}
     if len(set(array.shape[2:])) == 2:  # () of labels
         entry["size"] = array.shape[2:]
     return entry
 
 
-def write_shard(path: Path, images: np.ndarray, captions: Iterable[str] = ()) -> dict:
+def write_shard(path: Path, images: np.ndarray, captions: list[str]) -> dict:
     """A shard of images, with a file of their captions, if there are any -> its entry in meta.json."""
     entry = write_npy(path, images)
     if any(captions):
-        text = "".join(f"{caption}\n" for caption in captions).encode(errors="replace")
-        entry["captions"] = write_hashed(path.with_suffix(".txt"), len(images), lambda file: file.write(text))
+        file = path.with_name(path.name.replace("images", "captions"))
+        entry["captions"] = write_npy(file, np.array([caption.encode(errors="replace") for caption in captions]))
     return entry
 
 

@@ -46,7 +46,7 @@ class Options:
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     vectors: str = ""  # file of a vector per image
     pairs: str = ""  # folder or array of second images
-    scaling: str = "nearest"  # how they are scaled, one of SCALINGS
+    pairs_scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
 
 
@@ -112,7 +112,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
     if options.vectors:
         add_vectors(found, Path(options.vectors).expanduser())
     if options.pairs:
-        add_pairs(found, Path(options.pairs).expanduser(), options.scaling)
+        add_pairs(found, Path(options.pairs).expanduser(), options.pairs_scaling)
     tables = [options.vectors, "" if options.labels in LABELS else options.labels]
     read = [Path(name).expanduser() for name in [*filter(None, tables), *found.files]]
     stats = [(str(file), file.stat()) for file in read if file.exists()]  # not a link to nowhere
