@@ -362,8 +362,7 @@ if checkpoint:
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank reads its share
     # An average missing from the checkpoint starts from its weights
-    found = {rate: checkpoint / f"ema_{rate}.safetensors" for rate in map(str, meta["ema_rates"])}
-    ema.load_state_dict({rate: load_safetensors(path)[0] for rate, path in found.items()})
+    ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
     scaler.load_state_dict(train_state["scaler"])
@@ -407,13 +406,13 @@ def save():
     """Write this step's checkpoint, in a thread: training goes on. A collective."""
     saver.wait()  # the last save's copies are freed before these are made
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
+    seen_losses = host_copy(t_distribution.state_dict())  # a copy, as training goes on
     if ddp_rank == 0:
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
             "optim": optim_state,  # state of all that learns, whatever the number of ranks
-            "train": dict(timesteps=t_distribution.state_dict(), scaler=scaler.state_dict(), meter=sums),
-            **{f"ema_{rate}": average for rate, average in averages.items()},
-        }
+            "train": dict(timesteps=seen_losses, scaler=scaler.state_dict(), meter=sums),
+        } | averages  # ema_0.999 and so on
         saved = {
             "step": step,
             "arch": arch,

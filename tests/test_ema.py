@@ -27,7 +27,7 @@ def test_a_jump_decays_as_the_product_of_the_rates(ramp):
         ema.update(s)
         for rate in left:
             left[rate] *= min(rate, (s + 1) / (s + 10)) if ramp else rate
-            assert ema.state_dict()[str(rate)]["w"][0].item() == pytest.approx(1 - left[rate], abs=1e-5)
+            assert ema.state_dict()[f"ema_{rate}"]["w"][0].item() == pytest.approx(1 - left[rate], abs=1e-5)
 
 
 def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
@@ -42,7 +42,7 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
     with pytest.raises(KeyboardInterrupt), ema.applied(model):
         assert not model.training
         for name, p in model.named_parameters():
-            assert torch.equal(p, ema.state_dict()["0.9"][name]) and not torch.equal(p, before[name])
+            assert torch.equal(p, ema.state_dict()["ema_0.9"][name]) and not torch.equal(p, before[name])
         raise KeyboardInterrupt
     assert model.training
     for name, p in model.named_parameters():

@@ -400,7 +400,7 @@ def test_two_ranks_equal_one(ranks, case):
     ema = EMA(model, opt, "0.9")
     norms = train(model, opt, range(4), clip=case[1], ema=ema)
     theirs = ranks[0][case]["state"]
-    assert largest_difference(ranks[0][case]["average"]["0.9"], ema.state_dict()["0.9"]) < 1e-5
+    assert largest_difference(ranks[0][case]["average"]["ema_0.9"], ema.state_dict()["ema_0.9"]) < 1e-5
     assert (
         ranks[1][case]["average"] == ranks[1][case]["state"] == {} and theirs["step"] == opt.state_dict()["step"] == 4
     )

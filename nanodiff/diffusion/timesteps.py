@@ -72,10 +72,6 @@ class Timesteps(torch.nn.Module):
     def update(self, t, losses) -> None:
         """Learn from the losses; most distributions do not."""
 
-    def state_dict(self) -> dict:
-        """Copies: a checkpoint is written while training goes on."""
-        return {name: buffer.clone() for name, buffer in self.named_buffers()}
-
 
 class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).

@@ -79,18 +79,19 @@ class EMA:
     @collective("the all-gather of the averaged weights")
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"0.999": {name: average, on the CPU}}; a collective. Empty except on rank 0."""
+        """{"ema_0.999": {name: average, on the CPU}}; a collective. Empty except on rank 0."""
         state = {}
         for rate, averages in self.averages.items():
             named = host_copy(self.frozen)
             for buffer, average in zip(self.buffers, averages):
                 named |= buffer.named(average)
-            state[str(rate)] = named
+            state[f"ema_{rate}"] = named
         return state if self.optim.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load a state_dict's averages; a rate that it lacks starts from the weights."""
         for rate, averages in self.averages.items():
+            named = state.get(f"ema_{rate}")
             for buffer, average in zip(self.buffers, averages):
-                average.copy_(buffer.share_of(state[str(rate)]) if str(rate) in state else buffer.own)
+                average.copy_(buffer.share_of(named) if named else buffer.own)
