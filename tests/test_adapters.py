@@ -15,8 +15,7 @@ from tiny_runs import (
     make_run,
 )
 
-from nanodiff.data.dataset import DatasetWriter
-from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import make_timesteps
@@ -42,10 +41,7 @@ def old(base, run_script, tmp_path_factory):
     if not made.exists():
         make_data()
         make_run(run_script, "old")
-        with DatasetWriter("tuned", NEW) as writer:
-            for split, n in (("train", 40), ("val", 8)):
-                images, labels = draw_shapes(n, seed=n)
-                writer.append(split, images, labels % 2)
+        make_data("tuned", class_names=NEW, train=40, val=8)
         base.rename(made)
     shutil.copytree(made, base, dirs_exist_ok=True)
     return base / "runs" / "old"
@@ -152,8 +148,7 @@ def test_part_of_t():
 def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
     """UNet, Gaussian diffusion, super-resolution, unlabelled data, recomputed activations, and a published file."""
     make_data()
-    with DatasetWriter("plain") as writer:
-        writer.append("train", draw_shapes(24, seed=0)[0])
+    make_data("plain", class_names=(), val=0)
     end = [arg for arg in TINY if not arg.startswith(("--init_from", "--data"))]
     end += ["--num_iterations=1", "--eval_every=-1"]
     kinds = {

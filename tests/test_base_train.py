@@ -28,8 +28,7 @@ from tiny_runs import (
 )
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import DatasetWriter
-from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
@@ -177,8 +176,7 @@ def test_learning_rate_warms_up_and_down(tiny, run_script):
 
 
 def test_a_set_without_validation_split_trains(base, run_script, capsys):
-    with DatasetWriter("tiny", CLASS_NAMES) as writer:
-        writer.append("train", *draw_shapes(24, seed=1))
+    make_data(val=0)
     grid = ("--sample_every=0", "--sample_steps=2", "--low_res_size=8")
     run_dir = run_script("base_train", *TINY, "--num_iterations=2", *grid)["run_dir"]
     assert capsys.readouterr().out.count("no validation split") == 1
@@ -306,9 +304,7 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     config = json.loads((first / "config.json").read_text())
     changes = {"lr": 0.01, "num_iterations": 7, "guided_from": 0.5, "eval_every": -1}
     assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == changes
-    with DatasetWriter("tiny", CLASS_NAMES, overwrite=True) as writer:
-        writer.append("train", *draw_shapes(72, seed=0))
-        writer.append("val", *draw_shapes(24, seed=1))
+    make_data(train=73, overwrite=True)
     refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 
 
@@ -379,9 +375,7 @@ def test_rows_of_the_class_table_follow_the_names(tiny, run_script):
     """Known names take their rows wherever they stand; others start as the null class, which is kept."""
     make_run(run_script, "source")
     names = ["cross", "banana", *CLASS_NAMES[:2]]
-    with DatasetWriter("fruit", names) as writer:
-        images, _ = draw_shapes(32, seed=1)
-        writer.append("train", images, np.arange(32) % 4)
+    make_data("fruit", class_names=names, train=32, val=0)
     run_script("base_train", *TINY, "--data=fruit", "--init_from=source", "--model_tag=b", "--num_iterations=0")
     old = load_run("source", "cpu").model.y_embed.weight
     new = load_run("b", "cpu").model.y_embed.weight

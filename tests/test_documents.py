@@ -105,7 +105,7 @@ def place(base, monkeypatch):
     np.savez("FILE.npz", np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), np.uint8))
     np.savez("base_samples.npz", np.zeros((4, 8, 8, 3), np.uint8))
     for name in "AB":
-        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(64, 151)))
+        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(40, 151)))
     make_autoencoder(base / "PATH", latent_channels=4)
     config = DiTConfig(64, 4, 8, 8, 64, 1, 1, num_classes=5, block="classic")
     for name in ("SiT", "DiT"):
@@ -113,6 +113,7 @@ def place(base, monkeypatch):
     return base
 
 
+@pytest.mark.slow
 def test_the_pages_run_from_top_to_bottom(place, run_script):
     """Each command as it stands, and behind it settings that make it small."""
     examples = []

@@ -9,11 +9,9 @@ import torch
 from conftest import refused
 from image_helpers import make_folder
 from processes import run_process
-from tiny_runs import TINY, make_autoencoder, make_runs
+from tiny_runs import TINY, make_autoencoder, make_data, make_runs
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import DatasetWriter
-from nanodiff.data.shapes import draw_shapes
 from nanodiff.png import encode_png
 
 TRAIN = ("base_train", *TINY)
@@ -43,10 +41,8 @@ def place(tmp_path_factory):
         (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)
         (root / "file").write_text("no folder")
         np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
-        for name in ("alone", "unlabelled"):
-            with DatasetWriter(name) as writer:
-                for split in ("train", "val")[: 1 + (name == "unlabelled")]:
-                    writer.append(split, draw_shapes(12, seed=0)[0])
+        make_data("unlabelled", class_names=())
+        make_data("alone", class_names=(), val=0)
         np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
         np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8))
         (root / "text.png").write_text("no image")

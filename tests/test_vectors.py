@@ -6,7 +6,7 @@ import torch
 from conftest import refused
 from processes import run_process
 from test_base_train import TINY
-from tiny_runs import assert_identical, assert_resumes, make_run, randomise, run_script, weights
+from tiny_runs import assert_identical, assert_resumes, make_data, make_run, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
 from nanodiff.conditions import conditioning
@@ -185,9 +185,7 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
     ):
         np.save(tmp_path / "bad.npy", array)
         refused(said, run_script, *SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    with DatasetWriter("plain") as writer:
-        for split in ("train", "val"):
-            writer.append(split, draw_shapes(24, seed=1)[0])
+    make_data("plain", class_names=())
     run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
     with pytest.raises(UserError, match="trained without vectors"):
         run_script(*SAMPLE, "--model=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
