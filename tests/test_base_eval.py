@@ -235,6 +235,10 @@ def test_models_without_classes_or_colours(base, run_script, quick_classifier):
         run_dir = make_run(run_script, tag, f"--class_cond={class_cond}")
         result = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--model={tag}")
         assert result["fd_classifier"] > 0 and ("class_accuracy" in result) == class_cond
+    learned = evaluate(run_script, run_dir, "fd_simclr", *FEW, "--model=b")  # from colour, without classes
+    assert learned["fd_simclr"] > learned["real_images"]["fd_simclr"] and "class_accuracy" not in learned
+    judged = (*TIMELESS, "--metric=class_accuracy", f"--judge={features.SIMCLR}", *FEW)
+    refused("trained without labels; accepted: a judge of classes", run_script, "base_eval", *judged)
 
 
 def test_fid(base, run_script, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from nanodiff.metrics import cache, classifier
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier, get_classifier
 from nanodiff.metrics.distances import frechet_distance, load_stats
-from nanodiff.metrics.features import collect_features, compare, image_set, reference_features
+from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
 
 
 def make_network(seed=0):
@@ -39,9 +39,11 @@ def collect(images, network, batch_size=64):
     return collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
 
 
-def test_the_order_of_distances():
+@pytest.mark.parametrize("metric", ["fd_classifier", "fd_simclr"])
+def test_the_order_of_distances(metric):
     n = 400
-    network, images = make_network(), draw_shapes(n, seed=0)[0]
+    network = load_network(metric, "", "cpu") if metric == "fd_simclr" else make_network()
+    images = draw_shapes(n, seed=0)[0]
     whole = collect(images, network)
     halves = [collect(half, network) for half in (images[: n // 2], images[n // 2 :])]
     blurred = F.avg_pool2d(torch.from_numpy(images).float(), 3, 1, 1).round().to(torch.uint8)
@@ -50,9 +52,10 @@ def test_the_order_of_distances():
     apart = distance(*halves)
     far = [collect(x.numpy(), network) for x in (blurred, noise)]
     assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
-    near, blurry, noisy = (compare("fd_classifier", x, halves[0]) for x in (halves[1], *far))
-    assert near["fd_classifier"] == pytest.approx(apart)
-    assert abs(near["kd_classifier"]) < 0.1 * blurry["kd_classifier"] < noisy["kd_classifier"]
+    near, blurry, noisy = (compare(metric, x, halves[0]) for x in (halves[1], *far))
+    assert near[metric] == pytest.approx(apart)
+    kernel = metric.replace("fd", "kd")
+    assert abs(near[kernel]) < 0.1 * blurry[kernel] < noisy[kernel]
     for figure in ("precision", "recall"):
         assert near[figure] > 0.8 and noisy[figure] < 0.1
 

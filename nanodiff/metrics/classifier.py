@@ -36,6 +36,7 @@ class Classifier(Network):
 
     def __init__(self, channels: int, resolution: int, num_classes: int, width: int = 32):
         super().__init__()
+        self.channels = channels
         self.resolution = min(resolution, MAX_RESOLUTION)
         w = width
         stride = 2 if self.resolution > 16 else 1  # the costly layers work on 16 x 16 at most
@@ -60,7 +61,8 @@ class Classifier(Network):
         return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.pooled(shrink(images, self.resolution).float() / 127.5 - 1)
+        images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # grey ones as equal channels
+        features = self.pooled(images.float() / 127.5 - 1)
         return features, self.head(features)
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
