@@ -15,7 +15,7 @@ mkdir -p "$NANODIFF_BASE_DIR/runs/${BASH_REMATCH[1]}/checkpoints/step_000007"
 BEFORE = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}  # arguments before those of base_train
 
 
-@pytest.mark.parametrize("story", "cpu cifar10 few_steps finetune miniseries record speedrun words".split())
+@pytest.mark.parametrize("story", "cpu cifar10 few_steps finetune miniseries pairs record speedrun words".split())
 def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     (tmp_path / "python3").write_text(FAKE)
     (tmp_path / "python3").chmod(0o755)

@@ -65,13 +65,13 @@ def make(folder: str) -> None:
         np.save(f"{folder}/{pairs}.npy", one_hot_words(captions))
 
 
-def recognise(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def recognise(images: np.ndarray, radii=RADII) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What images (n, 3, H, H) uint8 show: class (n,), colour (n,) and pose (n, 3) of the nearest render of any."""
     coverage, _, colours = fit_colours(images)
     poses, errors = [], []
     for label in range(len(CLASS_NAMES)):
         draw = functools.partial(render, label, images.shape[-1])
-        found, error = fit_poses(coverage, draw, np.random.default_rng(label), RADII)
+        found, error = fit_poses(coverage, draw, np.random.default_rng(label), radii)
         poses.append(found)
         errors.append(error)
     labels = np.argmin(errors, axis=0)

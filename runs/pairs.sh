@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# From an outline to the shape: train on pairs of images, then draw from 400 outlines that were in no training image. An
+# outline tells what, where and how large; the colour is the model's choice.
+#   bash runs/pairs.sh                            further arguments go to base_train: --seed=1
+needs=PIL
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/pairs
+mkdir -p "$work"
+
+python3 -m runs.pairs.outlines make "$work"
+python3 -m scripts.prepare_data --path="$work/images.npy" --pairs="$work/outlines.npy" --name=pairs --overwrite
+python3 -m scripts.base_train runs/pairs_cpu.py "$@"
+find_trained pairs_cpu "$@"
+rm -f "$work/drawn.npz"  # of an earlier model
+python3 -m scripts.sample --model="$run" --given="$work/unseen.npy" --num_images=400 --npz --out="$work/drawn"
+python3 -m runs.pairs.outlines judge "$work"
