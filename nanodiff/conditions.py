@@ -42,14 +42,19 @@ FACTS = ("num_classes", "given_channels", "vector_dim", "vector_len")
 IMAGES = ("given", "low_res")  # a model takes one of them at most
 
 
+def second_channels(config: Conditioned) -> int:
+    """Channels of the second image; 0 = there is none."""
+    return config.given_channels or (config.in_channels if config.low_res else 0)
+
+
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
     """{name: shape of a row} of the conditions that a model takes."""
     shapes = {}
     if config.num_classes:
         shapes["y"] = ()
-    if config.given_channels or config.low_res:
+    if channels := second_channels(config):
         side = config.low_res or config.image_size
-        shapes["low_res" if config.low_res else "given"] = (config.given_channels or config.in_channels, side, side)
+        shapes["low_res" if config.low_res else "given"] = (channels, side, side)
     if config.vector_dim:
         shapes["vectors"] = (config.vector_len, config.vector_dim) if config.vector_len else (config.vector_dim,)
     return shapes
@@ -109,9 +114,7 @@ def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def input_channels(config: Conditioned) -> int:
     """The number of channels of x_t with_images."""
-    if config.given_channels:
-        return config.in_channels + config.given_channels + 1
-    return config.in_channels * (2 if config.low_res else 1)
+    return config.in_channels + second_channels(config) + (1 if config.given_channels else 0)
 
 
 def with_images(config: Conditioned, x_t, **images):
@@ -130,13 +133,13 @@ def with_images(config: Conditioned, x_t, **images):
 # What a set keeps
 
 FILES = {"y": "labels", "vectors": "vectors"}  # name -> file of rows, and its key in meta.json
+GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose channels are behind those of the images
 
 
 def describe_conditions(meta: dict) -> dict:
     """A codec's description of the conditions, from a set's meta.json: FACTS, class names, what from_stored needs."""
     described = {"num_classes": len(meta["class_names"]), "class_names": list(meta["class_names"])}
-    if "given" in meta:
-        described |= {"given_channels": meta["given"]["channels"], "given_scaling": meta["given"]["scaling"]}
+    described |= {key: meta[key] for key in GIVEN if key in meta}
     vectors = meta.get("vectors", {"dim": 0, "len": 0})
     described |= {"vector_dim": vectors["dim"], "vector_len": vectors["len"]}
     if "vectors" in meta:

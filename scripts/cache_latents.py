@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
-from nanodiff.conditions import FILES, from_stored, to_model_range
+from nanodiff.conditions import FILES, GIVEN, from_stored, to_model_range
 from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
@@ -63,7 +63,7 @@ if rank == 0:
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
-second = source.meta.get("given", {}).get("channels", 0)  # channels of second images, scaled to the latents' size
+second = source.meta.get("given_channels", 0)  # channels of second images, scaled to the latents' size
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
@@ -140,7 +140,7 @@ if world > 1:
         dist.barrier()
 if rank == 0:
     writer.meta |= {"kind": "latents", "resolution": latent_size}
-    writer.meta |= {name: source.meta[name] for name in (*FILES, "given") if name in source.meta}
+    writer.meta |= {name: source.meta[name] for name in (*FILES, *GIVEN) if name in source.meta}
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
     for shard in shards:
         note = json.loads(shard.note.read_bytes())

@@ -163,7 +163,7 @@ numbers = " + ".join(f"{number:,} {split}" for split, number in writer.num_image
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
 labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
 if pairs:
-    labelled += ", second images of {channels} channels ({scaling})".format(**made.meta["given"])
+    labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
 for condition, row in made.cond(0).items():
     if condition != "y":
         labelled += f", {condition} of {'x'.join(map(str, row.shape))}"

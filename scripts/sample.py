@@ -13,6 +13,7 @@ Image i depends only on (seed, i) and its class. After a stop or a kill the same
 ranks, and writes the same bytes.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -143,7 +144,8 @@ if from_images and strength and not protocol["network_evaluations"]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank draws its batches, except those already drawn
 
-store = SampleStore(output, protocol, num_images, 8 if is_mixed else batch_size)
+size_of_part = math.gcd(8, batch_size) if is_mixed else batch_size  # of one shape
+store = SampleStore(output, protocol, num_images, size_of_part)
 finished = from_first_rank(rank == 0 and store.open(), "the store")  # the other ranks wait here for its folder
 todo = [] if finished else store.missing(rank, world)
 before = num_images if finished else store.num_drawn()
@@ -157,7 +159,7 @@ with Progress(num_images - before, "images", "sampling") as bar:
         drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            x0 = samples.draw(ids, shape, batch_size, on_step)
+            x0 = samples.draw(ids, shape, on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
         if stop.received:
             break

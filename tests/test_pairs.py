@@ -34,7 +34,7 @@ def make_set(name, second=None, images_of=lambda images: images, **meta):
             images = images_of(images)
             if second:
                 given = second(images)
-                writer.meta["given"] = {"channels": given.shape[1], "scaling": "nearest"}
+                writer.meta |= {"given_channels": given.shape[1], "given_scaling": "nearest"}
                 images = np.concatenate([images, given], axis=1)
             writer.append(split, images, labels)
 
@@ -141,7 +141,10 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, cap
     assert images.shape == (3, 3, 16, 16) and (cond["given"][:, 0] == images[:, 0]).all() and toy.images([2]).any()
     for spoil, message in (
         (lambda: (masks / "b" / "01.bmp").rename(masks / "b" / "1.bmp"), "none for 1 of 3 images, such as 'b/01.png'"),
-        (lambda: (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes()), "has 3 channels, the"),
+        (
+            lambda: (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes()),
+            "has 3 channels; accepted .*: 1",
+        ),
     ):
         spoil()
         refused(message, prepare, photos, resolution=16, pairs=str(masks))
@@ -168,7 +171,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
         assert (to_uint8(own(range(5), (3, height, width))).numpy() == expected).all()
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
     files = open_inputs(loaded, {"given": str(masks)})["given"]  # tall ones first; their number says their class
-    first = decode_second(str(masks / "a" / "00.bmp"), 20, 12, "nearest")
+    first = decode_second(str(masks / "a" / "00.bmp"), "nearest", 1, 20, 12)
     assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all()
     assert files.labels.tolist() == [0] * 12 + [1] * 12
 

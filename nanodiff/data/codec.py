@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.conditions import describe_conditions, facts_to_match, from_stored
+from nanodiff.conditions import GIVEN, describe_conditions, facts_to_match, from_stored
 from nanodiff.data.latents import Latents, check_sides, describe_latents, latents_of, open_matching
 from nanodiff.data.pixels import Arrays, Pixels
 from nanodiff.models.autoencoder import open_autoencoder
@@ -100,7 +100,7 @@ def adapted(description: dict, dataset, autoencoder: str) -> dict:
         if dataset.meta["kind"] == "images":
             unit = description["latents"]["downsample"]
     own = describe_data(dataset, unit)
-    second = {key: own[key] for key in ("given_channels", "given_scaling") if key in own}
+    second = {key: own[key] for key in GIVEN if key in own}
     keys = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
     return second | description | {key: own[key] for key in keys if key in own}
 

@@ -165,7 +165,7 @@ class Dataset:
     def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Images and conditions, as the two above; second images among them, "given" (n, C, H, W)."""
         stored, cond = self._stored(indices), self.cond(indices)
-        if "given" in self.meta:
+        if "given_channels" in self.meta:
             cond["given"] = stored[:, self.channels :]
         return stored[:, : self.channels], cond
 
@@ -451,7 +451,7 @@ class DatasetWriter:
         """Add images of this shape (n, C, H, W) whose shards are in the folder, and their conditions."""
         num_images, channels, height, width = shape
         if not self._parts:
-            self.meta["channels"] = channels - self.meta.get("given", {}).get("channels", 0)
+            self.meta["channels"] = channels - self.meta.get("given_channels", 0)
             self.meta["resolution"] = self.meta["resolution"] or height
         if self.meta["class_names"]:
             cond["y"] = y

@@ -14,14 +14,6 @@ SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # scaling of second images -> 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
 
 
-class Second(NamedTuple):
-    """The second image of an item."""
-
-    payload: str | np.ndarray  # path of a file; (H, W, C) uint8
-    channels: int  # channels that it must have
-    scaling: str
-
-
 class Item(NamedTuple):
     """An image of a source."""
 
@@ -31,7 +23,7 @@ class Item(NamedTuple):
     is_val: bool
     row: int = 0  # row of the source's `arrays`
     caption: str = ""
-    second: Second | None = None
+    second: tuple = ()  # payload, scaling and channels of the second image
 
 
 def import_pillow():
@@ -152,28 +144,32 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
     return pixels.transpose(2, 0, 1), side
 
 
-def decode_second(payload: str | np.ndarray, height: int, width: int, scaling: str) -> np.ndarray:
-    """A second image -> (C, height, width) uint8: gray C = 1, a palette's numbers 1, RGB 3, RGBA 4, as they are."""
+def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:
+    """A second image -> (C, height, width) uint8, as it is: gray has C = 1, a palette's numbers 1, RGB 3, RGBA 4.
+
+    `channels`: the C that it must have; 0 = any. `scaling`: one of SCALINGS.
+    """
+    name = "an array"
     if not isinstance(payload, np.ndarray):
-        image = upright(open_image(payload))
+        name, image = payload, upright(open_image(payload))
         if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
             image = to_rgb(image).convert("L" if image.mode[0] in "1IF" else "RGB")
         payload = np.asarray(image)
-    channels = payload.reshape(*payload.shape[:2], -1).transpose(2, 0, 1)
-    if channels.shape[1:] == (height, width):
-        return channels
+    planes = payload.reshape(*payload.shape[:2], -1).transpose(2, 0, 1)
+    if channels and len(planes) != channels:
+        raise UserError(f"{name} has {len(planes)} channels; accepted for a second image: {channels}")
+    if planes.shape[1:] == (height, width):
+        return planes
     fromarray = import_pillow().fromarray
-    return np.stack([center_crop(fromarray(channel), height, width, scaling) for channel in channels])
+    return np.stack([center_crop(fromarray(plane), height, width, scaling) for plane in planes])
 
 
 def with_second(item: Item, image: np.ndarray) -> np.ndarray:
     """(C, H, W) and, behind its channels, those of the item's second image, cropped likewise."""
-    payload, channels, scaling = item.second
-    if isinstance(payload, str) and not 0.98 < aspect_ratio(item.payload) / aspect_ratio(payload) < 1.02:
-        raise ValueError(f"{payload} has other proportions")
-    second = decode_second(payload, *image.shape[1:], scaling)
-    if len(second) != channels:
-        raise UserError(f"pairs: {payload} has {len(second)} channels, the first one {channels}")
+    path = item.second[0]
+    if isinstance(path, str) and not 0.98 < aspect_ratio(item.payload) / aspect_ratio(path) < 1.02:
+        raise ValueError(f"{path} has other proportions")
+    second = decode_second(*item.second, *image.shape[1:])
     if image.dtype == np.float16:
         second = second / 127.5 - 1
     return np.concatenate([image, second.astype(image.dtype)])

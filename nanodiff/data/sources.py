@@ -19,7 +19,7 @@ from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
 from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_folder, open_unzipped, read_tar
-from nanodiff.data.decode import Item, Second, aspect_ratio, decode_second, import_pillow
+from nanodiff.data.decode import Item, aspect_ratio, decode_second, import_pillow
 from nanodiff.data.labels import LABELS, Place, classify, find_table, samples, val_mask
 from nanodiff.files import download, reading, writing
 
@@ -413,10 +413,10 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
     else:
         raise UserError(f"pairs={str(path)!r}; accepted: for image files a folder, for arrays an .npy or .npz")
     rows = matched(source, names, len(seconds), "pairs", path, stem)
-    channels = len(decode_second(seconds[0], 1, 1, scaling))
+    channels = len(decode_second(seconds[0], scaling, 0, 1, 1))
     source.files += files
-    source.meta["given"] = {"channels": channels, "scaling": scaling}
-    source.items = (item._replace(second=Second(seconds[row], channels, scaling)) for item, row in rows)
+    source.meta = {"given_channels": channels, "given_scaling": scaling}
+    source.items = (item._replace(second=(seconds[row], scaling, channels)) for item, row in rows)
 
 
 # A new source is one such function and its entry here

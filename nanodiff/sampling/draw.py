@@ -1,5 +1,6 @@
 """Model -> images: settings of the samples, a batch of them, a grid. The caller enters autocast."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -89,23 +90,16 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
 
 
 @torch.no_grad()
-def sample_images(model, process, seeds, cond, shape, settings, batch_size, on_step=None, given=None):
-    """Samples (N, C, H, W) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
+def sample_images(model, process, seeds, cond, shape, settings, on_step=None, known=None):
+    """A batch of samples (N, *shape) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
 
-    `shape` is (C, H, W). Step i of each batch calls on_step(i, steps, prediction of x0). `given(rows)` returns the
-    Known that these images start from.
+    Step i calls on_step(i, steps, prediction of x0). `known`: the Known that they start from.
     """
     device = next(model.parameters()).device
-    images = []
-    for part in torch.arange(len(seeds)).split(batch_size):
-        generator = StackedGenerator([seeds[i] for i in part])
-        noise = generator.randn((len(part), *shape), device)
-        inputs = {name: value[part].to(device) for name, value in cond.items()}
-        denoiser = make_denoiser(model, inputs, settings)
-        known = given(part) if given else None
-        how = (settings.steps, settings.sampler, generator, on_step, settings.eta, known)
-        images.append(process.sample(denoiser, noise, *how))
-    return torch.cat(images)
+    generator = StackedGenerator(seeds)
+    noise = generator.randn((len(seeds), *shape), device)
+    denoiser = make_denoiser(model, {name: x.to(device) for name, x in cond.items()}, settings)
+    return process.sample(denoiser, noise, settings.steps, settings.sampler, generator, on_step, settings.eta, known)
 
 
 def network_evaluations(model, process, settings: SampleSettings, strength: float = 1.0) -> int:
@@ -196,17 +190,14 @@ class ModelSamples:
             batches += in_batches(np.array(alike), batch_size)
         return batches
 
-    def draw(self, ids, shape=None, batch_size: int = 0, on_step=None) -> torch.Tensor:
-        """x0 of samples `ids` (n,), all of one `shape` (C, H, W), by default that of the first; see sample_images."""
+    def draw(self, ids, shape=None, on_step=None) -> torch.Tensor:
+        """x0 of a batch of samples `ids` (n,) of one `shape` (C, H, W), by default the first's; see sample_images."""
         shape = shape or self.codec.sample_shape(ids[0])
         cond = {"y": self.labels(ids, shape)} if self.num_classes else {}
         cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
         seeds = [(self.seed << 32) + int(i) for i in ids]
-        batch_size = batch_size or len(ids)
-        given = None
-        if self.given:
-            given = lambda part: self.given.known([ids[i] for i in part])
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, batch_size, on_step, given)
+        known = self.given.known(ids) if self.given else None
+        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, on_step, known)
         is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
         self.not_finite += int((~is_finite).sum())
         return x0
@@ -253,7 +244,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
     per_batch = min(batch_size, -(-n // world))  # every rank draws something
-    batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else columns)
+    batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else math.gcd(columns, per_batch))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8
         shape = codec.sample_shape(ids[0])

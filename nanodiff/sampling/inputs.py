@@ -81,21 +81,19 @@ def read_given(where: str, loaded, codec) -> Inputs:
     """Second images of a folder (sub-folders are classes), an .npy or an .npz (arr_0 and, in labels or arr_1, classes),
     cropped to the samples' size."""
     items, labels = labelled_items("given", where, loaded)
-    channels, side = loaded.model.config.given_channels, codec.image_size
+    how = (loaded.data["given_scaling"], loaded.model.config.given_channels)
+    side = codec.image_size
 
-    def decoded(rows, height, width):
-        scaling = loaded.data["given_scaling"]
-        return np.stack([decode_second(items[row].payload, height, width, scaling) for row in rows])
+    def decoded(rows, *sides):
+        return np.stack([decode_second(items[row].payload, *how, *sides) for row in rows])
 
     def read(rows, shape):
         sides = [n * side // codec.shape[1] for n in shape[1:]]  # of pixels, where the samples are latents
         return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
 
     with reading(Path(where)):
-        images = decoded(range(len(items)), side, side)
-    if images.shape[1] != channels:
-        raise UserError(f"given={where!r} holds images of {images.shape[1]} channels; accepted: {channels}")
-    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images))
+        squares = decoded(range(len(items)), side, side)
+    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, squares, labels))
 
 
 def read_low_res(where: str, loaded, codec) -> Inputs:
@@ -114,7 +112,7 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
         x = codec.to_x0(torch.from_numpy(images[rows]).to(loaded.device))
         return x if x.shape[-1] == config.low_res else made_from(x, config)["low_res"]
 
-    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images))
+    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images, labels))
 
 
 def read_vector_file(where: str, loaded, codec) -> Inputs:
@@ -176,9 +174,9 @@ def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> n
     return np.stack([item.payload for item, _ in done])
 
 
-def with_hash(where: str, *arrays: np.ndarray) -> str:
+def with_hash(where: str, *arrays: np.ndarray | None) -> str:
     """Describe a file in a protocol by path and content, as the content may change under one path."""
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(array.tobytes())
+        digest.update(b"" if array is None else array.tobytes())
     return f"{where}, SHA-256 {digest.hexdigest()}"
