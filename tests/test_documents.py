@@ -98,6 +98,8 @@ def place(base, monkeypatch):
     for file in make_folder(base / "FOLDER", sizes=((20, 30), (30, 20)), per_class=6):
         (base / "FOLDER" / file).with_suffix(".txt").write_text("a caption")
     make_folder(base / "MASKS", sizes=((20, 30), (30, 20)), per_class=6)
+    (base / "runs").mkdir(exist_ok=True)
+    (base / "runs" / "weights").symlink_to(RUNS / "weights")
     (base / "shards").mkdir()
     archive(base / "FOLDER", "tar", base / "shards" / "0.tar")
     np.save("scans.npy", np.arange(20 * 64.0).reshape(20, 8, 8))

@@ -1,6 +1,7 @@
 """From a file to a model: what is valid loads, and what is torn or of another kind is refused in one line."""
 
 import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -115,3 +116,15 @@ def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
     root = Path(__file__).resolve().parents[1]
     subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=root, check=True)
     assert (nanodiff.load("a").sample(num_images=2) == before).all() and not list(new.glob("model.pt"))
+
+
+@pytest.mark.parametrize("name, steps", [("cifar10", 13), ("cifar10_map", 4)])
+def test_the_shipped_weights_are_those_that_their_figures_tell_of(base, name, steps):
+    loaded = nanodiff.load(name)
+    tensors, metadata = load_safetensors(loaded.path)
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        digest.update(key.encode() + tensors[key].numpy().tobytes())
+    assert digest.hexdigest() == json.loads(metadata["release"])["sha256_of_tensors"]
+    ships = loaded.sample(classes=["ship"], num_images=2, steps=steps // 4 or 1)
+    assert ships.shape == (2, 32, 32, 3) and ships.std() > 20

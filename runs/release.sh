@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# How the weights in runs/weights were made: a flow model of CIFAR-10, its flow map, their figures. Hours of two cores; the
+# model card in runs/weights/README.md tells how many. First make the set: prepare_data --source=cifar10 --name=cifar10
+#   bash runs/release.sh                          further arguments go to both trainings: --num_iterations=50
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/release
+mkdir -p "$work"
+
+python3 -m scripts.base_train runs/cifar10_release.py "$@"
+python3 -m scripts.base_train runs/cifar10_map.py "$@"
+
+for tag in cifar10_release cifar10_map; do
+    rm -f "$work/$tag"*
+    python3 -m scripts.export --model=$tag --out="$work/$tag.safetensors"
+    for seed in 0 1 2; do  # three deviations over them, and 1% for rounding, are the figures' tolerance
+        python3 -m scripts.sample --model="$work/$tag.safetensors" --seed=$seed --num_images=5000 --batch_size=250 \
+            --npz --out="$work/${tag}_$seed.npz"
+        python3 -m scripts.base_eval --metric=fd_classifier --samples="$work/${tag}_$seed.npz" --data=cifar10 \
+            --judge=runs/records/judge_cifar10.safetensors
+    done
+done
+
+# Half precision, and what the file says of itself
+python3 - "$work" <<'PYTHON'
+import glob
+import json
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from nanodiff.safetensors import load_safetensors, save_safetensors
+
+commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+for tag, name in (("cifar10_release", "cifar10"), ("cifar10_map", "cifar10_map")):
+    tensors, metadata = load_safetensors(f"{sys.argv[1]}/{tag}.safetensors")
+    found = [json.load(open(path)) for path in sorted(glob.glob(f"{sys.argv[1]}/eval_fd_classifier_{tag}_?_*.json"))]
+    figures = {}
+    for key in ("fd_classifier", "precision", "recall"):
+        values = [figure[key] for figure in found]
+        figures[key] = (round(np.mean(values), 4), round(3 * np.std(values, ddof=1) + 0.01 * np.mean(values), 4))
+    release = {"commit": commit, "samples": 5000, "seeds": len(found), "figures": figures}
+    tensors = {key: value.to(torch.float16) for key, value in tensors.items()}
+    save_safetensors(tensors, f"runs/weights/{name}.safetensors", metadata | {"release": json.dumps(release)})
+    print(name, release)
+PYTHON
