@@ -23,6 +23,7 @@ done
 # Half precision, and what the file says of itself
 python3 - "$work" <<'PYTHON'
 import glob
+import hashlib
 import json
 import subprocess
 import sys
@@ -40,8 +41,12 @@ for tag, name in (("cifar10_release", "cifar10"), ("cifar10_map", "cifar10_map")
     for key in ("fd_classifier", "precision", "recall"):
         values = [figure[key] for figure in found]
         figures[key] = (round(np.mean(values), 4), round(3 * np.std(values, ddof=1) + 0.01 * np.mean(values), 4))
-    release = {"commit": commit, "samples": 5000, "seeds": len(found), "figures": figures}
     tensors = {key: value.to(torch.float16) for key, value in tensors.items()}
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        digest.update(key.encode() + tensors[key].numpy().tobytes())
+    release = {"commit": commit, "samples": 5000, "seeds": len(found), "figures": figures}
+    release |= {"sha256_of_tensors": digest.hexdigest()}
     save_safetensors(tensors, f"runs/weights/{name}.safetensors", metadata | {"release": json.dumps(release)})
     print(name, release)
 PYTHON
