@@ -175,7 +175,7 @@ model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)
 if ddp_rank == 0:
     lock = lock_run(run_dir)
-    print0.file = open(run_dir / "log.txt", "a")  # keeps what is printed from here on
+    print0.file = open(run_dir / "log.txt", "a", encoding="utf-8")  # keeps what is printed from here on
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine

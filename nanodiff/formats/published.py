@@ -207,6 +207,7 @@ def to_openai(state_dict: dict, config: UNetConfig) -> dict:
         theirs["label_emb.weight"] = theirs["label_emb.weight"][:-1]
         print0("note: the null class is dropped, as OpenAI's UNet has none: the file's samples cannot be guided")
     if config.given_channels:
+        print0("note: the null image is dropped, too: samples always need a small image")
         theirs["input_blocks.0.0.weight"] = theirs["input_blocks.0.0.weight"][:, :-1].clone()
     return theirs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import IMAGES, conditioning, from_stored, made_from, row_shapes
 from nanodiff.data.codec import load_codec, stored_images
 from nanodiff.data.dataset import match_labels, open_dataset
@@ -156,6 +156,8 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
     """Images, and the model's classes for them (n,); None without classes."""
     source, known = open_images(setting, where, Options(val_fraction=0)), loaded.class_names
     items, names = list(source.items), source.class_names
+    if known and not names:
+        print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
     if not known or not names:
         return items, None
     labels = np.array([item.label for item in items], np.int64)
