@@ -10,7 +10,6 @@ import torch
 from figures import assert_figures, filled, rule_weights, wave
 
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models import dit
 from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
@@ -90,21 +89,6 @@ def test_rope_depends_on_offsets_only(height, width):
         torch.testing.assert_close(moved, from_corner, rtol=0, atol=1e-4)
     assert (scores[:, 0, 0, 0, 3] - scores[:, 0, 0, 0, 0]).abs().max() > 1e-2  # columns count
     assert (scores[:, 0, 0, 3, 0] - scores[:, 0, 0, 0, 3]).abs().max() > 1e-2  # and rows, differently
-
-
-@both_blocks
-def test_tokens_know_their_place(block, monkeypatch):
-    """In an image of one colour all tokens are alike, and relative offsets alone would keep them so."""
-    model = build(block=block)
-
-    def differences():
-        out = model(torch.ones(1, 3, 8, 8), torch.tensor([500.0]), torch.tensor([1]))
-        patches = out.unfold(2, 2, 2).unfold(3, 2, 2)  # (1, C, row, col, p, p)
-        return (patches - patches[:, :, :1, :1]).abs().amax(dim=(1, 4, 5)).flatten()[1:]
-
-    assert (differences() > 1e-3).all()
-    monkeypatch.setattr(dit, "position_table", lambda config, rows, cols, device: 0.0)
-    assert (differences() < 1e-5).all()
 
 
 def test_modern_forward_by_hand():

@@ -28,17 +28,16 @@ def marginal(t):
 
 
 class PerfectModel:
-    """E[noise - x0 | x_t], or E[x0 | x_t], of the Gaussian data; keeps its calls."""
+    """E[noise - x0 | x_t] of the Gaussian data; keeps its calls."""
 
-    def __init__(self, prediction="v"):
-        self.prediction, self.calls = prediction, []
+    def __init__(self):
+        self.calls = []
 
     def __call__(self, x_t, model_t):
         t = model_t[0].item() / 1000
         assert torch.all(model_t == model_t[0])
         self.calls.append((t, x_t))
-        x0 = oracle.x0(x_t, 1 - t, t)
-        return ((x_t - x0) / t if self.prediction == "v" else x0).float()
+        return ((x_t - oracle.x0(x_t, 1 - t, t)) / t).float()
 
 
 def root(cov):
@@ -103,20 +102,6 @@ def test_times_and_progress(sampler):
     assert [(i, steps) for i, steps, _ in seen] == [(i, 7) for i in range(1, 8)]
     torch.testing.assert_close(seen[-1][2], out)
     torch.testing.assert_close(flat(seen[0][2]), MU.expand(3, 2), rtol=0, atol=1e-5)  # E[x0 | noise]
-
-
-@pytest.mark.parametrize("prediction", ["v", "x0"])
-@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
-def test_loss_of_the_perfect_model_is_the_conditional_variance(prediction, t):
-    g, n = make_generator(2), 100_000
-    x0 = MU + torch.randn(n, 2, generator=g) @ root(S)
-    noise = torch.randn(n, 2, generator=g)
-    losses = FlowMatching(prediction).losses(PerfectModel(prediction), image(x0), torch.full((n,), t), image(noise), {})
-    _, cov = marginal(t)
-    b = t * EYE - (1 - t) * S
-    variance = (EYE + S - b @ torch.linalg.inv(cov) @ b).trace() / 2  # mean over the two channels
-    assert losses["loss"].shape == (n,)
-    assert losses["loss"].mean().item() == pytest.approx(variance.item(), rel=0.02)
 
 
 def test_loss_by_hand_and_what_the_model_is_given():
