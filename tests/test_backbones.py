@@ -1,4 +1,4 @@
-"""The laws that every backbone keeps: `model(x_t, t, y, low_res)` of a DiT with either block, and of a UNet."""
+"""The laws that every backbone keeps: `model(x_t, t, **cond)` of a DiT with either block, and of a UNet."""
 
 import copy
 import functools
@@ -10,6 +10,7 @@ from figures import filled, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanodiff.conditions import conditioning, some_conditions
 from nanodiff.models.build import build_model, compile_model, estimate_flops, uncompiled
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.lora import add_lora
@@ -141,20 +142,60 @@ def test_an_evaluation_compiles_nothing_and_sees_the_same(plain, monkeypatch):
     assert stats["unique_graphs"] == compiled > 0
 
 
-def test_super_resolution_reads_the_low_resolution_image_at_any_size(config):
-    model, (x, t, y) = build(config, low_res=4), inputs()
-    low = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize("name, more", [("low_res", {"low_res": 4}), ("given", {"given_channels": 3})])
+def test_a_second_image_is_read_at_any_size(config, name, more):
+    model, (x, t, y) = build(config, **more), inputs()
+    low, large = torch.randn(3, 3, 4, 4), torch.rand(3, 3, 64, 64)
     full = torch.nn.functional.interpolate(low, (16, 16), mode="bilinear")
-    assert torch.equal(model(x, t, y, low_res=low), model(x, t, y, low_res=full))
-    assert not torch.allclose(model(x, t, y, low_res=low), model(x, t, y, low_res=-low))
+    assert torch.equal(model(x, t, y, **{name: low}), model(x, t, y, **{name: full}))
+    small = torch.nn.functional.avg_pool2d(large, 4)
+    torch.testing.assert_close(model(x, t, y, **{name: large}), model(x, t, y, **{name: small}), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(x, t, y, **{name: low}), model(x, t, y, **{name: -low}))
 
 
-def test_conditions_matter_and_the_null_class_is_the_last_row(config):
-    model, (x, t, y) = build(config), inputs()
-    out = model(x, t, y)
-    for other in (model(x, t + 50, y), model(x, t, y + 1), model(x, t, torch.full_like(y, 5))):
-        assert (other - out).flatten(1).abs().amax(1).min() > 1e-3
-    model = build(config, num_classes=0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_follows_fp32(config, dtype):
+    """Blocks pass on what their products have; only a DiT's in fp16, whose range is small, pass on fp32."""
+    is_unet = isinstance(config, UNetConfig)
+    layout = torch.channels_last if is_unet else torch.contiguous_format
+    model, (x, t, y) = build(config, image_size=8).to(memory_format=layout), inputs(1, size=8)  # fp16 is slow on a CPU
+    exact, seen = model(x, t, y), set()
+    for block in model.modules():
+        if type(block).__name__ in ("Block", "ResBlock", "AttentionBlock", "Upsample"):
+            block.register_forward_hook(lambda block, args, out: seen.add(out.dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        out = model(x.to(memory_format=layout), t, y)
+    assert not is_unet or out.dtype == torch.float32
+    assert seen == {dtype if is_unet or dtype == torch.bfloat16 else torch.float32}
+    assert 0 < (out - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
+    out.square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("more", [{}, {"vector_dim": 7}, {"vector_dim": 7, "vector_len": 5}, {"given_channels": 2}])
+def test_a_condition_matters_to_its_image_alone_and_null_differs_from_every_value(config, more):
+    """Also from zeros, which are the mean of vectors and a grey image; words have an order."""
+    if "vector_len" in more and isinstance(config, UNetConfig):
+        pytest.skip("a UNet takes one vector")
+    config = replace(config, **more)
+    model, (x, t, y) = filled(config), inputs()
+    cond = some_conditions(config, 3) | {"y": y}
+    null = conditioning(config, cond, dropped=torch.ones(3, dtype=torch.bool))
+    assert null["y"].tolist() == [5] * 3 and all(null[name].isnan().all() for name in null.keys() - {"y"})
+    sentence = {"vectors": torch.eye(5, 7).expand(3, 5, 7)} if "vector_len" in more else {}
+    changes = [(cond | sentence, {name: words.flip(1) for name, words in sentence.items()})]
+    changes += [(cond, {name: other[name]}) for name in cond for other in (null, {name: cond[name] + 1})]
+    changes += [(cond, {"t": t + 50})]
+    for before, change in changes:
+        for name, values in change.items():
+            mixed = {"t": t} | before
+            mixed[name] = torch.cat([values[:1], mixed[name][1:]])
+            moved = (model(x, **mixed) - model(x, t, **before)).flatten(1).abs().amax(1)
+            assert moved[0] > 1e-3 and moved[1:].max() < 1e-4, name
+
+
+def test_a_model_without_classes_has_no_table_of_them(config):
+    model, (x, t, y) = build(config, num_classes=0), inputs()
     assert not any("label" in name or "y_embed" in name for name in model.state_dict())
     assert torch.equal(model(x, t, y), model(x, t))
 

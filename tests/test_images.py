@@ -45,20 +45,6 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
     np.testing.assert_array_equal(everything(split="val")[0], ordered[mask])
 
 
-@pytest.mark.parametrize("kind", ["tar.gz", "tar", "zip"])
-@pytest.mark.parametrize("prefix", ["", "outer/"])
-def test_archives_hold_the_same_as_their_folder(tmp_path, kind, prefix):
-    for split in ("train", "test"):
-        make_folder(tmp_path / "in" / split)
-    (tmp_path / "in" / "README.md").write_text("not an image")
-    (tmp_path / "in" / "train" / "cat" / "._0.png").write_text("what macOS leaves")
-    prepare(tmp_path / "in", name="folder")
-    prepare(archive(tmp_path / "in", kind, tmp_path / f"a.{kind}", prefix))
-    for split in ("train", "val"):
-        pairs = [sorted((i.tobytes(), y) for i, y in zip(*everything(name, split))) for name in ("folder", "toy")]
-        assert len(pairs[0]) == 8 and pairs[0] == pairs[1]
-
-
 @pytest.mark.parametrize("resolution", [0, 5])
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution):
     make_folder(tmp_path / "in", per_class=70)  # three parts

@@ -9,16 +9,11 @@ from image_helpers import prepare
 from processes import run_process
 from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
 
-from nanodiff.common import make_generator
-from nanodiff.conditions import conditioning, droppable
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.decode import decode_second
 from nanodiff.data.pixels import to_uint8
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats.load import load_run
-from nanodiff.models.build import build_model
-from nanodiff.models.dit import DiTConfig
-from nanodiff.models.unet import UNetConfig
 from nanodiff.sampling.inputs import open_inputs
 
 TRAIN = (*TINY, "--num_iterations=3", "--label_drop=0.5", "--log_every=1")
@@ -59,23 +54,6 @@ def test_pairs_made_by_downsampling_train_like_super_resolution(base, run_script
     run_script("base_train", *arch, "--flip", "--model_tag=pairs", "--data=pairs")
     assert losses(base, "low") == losses(base, "pairs")
     assert_identical(weights(base, "low", 3), weights(base, "pairs", 3))
-
-
-@pytest.mark.parametrize("config", [
-    DiTConfig(16, 3, 3, 4, 32, 1, 2, given_channels=2), UNetConfig.from_depth(1, 16, given_channels=2, num_res_blocks=1)
-], ids=["dit", "unet"])  # fmt: skip
-def test_null_differs_from_every_image_and_other_sizes_are_scaled(config):
-    model = build_model(config, "cpu", 0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.1, generator=make_generator(1))
-    x_t, t, given = torch.randn(2, 3, 16, 16), torch.tensor([10.0, 900.0]), torch.zeros(2, 2, 16, 16)
-    assert droppable(config) == ["given"]
-    cond = conditioning(config, {"given": given}, dropped=torch.tensor([True, False]))
-    out, full = model(x_t, t, **cond), model(x_t, t, given=given)  # null is no image of zeros
-    assert not torch.allclose(out[0], full[0], atol=1e-3) and torch.allclose(out[1], full[1], atol=1e-5)
-    large = torch.rand(2, 2, 64, 64)
-    torch.testing.assert_close(model(x_t, t, given=large), model(x_t, t, given=F.avg_pool2d(large, 4)))
 
 
 @pytest.mark.slow

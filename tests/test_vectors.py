@@ -9,13 +9,11 @@ from test_base_train import TINY
 from tiny_runs import assert_identical, assert_resumes, make_data, make_run, randomise, run_script, weights
 
 from nanodiff.common import UserError, make_generator
-from nanodiff.conditions import conditioning
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
-from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.sampling.draw import SampleSettings
 from scripts.sample_web import describe_run
 
@@ -48,12 +46,6 @@ def dit(seed=0, **more):
     return model
 
 
-def unet():
-    model = UNet(UNetConfig.from_depth(1, 16, vector_dim=5, num_res_blocks=1))
-    model.init_weights(make_generator(0))
-    return model
-
-
 def random(model):
     model.load_state_dict(randomise(model.state_dict()))
     return model
@@ -83,48 +75,10 @@ def test_one_hot_vectors_are_labels():
     torch.testing.assert_close(by_vector, make_denoiser(labelled, {"y": y}, settings)(x_t, t))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("arch, vector_len", [("dit", 0), ("dit", 3), ("unet", 0)])
-def test_before_training_vectors_change_nothing_and_then_they_do(arch, vector_len):
-    shape = (4, vector_len, 5) if vector_len else (4, 5)
-    if arch == "dit":
-        model = dit(vector_dim=5, vector_len=vector_len)
-    else:
-        model = unet()
-    x_t, t = inputs()
-    a, b = torch.randn(shape), torch.zeros(shape)
-    assert torch.equal(model(x_t, t, vectors=a), model(x_t, t, vectors=b))
-    random(model)
-    both = model(x_t, t, vectors=a)
-    others = [b, a.flip(1)] if vector_len else [b]  # words have an order
-    assert all((both - model(x_t, t, vectors=other)).abs().max() > 1e-3 for other in others)
-    for i in range(4):  # a vector belongs to its image alone
-        alone = model(x_t[i : i + 1], t[i : i + 1], vectors=a[i : i + 1])[0]
-        torch.testing.assert_close(alone, both[i], rtol=1e-4, atol=1e-4)
-
-
 def test_a_unet_takes_no_sequence(base, run_script):
     make_set(words)
     tiny = [arg for arg in TINY if "patch_size" not in arg]
     refused("arch=unet takes one vector", run_script, "base_train", *tiny, "--arch=unet")
-
-
-def test_null_differs_from_every_given_value():
-    """A dropped row is NaN and the null class; neither can be given, and the mean, all zeros, is no null."""
-    config = DiTConfig(**SHAPE, num_classes=8, vector_dim=5, vector_len=2)
-    vectors = torch.randn(3, 2, 5)
-    dropped = torch.tensor([False, True, False])
-    cond = conditioning(config, {"y": torch.tensor([1, 2, 3]), "vectors": vectors}, dropped=dropped)
-    assert cond["y"].tolist() == [1, 8, 3]
-    assert cond["vectors"][1].isnan().all() and torch.equal(cond["vectors"][[0, 2]], vectors[[0, 2]])
-    for model in (random(dit(vector_dim=5)), random(dit(vector_dim=5, vector_len=2)), random(unet())):
-        shape = (5,) if not model.config.vector_len else (2, 5)
-        given, null = torch.zeros(4, *shape), torch.full((4, *shape), torch.nan)
-        x_t, t = inputs()
-        with torch.no_grad():
-            assert (model(x_t, t, vectors=given) - model(x_t, t, vectors=null)).abs().max() > 1e-3
-            model.vector_null.zero_()
-            torch.testing.assert_close(model(x_t, t, vectors=given), model(x_t, t, vectors=null))
 
 
 def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
