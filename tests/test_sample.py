@@ -330,10 +330,9 @@ def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
 
 
 def test_super_resolution(draw, tmp_path):
-    """The validation set and a file of its images give the same samples; a folder of them: tests/test_given.py."""
+    """Of the validation set; of files and folders: tests/test_pairs.py."""
     Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
-    few = ("--model=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
-    images, labels, protocol = draw(*few)
+    images, labels, protocol = draw("--model=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
     val = open_dataset("tiny", "val")
     assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == val.described
     with Image.open(tmp_path / "drawn.png") as png:
@@ -342,22 +341,15 @@ def test_super_resolution(draw, tmp_path):
     assert np.abs(grid[2:50:6, 2:50:6].astype(int) - small.numpy()).max() <= 1  # pairs: small, sample
     assert (grid[2:50:3, 52:100:3] == images[0]).all()
 
-    large = val.images(range(24)).transpose(0, 2, 3, 1)
-    np.savez(tmp_path / "base.npz", large, val.labels(range(24)))  # arr_0, arr_1: as improved-diffusion writes them
-    same, _, protocol = draw(*few, f"--low_res={tmp_path / 'base.npz'}")
-    assert_same(same, images)
-    assert "SHA-256" in protocol["low_res"]
 
-
-def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path):
-    for name, size, labels in (("five", 5, [0, 1]), ("ninth", 8, [0, 8])):
-        np.savez(tmp_path / f"{name}.npz", np.zeros((2, size, size, 3), np.uint8), np.array(labels))
-    for name, message in (
-        ("five.npz", r"\(3, 5, 5\); accepted: .* \(3, 8, 8\) or \(3, 16, 16\)"),
-        ("ninth.npz", "9 classes, the model 8"),
-        ("absent.npz", "is not there; accepted: an .npz file, a folder of images"),
-    ):
-        refused(f"{name}'.*{message}", run_script, "sample", *TIMELESS, "--model=sr", f"--low_res={tmp_path / name}")
+@pytest.mark.parametrize(
+    "size, label, message",
+    [(5, 0, r"\(3, 5, 5\); accepted: .* \(3, 8, 8\) or \(3, 16, 16\)"), (8, 8, "9 classes")],
+)
+def test_small_images_that_a_model_cannot_enlarge(run_script, tmp_path, size, label, message):
+    np.savez(tmp_path / "small.npz", np.zeros((2, size, size, 3), np.uint8), np.array([0, label]))
+    args = ("--model=sr", f"--low_res={tmp_path / 'small.npz'}")
+    refused(f"small.npz'.*{message}", run_script, "sample", *TIMELESS, *args)
 
 
 def test_the_published_cascade(draw, tmp_path):

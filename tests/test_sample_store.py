@@ -44,21 +44,6 @@ def expected(tmp_path_factory):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_any_number_of_ranks_makes_the_file_of_numpy(tmp_path, expected, world):
-    store = make(tmp_path)
-    assert store.open() is False and store.num_drawn() == 0
-    shares = [store.missing(rank, world) for rank in range(world)]
-    assert sorted(k for share in shares for k in share) == store.missing() == list(range(6))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    for share in reversed(shares):
-        draw(store, share)
-    assert store.missing() == [] and store.num_drawn() == 23
-    assert all((np.stack(store.first(n)) == IMAGES[:n]).all() for n in (9, 100))
-    assert finish(store) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
-
-
 def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expected):
     other = make(tmp_path, PROTOCOL | {"steps": 25})
     other.open()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import base_train_settings, refused
-from test_export import unet_file
 from tiny_runs import TINY, make_data, randomise
 
 from nanodiff.formats.load import load_run
@@ -17,7 +16,6 @@ from nanodiff.models.dit import DiTConfig
 
 FACTS = dict(resolution=32, channels=3, num_classes=8)
 DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, width=64, heads=2, block="classic")
-UNET = dict(channel_mult=(1, 2, 2), attention_resolutions=(16,), num_classes=8, num_heads=2)
 TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
 
 
@@ -74,18 +72,3 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     capsys.readouterr()
     assert load_run(str(tmp_path / "again.pt"), "cpu").model.config.heads == 2
     assert "does not hold" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_a_published_unet_has_the_heads_that_it_is_told(base, run_script, tmp_path, heads):
-    make_data()
-    model = unet_file(tmp_path / "unet.pt", **UNET)
-    told = f"{tmp_path / 'unet.pt'},heads={heads}"
-    done = run_script("base_train", *TRAIN, f"--init_from={told}")
-    assert done["raw_model"].config.num_heads == heads and done["run_dir"].name == "unet_tiny"
-    assert done["config"]["num_timesteps"] == 4000 and not done["config"]["rescale_timesteps"]
-    assert_same_outputs(done["raw_model"], load_run(told, "cpu").model)
-    if heads == 2:
-        assert_same_outputs(done["raw_model"], model)
-    other = (f"--init_from={told}", "--heads=4", "--model_tag=other")
-    refused(f"another shape; to start from it: --heads={heads}", run_script, "base_train", *TRAIN, *other)

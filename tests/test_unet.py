@@ -1,20 +1,15 @@
-"""The UNet against the published one's figures, its parameter counts, and the laws of the backbone contract."""
+"""The UNet against the published one's figures, and its laws of precision and memory layout."""
 
 import conftest
 import pytest
 import torch
-from figures import assert_figures, filled, inputs, rule_weights, wave
+from figures import assert_figures, build, filled, inputs, rule_weights, wave
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_openai, to_openai
 from nanodiff.models.unet import UNet, UNetConfig
 
 golden = conftest.golden("unet.json")["cases"]
-SMALL = {"image_size": 16, "model_channels": 32, "num_res_blocks": 1, "channel_mult": (1, 2), "num_classes": 10}
-
-
-def build(**settings):
-    return filled(UNetConfig(**SMALL | settings))
 
 
 @pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
@@ -65,7 +60,7 @@ def test_shape_by_image_size(size, mult, levels):
 
 def test_under_bf16_the_first_layer_sees_noise_finer_than_bf16():
     """Black pixels after the first of 4,000 steps: -1 and noise of 0.002, where bf16's spacing is 0.004."""
-    model, (x, t, y) = build(), inputs()
+    model, (x, t, y) = build("unet"), inputs()
     conv = model.input_blocks[0][0]
     with torch.no_grad():
         conv.bias.copy_(conv.weight.sum((1, 2, 3)))  # so that -1 gives 0 but at the border
@@ -81,7 +76,7 @@ def test_under_bf16_the_first_layer_sees_noise_finer_than_bf16():
 
 def test_channels_last_is_kept_throughout():
     """No block falls back to contiguous tensors, which would copy at every convolution."""
-    model, (x, t, y) = build().to(memory_format=torch.channels_last), inputs()
+    model, (x, t, y) = build("unet").to(memory_format=torch.channels_last), inputs()
     seen = []
     for block in [*model.input_blocks, model.middle_block, *model.output_blocks]:
         block.register_forward_hook(lambda m, a, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))

@@ -1,23 +1,22 @@
 """Vectors beside the images as a condition: what they mean, and that they go wherever labels go."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from conftest import refused
+from figures import CONFIGS, filled, inputs
 from processes import run_process
 from test_base_train import TINY
-from tiny_runs import assert_identical, assert_resumes, make_data, make_run, randomise, run_script, weights
+from tiny_runs import assert_identical, assert_resumes, make_data, make_run, run_script, weights
 
-from nanodiff.common import UserError, make_generator
 from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.formats.load import load_run
-from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.sampling.draw import SampleSettings
 from scripts.sample_web import describe_run
-
-SHAPE = dict(image_size=16, in_channels=3, out_channels=3, patch_size=4, width=64, depth=2, heads=4)
 
 
 def make_set(vectors_of, labelled=True):
@@ -40,32 +39,15 @@ def words(labels):
     return sequence
 
 
-def dit(seed=0, **more):
-    model = DiT(DiTConfig(**SHAPE | {"num_classes": 0} | more))
-    model.init_weights(make_generator(seed))
-    return model
-
-
-def random(model):
-    model.load_state_dict(randomise(model.state_dict()))
-    return model
-
-
-def inputs(n=4):
-    g = make_generator(1)
-    return torch.randn(n, 3, 16, 16, generator=g), torch.rand(n, generator=g) * 1000
-
-
 @torch.no_grad()
 def test_one_hot_vectors_are_labels():
     """A linear map of a one-hot vector is a row of a table; NaN, the null vector, is the null class."""
-    labelled = random(dit(num_classes=5))
+    config = CONFIGS["modern"]
+    labelled, model = filled(config), filled(replace(config, num_classes=0, vector_dim=5))
     state = labelled.state_dict()
     table = state.pop("y_embed.weight")
-    model = dit(vector_dim=5)
     model.load_state_dict(state | {"vector_embed.weight": table[:5].T.contiguous(), "vector_null": table[5]})
-    x_t, t = inputs(6)
-    y = torch.tensor([0, 1, 2, 3, 4, 5])
+    x_t, t, y = inputs(6)
     vectors = torch.cat([torch.eye(5), torch.full((1, 5), torch.nan)])
     torch.testing.assert_close(model(x_t, t, vectors=vectors), labelled(x_t, t, y))
     # and so they are guided alike
@@ -141,10 +123,10 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
         refused(said, run_script, *SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
     make_data("plain", class_names=())
     run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
-    with pytest.raises(UserError, match="trained without vectors"):
-        run_script(*SAMPLE, "--model=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    with pytest.raises(UserError, match="has vector_dim 0, the model wants 8"):
-        run_script("base_eval", "--model=a", "--data=plain", "--metric=loss", "--device_type=cpu")
+    other = (*SAMPLE, "--model=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+    refused("trained without vectors", run_script, *other)
+    other = ("base_eval", "--model=a", "--data=plain", "--metric=loss", "--device_type=cpu")
+    refused("has vector_dim 0, the model wants 8", run_script, *other)
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
