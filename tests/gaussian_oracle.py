@@ -25,9 +25,9 @@ class GaussianOracle:
         return (end[0] * self.mean + (x * scale[1] / scale[0]) @ vectors.T)[:, :, None, None]
 
     def denoiser(self, process):
-        """denoiser(x_t, model_t) for an unrespaced Gaussian process, in whatever that process predicts."""
+        """denoiser(x_t, model_t, at) for an unrespaced Gaussian process, in whatever that process predicts."""
 
-        def predict(x_t, model_t):
+        def predict(x_t, model_t, at):
             t = int(model_t[0])
             alpha_bar, beta = float(process.alpha_bar[t]), float(process.betas[t])
             alpha, sigma = math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar)

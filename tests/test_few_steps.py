@@ -144,7 +144,7 @@ class Student(torch.nn.Module):
         layers = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
         self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
 
-    def forward(self, x, model_t, h=None):
+    def forward(self, x, model_t, h=None, at=None):
         h = torch.zeros_like(model_t) if h is None else h
         a, b = self.layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
         return a * x + b

@@ -33,7 +33,7 @@ class PerfectModel:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, x_t, model_t):
+    def __call__(self, x_t, model_t, at):
         t = model_t[0].item() / 1000
         assert torch.all(model_t == model_t[0])
         self.calls.append((t, x_t))
@@ -86,7 +86,7 @@ def test_order_of_convergence(sampler, order):
 def test_paths_to_a_single_image_are_straight(sampler, steps, prediction):
     """Data of one image: v is constant along the path (Liu et al. 2023), so any number of steps is exact."""
     x0, noise = torch.randn(2, 3, 4, 4, generator=make_generator(0, 0)), torch.randn(2, 3, 4, 4)
-    model = lambda x_t, t: x0 if prediction == "x0" else (x_t - x0) / (t.view(-1, 1, 1, 1) / 1000)
+    model = lambda x_t, t, at: x0 if prediction == "x0" else (x_t - x0) / (t.view(-1, 1, 1, 1) / 1000)
     out = FlowMatching(prediction).sample(model, noise, steps, sampler, Normal())
     torch.testing.assert_close(out, x0, rtol=1e-4, atol=1e-5)
 

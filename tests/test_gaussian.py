@@ -81,7 +81,7 @@ class NoFloat64(TorchDispatchMode):
 
 def test_losses_are_fp32_and_no_float64_reaches_the_device():
     process = GaussianDiffusion("cosine", 4, variance="learned_range", loss="rescaled_mse")
-    model = lambda x, t: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
+    model = lambda x, t, at=None: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
     x = torch.randn(4, 3, 2, 2)
     with NoFloat64():
         losses = process.losses(model, x, torch.arange(4), x, {})
@@ -138,7 +138,7 @@ def test_orders_of_convergence(sampler, order, lengths):
 def test_progress_and_steps(sampler):
     process = GaussianDiffusion("linear", 100, rescale_timesteps=True)
     x_T, ts, calls = torch.randn(2, 3, 4, 4), [], []
-    denoiser = lambda x, t: ts.append(t[0].item()) or 0.1 * x
+    denoiser = lambda x, t, at: ts.append(t[0].item()) or 0.1 * x
     out = process.sample(denoiser, x_T, 5, sampler, progress=lambda i, steps, x0: calls.append((i, steps, x0)))
     assert [(i, steps) for i, steps, _ in calls] == [(i, 5) for i in range(1, 6)]
     assert ts == pytest.approx([10 * t for t in reversed(space_timesteps(100, "5"))])
@@ -153,5 +153,5 @@ def test_progress_and_steps(sampler):
 @pytest.mark.parametrize("clip, expected", [(True, 1.0), (False, 3.0)])
 def test_clipping(sampler, clip, expected):
     process = GaussianDiffusion("cosine", 20, "x0", clip_denoised=clip)
-    x0 = process.sample(lambda x, t: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
+    x0 = process.sample(lambda x, t, at: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
     torch.testing.assert_close(x0, torch.full_like(x0, expected))

@@ -19,7 +19,7 @@ wave = functools.partial(figures.wave, salt=golden["salt"])
 
 
 def toy_model(learned):
-    def model(x, t):
+    def model(x, t, at=None):
         out = 0.6 * x + 0.2 * torch.sin(3 * x) + 0.0003 * t[:, None, None, None]
         return torch.cat([out, torch.tanh(0.7 * x)], dim=1) if learned else out
 

@@ -73,7 +73,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
     known = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool))
     seen = []
 
-    def denoiser(x_t, t):
+    def denoiser(x_t, t, at):
         seen.append(x_t.clone())
         return torch.zeros_like(x_t)
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 
 from nanodiff.conditions import null_condition
-from nanodiff.diffusion.guidance import told
 
 # How a network sees t
 TIMES = {
@@ -145,7 +144,8 @@ class FlowMatching:
         eta=0.0,
         known=None,
     ):
-        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
+        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift, by
+        denoiser(x_t, t, at), as of make_denoiser.
 
         Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
         sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
@@ -153,7 +153,7 @@ class FlowMatching:
 
         def velocity(x, *times):
             tensors = [torch.full((len(x),), t, device=x.device) for t in times]
-            return self.velocity(told(denoiser, times[0]), x, *tensors)
+            return self.velocity(denoiser, x, *tensors, at=times[0])
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.diffusion.guidance import told
 
 
 def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
@@ -38,8 +37,7 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
     """Timesteps to keep, ascending, as in IDDPM's code. "": all; "250": that many, evenly spaced; "10,15,20": that many
     from each third; "ddim50": every k-th, if an integer k gives 50."""
-    if not spec:
-        return list(range(num_timesteps))
+    spec = spec or str(num_timesteps)
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
         raise UserError(f'respacing={spec!r}; accepted: "250", "10,15,20", "ddim50" or ""')
     counts = [int(count) for count in spec.removeprefix("ddim").split(",")]
@@ -93,15 +91,15 @@ def mean_flat(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samplers: step(process, denoiser, x_t, i, x0_last, generator) -> (x_{t-1}, prediction of x0) at timestep i, an int;
-# x0_last is the last step's prediction, or None. A new sampler is one such function and its entry in SAMPLERS.
+# Samplers: step(process, denoiser, x_t, i, x0_last, generator, eta) -> (x_{t-1}, prediction of x0) at timestep i, an
+# int; x0_last is the last step's prediction, or None. A new sampler is one such function and its entry in SAMPLERS.
 
 
 def full(x, i: int):
     return torch.full((len(x),), i, device=x.device)  # t (N,) int64: every image at timestep i
 
 
-def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch):
+def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
     p = process.denoise(denoiser, x_t, full(x_t, i))
     if i == 0:
@@ -124,7 +122,7 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     return x_prev, x0
 
 
-def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch):
+def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
     x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
     if i == 0:  # lambda = infinity
@@ -385,22 +383,20 @@ class GaussianDiffusion:
         eta=0.0,
         known=None,
     ):
-        """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t) -> prediction.
+        """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t, at), as of make_denoiser.
 
         `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`, of
         sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps
-        step = SAMPLERS[sampler]
-        if sampler == "ddim":
-            step = functools.partial(ddim, eta=eta)
         x_t, x0 = noise, None
         if known is not None:
             T = round(known.strength * T)
             x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
-            x_t, x0 = step(process, told(denoiser, process.model_t[i] / process.t_end), x_t, i, x0, generator)
+            told = functools.partial(denoiser, at=process.model_t[i] / process.t_end)
+            x_t, x0 = SAMPLERS[sampler](process, told, x_t, i, x0, generator, eta)
             if known is not None:
                 x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
             if progress is not None:

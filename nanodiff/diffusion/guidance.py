@@ -1,6 +1,5 @@
 """Guidance: from a trained model to the denoiser that a sampler calls."""
 
-import functools
 import math
 
 import torch
@@ -55,7 +54,9 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> t
 
 
 def make_denoiser(model, cond: dict, settings):
-    """denoiser(x_t, model_t) -> prediction. Binds the model's other inputs, `cond` (see conditioning), and guides it.
+    """denoiser(x_t, model_t, at) -> prediction. Binds the model's other inputs, `cond` (see conditioning), and guides it.
+
+    `at`: the t of all images, a float in [0, 1]. To read it from the tensor, the host would have to wait for a GPU.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
@@ -81,13 +82,7 @@ def make_denoiser(model, cond: dict, settings):
         guided = weak[:, :c] + cfg_scale * (strong[:, :c] - weak[:, :c])
         return torch.cat([guided, strong[:, c:]], dim=1)
 
-    denoiser.takes_at = True
     return denoiser
-
-
-def told(denoiser, at: float):
-    """Tell a denoiser the t of all images, in [0, 1]. Reading it from the tensor would make the host wait for a GPU."""
-    return functools.partial(denoiser, at=at) if hasattr(denoiser, "takes_at") else denoiser
 
 
 def with_and_without(predict, x_t, t, cond: dict, null: dict):
