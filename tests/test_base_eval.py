@@ -17,6 +17,7 @@ from nanodiff.data.pixels import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats import load
 from nanodiff.metrics import classifier, features
+from nanodiff.safetensors import save_safetensors
 from nanodiff.sampling import draw
 
 
@@ -205,7 +206,7 @@ def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick
 def test_a_judge_brought_along_has_the_figures_of_the_one_trained_here(run_dir, run_script, quick_classifier, tmp_path):
     own = evaluate(run_script, run_dir, "fd_classifier", *FEW)
     trained = classifier.get_classifier(open_dataset("tiny"), open_dataset("tiny", "val"), "cpu")
-    classifier.save_classifier(trained, tmp_path / "judge.safetensors")
+    save_safetensors(trained.state_dict(), tmp_path / "judge.safetensors", {"resolution": str(trained.resolution)})
     other = evaluate(run_script, run_dir, "fd_classifier", *FEW, f"--judge={tmp_path}/judge.safetensors")
     assert other["fd_classifier"] == pytest.approx(own["fd_classifier"], rel=0.01)
     assert "judge_" in other["network"]

@@ -1,4 +1,4 @@
-"""The classifier learns the embedded shapes, is a function of data and seed, and is trained once for a data set."""
+"""The classifier learns the embedded shapes, is a function of the data, and is trained once for a data set."""
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from nanodiff.metrics.classifier import (
     get_classifier,
     load_classifier,
     plan_training,
-    save_classifier,
     shift,
     shrink,
     train_classifier,
@@ -69,10 +68,8 @@ def test_features_of_any_image_size(shape):
         assert torch.equal(classifier.features(images)[0], alone[0])
 
 
-def test_training_is_a_function_of_the_seed(tiny):
-    one, same, other = (train_classifier(*tiny, "cpu", seed).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["head.weight"], other["head.weight"])
+def test_training_is_a_function_of_the_data(tiny):
+    assert_identical(*(train_classifier(*tiny, "cpu").state_dict() for _ in range(2)))
 
 
 @pytest.mark.slow
@@ -86,15 +83,14 @@ def test_the_first_rank_trains_for_all(tiny, monkeypatch):
     assert_identical(*on_ranks(work))
 
 
-def test_a_judge_is_half_as_large_on_disk_and_the_same(tmp_path):
+def test_a_judge_in_a_file_of_half_the_size_is_the_same(tmp_path):
     torch.manual_seed(0)
     classifier = Classifier(3, 40, 7).eval()
-    save_classifier(classifier, tmp_path / "judge.safetensors")
+    halves = {name: x.half() for name, x in classifier.state_dict().items() if x.is_floating_point()}
+    save_safetensors(halves, tmp_path / "judge.safetensors", {"resolution": str(classifier.resolution)})
     judge = load_classifier(tmp_path / "judge.safetensors", "cpu")
     images = torch.randint(256, (5, 3, 40, 40), dtype=torch.uint8)
     torch.testing.assert_close(judge.features(images), classifier.features(images), rtol=1e-2, atol=1e-3)
-    num_bytes = sum(x.nbytes for x in classifier.state_dict().values())
-    assert (tmp_path / "judge.safetensors").stat().st_size < 0.51 * num_bytes
     save_safetensors({"x": images}, tmp_path / "other.safetensors")
     refused("holds no classifier", load_classifier, tmp_path / "other.safetensors", "cpu")
 

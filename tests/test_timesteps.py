@@ -22,9 +22,9 @@ def grid(n):
     return (torch.arange(n) + 0.5) / n
 
 
-def warmed_up(T=6, history=3, **options):
-    sampler = LossSecondMoment(gaussian(T), history, **options)
-    t = torch.arange(T).repeat(history)
+def warmed_up(T=6):
+    sampler = LossSecondMoment(gaussian(T))
+    t = torch.arange(T).repeat(sampler.length)
     sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
     return sampler
 
@@ -68,16 +68,17 @@ def test_timestep_shift(shift, median):
     assert seen == pytest.approx([1, median], abs=2e-3)
 
 
-def test_second_moment_equals_the_published():
+def test_second_moment_equals_the_published(monkeypatch):
     figures = golden("gaussian.json")
     figure, salt = figures["loss_second_moment"], figures["salt"]
     feed_t = torch.arange(25) % 6
     feed = torch.tensor([abs(math.sin(i + salt)) + 0.1 * (i % 6) for i in range(25)])
     default = make_timesteps("loss-second-moment", gaussian(4))
     assert default.history.shape == (4, 10) and default.uniform_prob == 0.001
+    monkeypatch.setattr(LossSecondMoment, "length", figure["history_per_term"])
+    monkeypatch.setattr(LossSecondMoment, "uniform_prob", figure["uniform_prob"])
     for batches in ([1] * 25, [25], [6, 2, 17]):  # one by one as published, or in batches
-        process = gaussian(figure["num_timesteps"])
-        sampler = LossSecondMoment(process, figure["history_per_term"], figure["uniform_prob"])
+        sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
         before = torch.tensor(figure["weights_before"], dtype=torch.float64)
         torch.testing.assert_close(sampler.probabilities(), before / before.sum())
         for t, losses in zip(feed_t.split(batches), feed.split(batches)):
@@ -102,9 +103,9 @@ def test_importance_weights_are_unbiased():
 
 def test_all_ranks_hold_the_history_of_one(monkeypatch):
     """Two ranks with half the batch each end with the very history of one process with all of it."""
-    alone, *ranks = [LossSecondMoment(gaussian(5), history=3) for _ in range(3)]
+    alone, *ranks = [LossSecondMoment(gaussian(5)) for _ in range(3)]
     g = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(5, (8,), generator=g), torch.rand(8, generator=g)) for _ in range(6)]
+    batches = [(torch.randint(5, (8,), generator=g), torch.rand(8, generator=g)) for _ in range(20)]
     for t, losses in batches:
         alone.update(t, losses)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

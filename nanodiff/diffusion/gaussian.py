@@ -143,31 +143,6 @@ def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
 
 
-def make_tables(betas: np.ndarray) -> dict[str, np.ndarray]:
-    """The tables that the formulas below read: (T,) each, in float64."""
-    alpha_bar = np.cumprod(1 - betas)
-    alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
-    # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
-    posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
-    first = posterior_variance[1] if len(betas) > 1 else betas[0]
-    return {
-        "alpha_bar": alpha_bar,
-        "log_betas": np.log(betas),
-        "one_minus_alpha_bar_prev": 1 - alpha_bar_prev,
-        "sqrt_alpha_bar": np.sqrt(alpha_bar),
-        "sqrt_alpha_bar_prev": np.sqrt(alpha_bar_prev),
-        "sqrt_one_minus_alpha_bar": np.sqrt(1 - alpha_bar),
-        "log_one_minus_alpha_bar": np.log(1 - alpha_bar),
-        "sqrt_recip_alpha_bar": alpha_bar**-0.5,
-        "sqrt_recipm1_alpha_bar": np.sqrt(1 / alpha_bar - 1),
-        "posterior_variance": posterior_variance,
-        "posterior_log_variance_clipped": np.log(np.append(first, posterior_variance[1:])),
-        "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / (1 - alpha_bar),
-        "posterior_mean_coef2": (1 - alpha_bar_prev) * np.sqrt(1 - betas) / (1 - alpha_bar),
-        "fixed_large_log_variance": np.log(np.append(first, betas[1:])),
-    }
-
-
 @dataclass(eq=False)
 class GaussianDiffusion:
     """A diffusion process over images (N, C, H, W); timesteps t are int64 (N,) in [0, T).
@@ -201,8 +176,27 @@ class GaussianDiffusion:
         self.num_timesteps = len(betas)
         self.betas = betas
         self.model_t = model_t
-        self.tables = make_tables(betas) | {"model_t": model_t}
-        self.alpha_bar = self.tables["alpha_bar"]
+        self.alpha_bar = alpha_bar = np.cumprod(1 - betas)
+        alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
+        posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
+        first = posterior_variance[1] if len(betas) > 1 else betas[0]
+        self.tables = {  # (T,) each, in float64
+            "model_t": model_t,
+            "log_betas": np.log(betas),
+            "one_minus_alpha_bar_prev": 1 - alpha_bar_prev,
+            "sqrt_alpha_bar": np.sqrt(alpha_bar),
+            "sqrt_alpha_bar_prev": np.sqrt(alpha_bar_prev),
+            "sqrt_one_minus_alpha_bar": np.sqrt(1 - alpha_bar),
+            "log_one_minus_alpha_bar": np.log(1 - alpha_bar),
+            "sqrt_recip_alpha_bar": alpha_bar**-0.5,
+            "sqrt_recipm1_alpha_bar": np.sqrt(1 / alpha_bar - 1),
+            "posterior_variance": posterior_variance,
+            "posterior_log_variance_clipped": np.log(np.append(first, posterior_variance[1:])),
+            "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / (1 - alpha_bar),
+            "posterior_mean_coef2": (1 - alpha_bar_prev) * np.sqrt(1 - betas) / (1 - alpha_bar),
+            "fixed_large_log_variance": np.log(np.append(first, betas[1:])),
+        }
         self.on_device = {}  # device -> all tables in fp32
 
     def at(self, t) -> SimpleNamespace:

@@ -54,7 +54,7 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> t
 
 
 def make_denoiser(model, cond: dict, settings):
-    """denoiser(x_t, model_t, at) -> prediction. Binds the model's other inputs, `cond` (see conditioning), and guides it.
+    """denoiser(x_t, model_t, at) -> prediction: the model guided, its other inputs, `cond` (see conditioning), bound.
 
     `at`: the t of all images, a float in [0, 1]. To read it from the tensor, the host would have to wait for a GPU.
 

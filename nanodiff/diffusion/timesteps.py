@@ -74,23 +74,25 @@ class Timesteps(torch.nn.Module):
 
 
 class LossSecondMoment(Timesteps):
-    """p_t proportional to sqrt(E[L_t^2]) over the last `history` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
+    """p_t proportional to sqrt(E[L_t^2]) over the last `length` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
     Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
     """
 
-    def __init__(self, process, history: int = 10, uniform_prob: float = 0.001):
+    length = 10
+    uniform_prob = 0.001
+
+    def __init__(self, process):
         super().__init__(uniform, process)
         self.draw = self.from_history
-        self.uniform_prob = uniform_prob
         T = process.num_timesteps
-        self.register_buffer("history", torch.zeros(T, history, dtype=torch.float64))  # on the CPU; rows are rings
+        self.register_buffer("history", torch.zeros(T, self.length, dtype=torch.float64))  # on the CPU; rows are rings
         self.register_buffer("seen", torch.zeros(T, dtype=torch.int64))  # losses ever seen at each t
 
     def probabilities(self) -> torch.Tensor:
         """p_t (T,) in float64, summing to 1."""
-        T, length = self.history.shape
-        if (self.seen < length).any():
+        T = len(self.seen)
+        if (self.seen < self.length).any():
             return torch.full((T,), 1 / T, dtype=torch.float64)
         p = self.history.square().mean(dim=1).sqrt()
         return (1 - self.uniform_prob) * p / p.sum() + self.uniform_prob / T
@@ -114,7 +116,7 @@ class LossSecondMoment(Timesteps):
         seen = self.seen.numpy()
         for t, loss in pairs.T.tolist():
             row = int(t)
-            history[row, seen[row] % history.shape[1]] = loss
+            history[row, seen[row] % self.length] = loss
             seen[row] += 1
 
 

@@ -17,7 +17,7 @@ from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, sha256_of
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.network import Network
-from nanodiff.safetensors import load_safetensors, save_safetensors
+from nanodiff.safetensors import load_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
@@ -112,15 +112,15 @@ def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
     return math.ceil(total_images / batch_size), batch_size
 
 
-def train_classifier(train, val, device, seed: int = 0) -> Classifier:
+def train_classifier(train, val, device) -> Classifier:
     """Train on `train` for 3 epochs (1 on the shapes), then measure the accuracy on `val`."""
     if train.num_classes < 2:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
-    classifier = initialise(Classifier(train.channels, train.resolution, train.num_classes), seed)
+    classifier = initialise(Classifier(train.channels, train.resolution, train.num_classes))
     classifier = classifier.to(device, memory_format=torch.channels_last).train()
 
-    images, labels = load_images(train, classifier.resolution, seed)
+    images, labels = load_images(train, classifier.resolution)
     images, labels = images.to(device), labels.to(device)
     num_steps, batch_size = plan_training(len(images), epochs=1 if train.name in SHAPES else 3)
     steps_per_epoch = len(images) // batch_size
@@ -130,7 +130,7 @@ def train_classifier(train, val, device, seed: int = 0) -> Classifier:
     with Progress(num_steps * batch_size, "images", "training a classifier") as bar:
         for step in range(num_steps):
             if step % steps_per_epoch == 0:
-                generator = make_generator(seed, step)
+                generator = make_generator(0, step)
                 batches = torch.randperm(len(images), generator=generator).to(device).split(batch_size)
             rows = batches[step % steps_per_epoch]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -142,25 +142,24 @@ def train_classifier(train, val, device, seed: int = 0) -> Classifier:
             bar.update(batch_size)
 
     classifier = classifier.requires_grad_(False).eval()
-    images, labels = load_images(val, classifier.resolution, seed)
+    images, labels = load_images(val, classifier.resolution)
     _, logits = classifier.features(images)
     classifier.accuracy.fill_((logits.argmax(1) == labels).float().mean())
     return classifier
 
 
-def initialise(classifier: Classifier, seed: int) -> Classifier:
+def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
     """He's normal initialisation (arXiv:1502.01852), set by the seed alone; the head starts at 0."""
     generator = torch.Generator().manual_seed(seed)
-    for module in classifier.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, generator=generator)
-        elif isinstance(module, nn.Linear):
-            nn.init.zeros_(module.weight)
-            nn.init.zeros_(module.bias)
+    for p in classifier.trunk.parameters():
+        if p.ndim == 4:  # a kernel
+            nn.init.kaiming_normal_(p, generator=generator)
+    for p in classifier.head.parameters():
+        nn.init.zeros_(p)
     return classifier
 
 
-def load_images(dataset, resolution: int, seed: int):
+def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
     order = torch.randperm(dataset.num_images, generator=make_generator(seed))
     chosen = order[:MAX_IMAGES].sort().values.numpy()
@@ -169,12 +168,6 @@ def load_images(dataset, resolution: int, seed: int):
         images = torch.as_tensor(dataset.images(rows))
         parts.append(shrink(images, resolution))
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
-
-
-def save_classifier(classifier: Classifier, path: Path) -> None:
-    """Write the weights in fp16, half a million of them, as a judge that others can load."""
-    tensors = {name: x.half() for name, x in classifier.state_dict().items() if x.is_floating_point()}
-    save_safetensors(tensors, path, {"resolution": str(classifier.resolution)})
 
 
 def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
@@ -186,7 +179,7 @@ def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> C
 
 
 def load_classifier(path: Path, device) -> Classifier:
-    """A classifier written by save_classifier; its `name` ends in the file's SHA-256."""
+    """A classifier's tensors in a .safetensors, such as runs/records has; its `name` ends in the file's SHA-256."""
     tensors, metadata = load_safetensors(path)
     with reading(path, "holds no classifier"):
         classifier = with_weights(tensors, int(metadata["resolution"]), device)

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import torch
 
-from nanodiff.common import Progress, StackedGenerator, get_dist, make_generator
+from nanodiff.common import StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.timesteps import quartile_sums, uniform
-from nanodiff.dist import over_ranks, rank_batches
+from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batches
 
 
 def validation_t(u: torch.Tensor, process) -> torch.Tensor:
@@ -22,18 +22,18 @@ def validation_t(u: torch.Tensor, process) -> torch.Tensor:
     return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 
-def batches_of_rank(model, val_set, codec, num_images: int, batch_size: int):
-    """This rank's batches of the first `num_images` of a set: indices, x0, conditions, a generator by these indices.
-
-    A batch has at most 1/world of the images, so that every rank gets some.
-    """
-    chosen = val_set.first(num_images)
+def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
+    """The first `num_images` of a set in batches of at most 1/world of them, so that every rank gets some."""
     share = math.ceil(num_images / get_dist()[2])
-    for ids in rank_batches(val_set.batches(chosen, min(batch_size, share))):
-        generator = StackedGenerator(ids)
-        device = next(model.parameters()).device
-        x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
-        yield ids, x0, conditioning(model.config, given, x0), generator
+    return val_set.batches(val_set.first(num_images), min(batch_size, share))
+
+
+def held_out(model, val_set, codec, ids):
+    """x0 of these images, what the model is given, and a generator by the images' indices."""
+    generator = StackedGenerator(ids)
+    device = next(model.parameters()).device
+    x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
+    return x0, conditioning(model.config, given, x0), generator
 
 
 @torch.no_grad()
@@ -48,7 +48,8 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     t_of = validation_t(u, process)  # (n,), in the order of `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
-    for ids, x0, cond, generator in batches_of_rank(model, val_set, codec, n, batch_size):
+    for ids in rank_batches(shared_batches(val_set, n, batch_size)):
+        x0, cond, generator = held_out(model, val_set, codec, ids)
         noise = generator.randn(x0.shape, x0.device)
         t = t_of[np.searchsorted(chosen, ids)].to(x0.device)
         loss = process.losses(model, x0, t, noise, cond)["loss"]  # (n,)
@@ -59,20 +60,16 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
-    """Means of process.bits_per_dim over the first `num_images` of `val_set` and all ranks: floats or (T,) arrays."""
+    """Means of process.bits_per_dim over the first `num_images` of `val_set`: numbers or, by timestep, lists of T."""
     n = min(num_images, len(val_set))
-    T = process.num_timesteps
-    shapes = {"total_bpd": (), "prior_bpd": (), "vb": (T,), "xstart_mse": (T,), "mse": (T,)}
-    # Zeros, so that a rank without images adds nothing and still takes part
-    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    with Progress(math.ceil(n / get_dist()[2]), "images", "bits/dim") as bar:
-        for ids, x0, cond, generator in batches_of_rank(model, val_set, codec, n, batch_size):
-            terms = process.bits_per_dim(model, x0, cond, generator)  # (n,) or (n, T) each
-            for name, value in terms.items():
-                sums[name] += value.cpu().double().sum(0)
-            bar.update(len(ids))
+
+    def sums_of(ids):
+        x0, cond, generator = held_out(model, val_set, codec, ids)
+        terms = process.bits_per_dim(model, x0, cond, generator)  # (n,) or (n, T) each
+        return {name: value.cpu().double().sum(0) for name, value in terms.items()}
+
     means = {}
-    for name, value in sums.items():
-        mean = over_ranks(value) / n
-        means[name] = mean.numpy() if mean.ndim else float(mean)
-    return means
+    for sums in gather_batches(sums_of, shared_batches(val_set, n, batch_size), "bits/dim"):
+        for name, value in sums.items():
+            means[name] = means.get(name, 0) + value / n
+    return from_first_rank({name: mean.tolist() for name, mean in means.items()}, "bits/dim")
