@@ -262,7 +262,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         config |= {"gaussian_loss": "mse", "variance": "learned_range" if learns_variance else "fixed_large"}
     config |= {"objective": "eps", "low_res_size": model_config.low_res}
     config |= {name: value for name, value in told.items() if name in config}
-    settings = config | named(model_config)
+    fields = dataclasses.asdict(model_config)
+    settings = {"heads": fields.get("num_heads")} | config | fields
     assumed = [f"{name}={settings[name]}" for name in options if name not in told]
     note = ""
     if assumed:
@@ -276,13 +277,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
         "num_classes": num_classes,
         "class_names": [str(i) for i in range(num_classes)],
     }
-    meta = {"step": 0, "ema": "as published", "arch": settings["arch"], "config": config, "data": data, "note": note}
-    return meta | {"model_config": dataclasses.asdict(model_config)}, tensors
-
-
-def named(model_config) -> dict:
-    """A model's shape by the names of settings and of MISSING."""
-    return model_settings(model_config) | {"image_size": model_config.image_size}
+    meta = {"step": 0, "ema": "as published", "arch": "unet" if form == "openai" else "dit_classic"}
+    return meta | {"config": config, "model_config": fields, "data": data, "note": note}, tensors
 
 
 def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
@@ -291,7 +287,7 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
     UserError if the form would be read as another model.
     """
     model_config = loaded.model.config
-    settings = loaded.config | named(model_config)
+    settings = loaded.config | model_settings(model_config) | {"image_size": model_config.image_size}
     told = {name: settings[name] for name in OPTIONS[form] if name in settings}
     write, takes = {"meta": (to_meta, "dit_classic with classes"), "openai": (to_openai, "unet")}[form]
     if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):

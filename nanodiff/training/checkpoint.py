@@ -133,7 +133,7 @@ def write_best(run_dir: Path, best: dict | None) -> None:
 def read_best(run_dir: Path) -> dict:
     """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured. If the
     file is damaged, what the newest checkpoint knows."""
-    path = run_dir / "best.json"
+    path, checkpoints = run_dir / "best.json", list_checkpoints(run_dir)
     if not path.exists():
         return {}
     try:
@@ -142,8 +142,7 @@ def read_best(run_dir: Path) -> dict:
             return {key: best[key] for key in ("step", "metric", "value", "images")}
     except UserError as error:
         print0(f"{error}: the newest checkpoint says which is the best")
-    newest = find_checkpoint(run_dir)
-    return (newest and load_meta(newest)["loop"].get("best")) or {}
+    return (checkpoints and read_json(checkpoints[-1][1] / "meta.json")["loop"].get("best")) or {}
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
