@@ -45,70 +45,55 @@ def json_beside(folder):
         write(folder / f"{name}.json", json.dumps({"class": int(label), "caption": caption, "sha": 3}))
 
 
+def rows(*columns):
+    return [dict(zip(columns, (f"{n}.png", y, c))) for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
+
+
 def jsonl(folder):
-    rows = [{"file_name": f"{n}.png", "label": int(y), "text": c} for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
-    write(folder / "metadata.jsonl", "\n".join(map(json.dumps, rows)))
+    write(folder / "metadata.jsonl", "\n".join(map(json.dumps, rows("file_name", "label", "text"))))
 
 
 def diffsynth(folder):
-    rows = [{"image": f"{n}.png", "label": y, "prompt": c} for n, y, c in zip(NAMES, LABELS, CAPTIONS)]
-    write(folder / "metadata.json", json.dumps(rows))
+    write(folder / "metadata.json", json.dumps(rows("image", "label", "prompt")))
 
 
 def table(folder):
-    text = io.StringIO()
-    rows = [["size", "file", "text", "label"], *((8, f"{n}.png", c, y) for n, y, c in zip(NAMES, LABELS, CAPTIONS))]
-    csv.writer(text).writerows(rows)
+    writer = csv.DictWriter(text := io.StringIO(), ["size", "text", "file", "label"])
+    writer.writeheader()
+    writer.writerows(rows("file", "label", "text"))
     write(folder / "metadata.csv", text.getvalue())
 
 
-def tar(path, files):
-    with tarfile.open(path, "w") as file:
-        for one in sorted(files):
-            file.add(one, one.name)
-
-
-def as_folder(folder):
-    return folder
-
-
-def as_tar(folder):
-    tar(folder.parent / "all.tar", folder.iterdir())
-    return folder.parent / "all.tar"
-
-
-def as_zip(folder):
-    return archive(folder, "zip", folder.parent / "all.zip")
-
-
-def as_shards(folder):
-    shards = folder.parent / "shards"
-    shards.mkdir()
+def pack(folder, kind):
+    """The folder itself, or a place that holds its files."""
+    if kind == "folder":
+        return folder
+    if kind == "zip":
+        return archive(folder, "zip", folder.parent / "all.zip")
+    (folder.parent / "tars").mkdir()
     stems = sorted({file.stem for file in folder.iterdir()})
-    for k, some in enumerate(np.array_split(stems, 3)):
-        tar(shards / f"{k}.tar", [file for file in folder.iterdir() if file.stem in some])
-    return shards
-
-
-def as_pattern(folder):
-    return as_shards(folder) / "*.tar"
+    for k, some in enumerate(np.array_split(stems, 1 if kind == "0.tar" else 3)):
+        with tarfile.open(folder.parent / "tars" / f"{k}.tar", "w") as tar:
+            for file in sorted(file for file in folder.iterdir() if file.stem in some):
+                tar.add(file, file.name)
+    return folder.parent / "tars" / kind
 
 
 PACKED = [
-    *((facts, pack) for facts in (beside, json_beside) for pack in (as_folder, as_tar, as_zip, as_shards, as_pattern)),
-    *((facts, pack) for facts in (jsonl, diffsynth, table) for pack in (as_folder, as_tar)),
+    *((facts, kind) for facts in (beside, json_beside) for kind in ("folder", "0.tar", "zip", "", "*.tar")),
+    *((facts, kind) for facts in (jsonl, diffsynth, table) for kind in ("folder", "0.tar")),
 ]
 
 
 def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path):
     sets = []
-    for number, (facts, pack) in enumerate(PACKED):
+    for number, (facts, kind) in enumerate(PACKED):
         folder = images(tmp_path / str(number) / "in")
         facts(folder)
-        out = report(pack(folder), captions=tmp_path / f"{number}.tsv", seed=3, resolution=16)
+        out = report(pack(folder, kind), captions=tmp_path / f"{number}.tsv", seed=3, resolution=16)
         assert "captions: 60 of 60" in out and "ignored" not in out
-        rows = (tmp_path / f"{number}.tsv").read_text().splitlines()
-        assert rows == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
+        lines = (tmp_path / f"{number}.tsv").read_text().splitlines()
+        assert lines == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
         path = open_dataset("toy").path
         sets.append({file.name: file.read_bytes() for file in path.iterdir()})
     assert all(made == sets[0] for made in sets[1:])
@@ -121,15 +106,15 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
 
 
-@pytest.mark.parametrize("pack", [as_folder, as_tar, as_shards])
-def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, pack):
+@pytest.mark.parametrize("kind", ["folder", "0.tar", ""])
+def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, kind):
     folder = images(tmp_path / "a" / "in")
     beside(folder)
     (folder / "017.cls").unlink()
     (folder / "018.txt").unlink()
     for name in ("0.xml", "003.xml", "README", "005.npy", ".DS_Store"):
         write(folder / name, "")
-    path = pack(folder)
+    path = pack(folder, kind)
     refused(r"no class .* for 1 of 60 images, such as '017\.png'", prepare, path)
     out = report(path, labels="none")
     assert "ignored: 2 .xml, " in out and all(f"1 {name}" in out for name in (".npy", ".DS_Store", "README"))

@@ -71,6 +71,23 @@ def middle(tmp):
     return file(tmp, "a.tar", data)
 
 
+def array(tmp, values, **settings):
+    np.save(tmp / "a.npy", values)
+    return {"path": tmp / "a.npy", **settings}
+
+
+def vectors(tmp, **arrays):
+    make_folder(tmp / "in")
+    np.savez(tmp / "v.npz", **arrays)
+    return {"path": tmp / "in", "vectors": tmp / "v.npz"}
+
+
+def many_vectors(tmp):
+    np.save(tmp / "v.npy", np.ones((9, 2)))
+    return {"path": npz(tmp, arr_0=np.concatenate([IMAGES, IMAGES])), "vectors": tmp / "v.npy"}
+
+
+FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
@@ -91,6 +108,27 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "tar with a damaged header": (lambda t: middle(t), "damaged"),
     "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
+    "NaN": (lambda t: array(t, np.full((4, 8, 8), np.nan)), "holds NaN"),
+    "NaN in a range": (lambda t: array(t, np.full((4, 8, 8), np.nan), range="0,1"), "holds NaN"),
+    "one value": (lambda t: array(t, np.ones((4, 8, 8))), "the value 1 alone"),
+    "range upside down": (lambda t: array(t, np.ones((4, 8, 8)), range="1,0"), "accepted: two numbers LOW,HIGH"),
+    "range of bytes": (lambda t: array(t, IMAGES, range="0,1"), "is for arrays beyond 8 bits"),
+    "range of nothing": (lambda t: array(t, np.eye(8)[None], range="5,9"), "from 0 to 1; range=5,9 has none of them"),
+    "floats to be scaled": (lambda t: array(t, np.eye(8)[None], resolution=4), "only uint8 .* be scaled, not float16"),
+    "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"looks like \(N, C, H, W\)"),
+    "complex numbers": (lambda t: array(t, np.ones((4, 8, 8), np.complex64)), "complex64 of shape"),
+    "oblong arrays": (lambda t: array(t, np.ones((4, 8, 6))), r"float64 of shape \(4, 8, 6\); accepted: squares"),
+    "flat arrays": (lambda t: array(t, np.ones((4, 8))), r"accepted: numbers of shape \(N, H, W\)"),
+    "too many vectors": (lambda t: many_vectors(t), "9 vectors for 8 images"),
+    "a name missing": (lambda t: vectors(t, names=FILES[:1], vectors=np.ones((1, 2))), "none for 7 .* 'cat/1.png'"),
+    "a name twice": (lambda t: vectors(t, names=["a"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
+    "no names": (lambda t: vectors(t, vectors=np.ones((8, 2))), "0 different names for 8 vectors"),
+    "vectors of no shape": (lambda t: vectors(t, names=["a"], vectors=np.ones(1)), r"float64 of shape \(1,\)"),
+    "integer vectors": (lambda t: vectors(t, names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
+    "no vectors": (lambda t: vectors(t, names=["a"]), "vectors.*not a file in the archive"),
+    "NaN in vectors": (lambda t: vectors(t, names=FILES, vectors=np.full((8, 2), np.nan)), "vectors hold NaN, inf"),
+    "beyond fp16": (lambda t: vectors(t, names=FILES, vectors=np.full((8, 2), 1e5)), "beyond 65,504"),
+    "vectors of zeros": (lambda t: vectors(t, names=FILES, vectors=np.zeros((8, 2))), "nothing but zeros"),
 }  # fmt: skip
 
 
@@ -100,7 +138,8 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     made = make(tmp_path)
     settings = made if isinstance(made, dict) else {"path": made}
     refused(message, prepare, **settings)
-    assert all(p.name.endswith(".lock") for p in base.glob("data/*"))
+    assert not (base / "data" / "toy").exists()
+    assert all(p.suffix == ".lock" or "vectors" in settings for p in base.glob("data/*"))  # or parts, which are kept
 
 
 def test_a_full_disk_is_told_before_the_work(tmp_path, monkeypatch):
