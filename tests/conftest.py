@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configurator import configure
@@ -58,6 +59,21 @@ def run_script(monkeypatch):
         signal.signal(number, handler)
     gc.enable()  # base_train puts it off
     gc.unfreeze()
+
+
+@pytest.fixture
+def draw(run_script, tmp_path):
+    """draw("--model=a", ...) -> (images (N, H, W, C), labels (N,), protocol) of scripts/sample.py, out of drawn.npz."""
+
+    def run(*args):
+        out = tmp_path / "drawn"
+        Path(f"{out}.npz").unlink(missing_ok=True)  # a finished file is never replaced
+        timeless = ("--dtype=float32", "--device_type=cpu")
+        run_script("sample", *timeless, "--npz", "--steps=3", f"--out={out}", *args)
+        with np.load(f"{out}.npz") as file:
+            return file["arr_0"], file["labels"], json.loads(str(file["protocol"]))
+
+    return run
 
 
 def script_settings(name, *argv):

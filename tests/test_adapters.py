@@ -91,7 +91,7 @@ def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_sc
     assert (done["run_dir"] / "samples" / "step_000006.png").stat().st_size > 1000
 
 
-def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_path):
+def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     """By its tag, or as base and file: the same model, with the class that it has learned."""
     run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=2")
     file = base / "runs/a/adapters/step_000002.safetensors"
@@ -101,21 +101,14 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, tmp_pa
         assert_same(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
     assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
-
-    def sample(name, *args):
-        some = (*TIMELESS, "--num_images=9", "--steps=2", f"--out={tmp_path / name}", "--npz")
-        run_script("sample", *some, *args)
-        with np.load(tmp_path / f"{name}.npz") as drawn:
-            assert drawn["labels"].tolist() == [*range(9)]
-            return drawn["arr_0"]
-
-    images = sample("a", "--model=a")
-    for scale, same in ((1, True), (0, False)):
-        found = sample(f"scale{scale}", "--model=old", f"--lora={file}", f"--lora_scale={scale}")
-        assert np.array_equal(found, images) is same
+    images, labels, _ = draw("--model=a", "--num_images=9")
+    assert labels.tolist() == [*range(9)]
+    by_file = ("--model=old", f"--lora={file}", "--num_images=9")
+    assert np.array_equal(images, draw(*by_file)[0]) and not np.array_equal(images, draw(*by_file, "--lora_scale=0")[0])
     tensors, info = load_safetensors(file)
     save_safetensors(tensors, file, info | {"trained": "0"})
-    refused("another protocol", sample, "scale1", "--model=old", f"--lora={file}", "--lora_scale=1")
+    again = (*TIMELESS, *by_file, "--lora_scale=0", "--steps=3", "--npz", f"--out={base / 'drawn'}")
+    refused("another protocol", run_script, "sample", *again)
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
     done = run_script("base_train", *again, "--init_from=a", "--model_tag=b", "--num_iterations=1")

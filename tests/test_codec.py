@@ -90,21 +90,20 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     refused("has vector_dim 0, the model wants 2", load_codec, make_codec(told, CPU).description, CPU, dataset=source)
 
 
-def test_samples_of_arrays_come_back_in_their_range(base, run_script):
+def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
     """Strength 0 returns the array that was given: through a file, its range, x0, a sampler and a file."""
     bands = np.random.default_rng(0).uniform(-600, 400, (20, 8, 8, 5)).astype(np.float32)
     np.save(base / "bands.npy", bands)
     prepare(base / "bands.npy", name="bands")
     run_script("base_train", *TINY, "--data=bands", "--patch_size=2", "--num_iterations=1", "--sample_every=0")
     np.savez(base / "given.npz", arr_0=bands[:4])
-    args = ("--num_images=4", "--steps=2", "--npz", "--dtype=float32", f"--out={base / 'few'}")
-    run_script("sample", *args, f"--from_images={base / 'given.npz'}", "--strength=0")
-    found = np.load(base / "few.npz")["arr_0"]
+    given = ("--num_images=4", f"--from_images={base / 'given.npz'}", "--strength=0")
+    found, _, _ = draw(*given)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, bands[:4], atol=1000 / 2**11)
-    assert decode_png((base / "few.png").read_bytes()).shape[2] == 3  # the first three bands
+    assert decode_png((base / "drawn.png").read_bytes()).shape[2] == 3  # the first three bands
     np.savez(base / "given.npz", arr_0=np.zeros((4, 8, 8, 5), np.uint8))
-    refused("is for arrays beyond 8 bits", run_script, "sample", *args[:-1], f"--from_images={base / 'given.npz'}")
+    refused("is for arrays beyond 8 bits", draw, *given)
     refused("arrays of 5 channels; metrics of features accept uint8", run_script, "base_eval", "--metric=fd_classifier")
 
 

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from conftest import refused
 from test_load import CLASSIC, CONFIG, DIT, UNET, UPSAMPLER, write_run
-from tiny_runs import TIMELESS, randomise
+from tiny_runs import randomise
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_diffusers, to_meta
@@ -55,16 +54,14 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     assert told == {key: meta[key] for key in ("step", "arch", "model_config", "config", "data")}
 
 
-def test_a_safetensors_is_sampled_from_without_its_run(base, run_script, export, tmp_path, monkeypatch):
+def test_a_safetensors_is_sampled_from_without_its_run(base, draw, export, tmp_path, monkeypatch):
     run_dir = write_run(base, "a", DIT).parents[1]
-    sample = (*TIMELESS, "--npz", "--num_images=4", "--steps=3")
-    run_script("sample", *sample, "--model=a", f"--out={tmp_path / 'one'}")
+    images, labels, _ = draw("--model=a", "--num_images=4")
     file = export("a", f"--out={tmp_path / 'new' / 'model.safetensors'}")
     run_dir.rename(tmp_path / "gone")
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
-    run_script("sample", *sample, f"--model={file}", f"--out={tmp_path / 'two'}")
-    with np.load(tmp_path / "one.npz") as one, np.load(tmp_path / "two.npz") as two:
-        assert (one["arr_0"] == two["arr_0"]).all() and (one["labels"] == two["labels"]).all()
+    again, same, _ = draw(f"--model={file}", "--num_images=4")
+    assert (again == images).all() and (same == labels).all()
 
 
 def meta_file(path, dtype=torch.float32, **sizes):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import refused
 from image_helpers import make_folder
-from processes import run_process
 from tiny_runs import TINY, make_autoencoder, make_data, make_runs
 
 from nanodiff.common import UserError
@@ -162,13 +161,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(place, run_script, capsys, arg
     assert code == 2 and message.startswith("error: ") and "\n" not in message and named in message, message
     assert whole(place) == before
     assert not list(place.rglob(".tmp*"))
-
-
-@pytest.mark.slow
-def test_as_the_user_sees_it(place):
-    done = run_process(*SAMPLE, "--model=unheard", check=False)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("error: ") and "unheard" in line
 
 
 def test_a_base_folder_that_cannot_be_written(place, run_script, monkeypatch):

@@ -245,12 +245,9 @@ def unet():
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_every_trainable_parameter_is_in_exactly_one_group(build, optimizer):
     model = build()
-    before = params(model)
     opt = make_optimizer(model, optimizer, lr=1e-3, muon_lr=0.02, weight_decay=0.1)
     names = [name for group in opt.param_groups for name in group["names"]]
     assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
-    for name, value in before.items():
-        assert torch.equal(value, model.get_parameter(name)), "values survive the move into the buffers"
     for group in opt.param_groups:
         assert group["lr"] == group["initial_lr"] == {"muon": 0.02, "adamw": 1e-3}[group["kind"]]
         assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])

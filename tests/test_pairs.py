@@ -154,7 +154,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
     assert files.labels.tolist() == [0] * 12 + [1] * 12
 
 
-def test_samples_take_second_images_of_files(base, run_script, tmp_path):
+def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
     """A folder and an .npz of the validation set's second images give the samples that `val` gives, and the picture
     shows pairs."""
     Image = pytest.importorskip("PIL.Image")
@@ -167,23 +167,13 @@ def test_samples_take_second_images_of_files(base, run_script, tmp_path):
         Image.fromarray(image[0]).save(tmp_path / "in" / CLASS_NAMES[label] / f"{i}.png")
     in_folder = np.argsort([f"{CLASS_NAMES[label]}/{i}.png" for i, label in enumerate(labels)])
 
-    def draw(place, *more):
-        args = ("--model=a", "--num_images=24", "--npz", "--steps=2", *TIMELESS, f"--given={place}")
-        run_script("sample", *args, f"--out={tmp_path / 'out'}", *more)
-        drawn = np.load(tmp_path / "out.npz")
-        (tmp_path / "out.npz").unlink()
-        return drawn["arr_0"], drawn["labels"]
-
-    images, found = draw("val")
-    grid = decode_png((tmp_path / "out.png").read_bytes())
+    some = ("--model=a", "--num_images=24")
+    images, found, _ = draw(*some)
+    grid = decode_png((tmp_path / "drawn.png").read_bytes())
     assert (found == labels).all() and (grid[2:50:3, 2:50:3, 0] == given[0, 0]).all()
-    assert all((a == b).all() for a, b in zip(draw(tmp_path / "file.npz"), (images, labels)))
-    in_python = load_run("a", "cpu").sample(given=(given.transpose(0, 2, 3, 1), labels), num_images=24, steps=2)
-    assert (in_python == draw("val", "--dtype=auto")[0]).all()
-    assert (draw(tmp_path / "in")[1] == labels[in_folder]).all()
-    Image.fromarray(given[0, 0]).convert("RGB").save(tmp_path / "in" / CLASS_NAMES[0] / "0.png")
-    for place, message in (
-        (tmp_path / "absent", "is not there"),
-        ("val", "size='32x32'; accepted with a second image"),
-    ):
-        refused(message, draw, place, "--size=32x32" if place == "val" else "--size=")
+    of_file, found, _ = draw(*some, f"--given={tmp_path / 'file.npz'}")
+    assert (of_file == images).all() and (found == labels).all()
+    in_python = load_run("a", "cpu").sample(given=(given.transpose(0, 2, 3, 1), labels), num_images=24, steps=3)
+    assert (in_python == draw(*some, "--dtype=auto")[0]).all()
+    assert (draw(*some, f"--given={tmp_path / 'in'}")[1] == labels[in_folder]).all()
+    refused("size='32x32'; accepted with a second image", draw, *some, "--size=32x32")

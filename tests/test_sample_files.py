@@ -9,40 +9,40 @@ from conftest import refused
 from nanodiff.metrics.sample_files import Samples
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), np.uint8)
-PIECES = [np.array(ids) for ids in (range(4), range(4, 20), range(17, 20), range(2, 3))]
+
+
+def assert_pieces(samples, images, labels):
+    assert samples.num_images == 20 and samples.shape == (images.shape[3], 6, 5)
+    for ids in map(np.array, (range(4), range(4, 20), range(17, 20), range(2, 3))):
+        assert (samples.images(ids) == images[ids].transpose(0, 3, 1, 2)).all()
+        assert samples.labels(ids).tolist() == labels[ids].tolist()
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
-    images = IMAGES[..., :channels]
+    images, labels = IMAGES[..., :channels], np.arange(20) % 3
     drawn = {"steps": 7, "data": "shapes", "class_names": ["a", "b", "c"]}
-    save(tmp_path / "s.npz", arr_0=images, labels=np.arange(20) % 3, protocol=json.dumps(drawn))
+    save(tmp_path / "s.npz", arr_0=images, labels=labels, protocol=json.dumps(drawn))
     file = Samples(str(tmp_path / "s.npz"))
-    assert file.num_images == 20 and file.shape == (channels, 6, 5) and file.num_classes == 3
-    assert file.protocol["samples_protocol"] == drawn
+    assert file.protocol["samples_protocol"] == drawn and file.num_classes == 3
     assert (file.data, file.class_names) == ("shapes", ["a", "b", "c"])
-    for ids in PIECES:
-        assert (file.images(ids) == images[ids].transpose(0, 3, 1, 2)).all()
-        assert file.labels(ids).tolist() == [i % 3 for i in ids]
+    assert_pieces(file, images, labels)
 
 
 @pytest.mark.parametrize("classes", [1, 4])
 def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
     Image = pytest.importorskip("PIL.Image")
+    names = [f"class {k}" for k in range(4)] if classes > 1 else []
     for i, image in enumerate(IMAGES):
-        folder = tmp_path / f"class {i // 5}" if classes > 1 else tmp_path
+        folder = tmp_path / (names[i // 5] if names else "")
         folder.mkdir(exist_ok=True)
         Image.fromarray(image).save(folder / f"{i:03d}.png")
     (tmp_path / "notes.txt").write_text("no image")
-    folder = Samples(str(tmp_path))
-    assert folder.num_images == 20 and folder.shape == (3, 6, 5)
-    assert folder.class_names == ([] if classes == 1 else [f"class {k}" for k in range(4)])
-    assert folder.num_classes == len(folder.class_names)
-    for ids in PIECES:
-        assert (folder.images(ids) == IMAGES[ids].transpose(0, 3, 1, 2)).all()
-        assert folder.labels(ids).tolist() == [i // 5 if classes > 1 else 0 for i in ids]
-    Image.fromarray(IMAGES[0, :4]).save(tmp_path / "zoo.png" if classes == 1 else tmp_path / "class 3/zoo.png")
+    samples = Samples(str(tmp_path))
+    assert samples.class_names == names and samples.num_classes == len(names)
+    assert_pieces(samples, IMAGES, np.arange(20) // 5 if names else np.zeros(20, int))
+    Image.fromarray(IMAGES[0, :4]).save(folder / "zoo.png")
     refused("zoo.png is 5x4, .*000.png 5x6", Samples(str(tmp_path)).images, np.array([0, 20]))
 
 

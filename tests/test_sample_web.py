@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from tiny_runs import TIMELESS, TINY, decode_png, make_autoencoder, make_data, make_run, make_runs
+from tiny_runs import TINY, decode_png, make_autoencoder, make_data, make_run, make_runs
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
@@ -72,18 +72,14 @@ def picture(event):
         ("sr", dict(num_images=3)),
     ],
 )
-def test_the_page_draws_what_the_script_draws(flow, run_script, tmp_path, tag, settings):
+def test_the_page_draws_what_the_script_draws(flow, draw, tag, settings):
     settings = {"cfg_scale": 2.0} | settings
     *_, last = drawn(find_run(tag), steps=3, **settings)
     classes = ",".join(map(str, settings.pop("classes", [])))
     args = [f"--{name}={value}" for name, value in settings.items()]
-    args += [f"--model={tag}", "--npz", "--steps=3", f"--classes={classes}", f"--out={tmp_path / 'a'}"]
-    run_script("sample", *TIMELESS, *args)
-    with np.load(tmp_path / "a.npz") as file:
-        images = file["arr_0"].transpose(0, 3, 1, 2)
-        names = [CLASS_NAMES[label] for label in file["labels"]]
-    np.testing.assert_array_equal(picture(last), make_grid(images, 8))
-    assert last["classes"] == names  # fewer images than columns: one row
+    images, labels, _ = draw(*args, f"--model={tag}", f"--classes={classes}")
+    np.testing.assert_array_equal(picture(last), make_grid(images.transpose(0, 3, 1, 2), 8))
+    assert last["classes"] == [CLASS_NAMES[label] for label in labels]  # fewer images than columns: one row
     told = base64.b64decode(last["picture"])
     assert json.dumps(last["settings"]).encode() in told and last["settings"]["seed"] == settings.get("seed", 0)
 

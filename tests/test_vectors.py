@@ -91,21 +91,19 @@ def here(trained, monkeypatch):
 SAMPLE = ("sample", "--model=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
 
 
-def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, run_script, tmp_path):
-    def drawn(name, *more):
-        run_script(*SAMPLE, *more, f"--out={tmp_path / name}")
-        return np.load(tmp_path / f"{name}.npz")["arr_0"]
-
-    raw = one_hot(draw_shapes(24, seed=24)[1])
+def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, draw, run_script, tmp_path):
+    raw, some = one_hot(draw_shapes(24, seed=24)[1]), ("--model=a", "--num_images=24")
     np.save(tmp_path / "rows.npy", raw)
     np.savez(tmp_path / "rows.npz", vectors=raw)  # as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
-    by_file = drawn("file", f"--vectors={tmp_path / 'rows.npy'}")
-    np.testing.assert_array_equal(drawn("val"), by_file)
-    np.testing.assert_array_equal(drawn("again", f"--vectors={tmp_path / 'rows.npz'}"), by_file)
-    assert (drawn("other", f"--vectors={tmp_path / 'other.npy'}") != by_file).any()
+    by_default, by_npz, other, by_file = (
+        draw(*some, *more)[0]
+        for more in ((), *((f"--vectors={tmp_path / name}",) for name in ("rows.npz", "other.npy", "rows.npy")))
+    )
+    assert (by_default == by_file).all() and (by_npz == by_file).all() and (other != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
-    refused("another protocol", drawn, "file", f"--vectors={tmp_path / 'rows.npy'}")
+    again = (*SAMPLE, "--steps=3", f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'drawn'}")
+    refused("another protocol", run_script, *again)
 
 
 def test_the_page_guides_what_the_script_guides(here):
