@@ -192,18 +192,14 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
     meta["vectors"] |= {"mean": mean.tolist(), "std": std.tolist()}
 
 
-def mirror(x: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
-    """(N, C, H, W), mirrored left-right where `flip` (N,) is True."""
-    if flip is None:
-        return x
-    flip = flip.to(x.device).view(-1, 1, 1, 1)
-    return torch.where(flip, x.flip(3), x)
-
-
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 (N, C, H, W) -> fp32 in [-1, 1], as floats are already; mirrored left-right where `flip` (N,) is True."""
     x = images.float()
-    return mirror(x / 127.5 - 1 if images.dtype == torch.uint8 else x, flip)
+    if images.dtype == torch.uint8:
+        x = x / 127.5 - 1
+    if flip is None:
+        return x
+    return torch.where(flip.to(x.device).view(-1, 1, 1, 1), x.flip(3), x)
 
 
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
@@ -213,9 +209,8 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[s
     behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
-    for name, x in cond.items():
-        if x.ndim == 4:
-            cond[name] = to_model_range(x, flip)
+    if "given" in cond:
+        cond["given"] = to_model_range(cond["given"], flip)
     if "vectors" in cond and "vectors" in description:
         stored = cond["vectors"]
         mean, std = (torch.tensor(description["vectors"][key], device=stored.device) for key in ("mean", "std"))

@@ -16,15 +16,13 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
-    """A PNG file (RFC 2083) of uint8 (H, W) or (H, W, C), C = 1, 3 or 4, with ASCII `text` in tEXt chunks."""
-    array = array[:, :, None] if array.ndim == 2 else array
-    height, width, channels = array.shape
-    colour_type = {1: 0, 3: 2, 4: 6}[channels]  # grey, RGB, RGBA
+    """A PNG file (RFC 2083) of RGB (H, W, 3) uint8, with ASCII `text` in tEXt chunks."""
+    height, width, _ = array.shape
     pixels = array.copy()
     pixels[:, 1:] -= array[:, :-1]  # filter 1, "sub", modulo 256: compresses far better than no filter
-    rows = np.ones((height, 1 + width * channels), np.uint8)  # each row begins with the number of its filter
+    rows = np.ones((height, 1 + 3 * width), np.uint8)  # each row begins with the number of its filter
     rows[:, 1:] = pixels.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, 2: RGB
     data = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header)
     for key, value in (text or {}).items():
         data += _chunk(b"tEXt", f"{key}\0{value}".encode("ascii"))

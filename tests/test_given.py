@@ -42,7 +42,7 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
     assert 0 < half["network_evaluations"] < protocol["network_evaluations"]
 
     for width in (16, 8):  # white keeps the image
-        mask = np.zeros((16, 16, 1), np.uint8)
+        mask = np.zeros((16, 16, 3), np.uint8)
         mask[:, :width] = 255
         (tmp_path / "mask.png").write_bytes(encode_png(mask))
         kept, _, protocol = draw(*given, "--strength=1", f"--mask={tmp_path / 'mask.png'}")

@@ -101,17 +101,17 @@ def full(x, i: int):
 
 def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
-    p = process.denoise(denoiser, x_t, full(x_t, i))
+    mean, log_variance, x0 = process.denoise(denoiser, x_t, full(x_t, i))
     if i == 0:
-        return p["mean"], p["x0"]
-    std = torch.exp(0.5 * p["log_variance"])
-    return p["mean"] + std * generator.randn_like(x_t), p["x0"]
+        return mean, x0
+    std = torch.exp(0.5 * log_variance)
+    return mean + std * generator.randn_like(x_t), x0
 
 
 def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
-    x0 = process.denoise(denoiser, x_t, t)["x0"]
+    _, _, x0 = process.denoise(denoiser, x_t, t)
     eps = process.eps_from_x0(x_t, t, x0)
     at = process.at(t)
     variance = eta**2 * at.posterior_variance  # sigma_t^2 of eq. 16
@@ -124,7 +124,7 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
 
 def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
-    x0 = process.denoise(denoiser, x_t, full(x_t, i))["x0"]
+    _, _, x0 = process.denoise(denoiser, x_t, full(x_t, i))
     if i == 0:  # lambda = infinity
         return x0, x0
     alpha, sigma = process.tables["sqrt_alpha_bar"], process.tables["sqrt_one_minus_alpha_bar"]
@@ -280,9 +280,9 @@ class GaussianDiffusion:
             out = (out - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
         return out
 
-    def p_mean_variance(self, out, x_t, t, clip=False) -> dict[str, torch.Tensor]:
-        """mean, log_variance and x0 of p(x_{t-1} | x_t) for the model's output: (N, C, H, W); a fixed log_variance has
-        the shape (N, 1, 1, 1)."""
+    def p_mean_variance(self, out, x_t, t, clip=False):
+        """mean and log_variance of p(x_{t-1} | x_t), and x0, for the model's output: (N, C, H, W); a fixed log_variance
+        has the shape (N, 1, 1, 1)."""
         x0 = self.predict_x0(out, x_t, t)
         if clip:
             x0 = x0.clamp(-1, 1)
@@ -297,18 +297,21 @@ class GaussianDiffusion:
         if self.variance == "learned_range":  # -1 ... 1 interpolates from posterior variance to beta (IDDPM eq. 15)
             share = (log_variance + 1) / 2
             log_variance = share * self.at(t).log_betas + (1 - share) * min_log
-        return {"mean": mean, "log_variance": log_variance, "x0": x0}
+        return mean, log_variance, x0
 
-    def denoise(self, model, x_t, t, **cond) -> dict[str, torch.Tensor]:
+    def denoise(self, model, x_t, t, **cond):
         """p_mean_variance at the model's output, clipped as in sampling and bits/dim."""
         out = self.predict(model, x_t, t, **cond)
         return self.p_mean_variance(out, x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
-        """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1)."""
-        mean, log_variance = self.q_posterior(x0, x_t, t)
-        kl = normal_kl(mean, log_variance, p["mean"], p["log_variance"])
-        nll = -discretized_gaussian_log_likelihood(x0, p["mean"], p["log_variance"])
+        """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1).
+
+        `p`: of p_mean_variance.
+        """
+        mean, log_variance, _ = p
+        kl = normal_kl(*self.q_posterior(x0, x_t, t), mean, log_variance)
+        nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
@@ -321,19 +324,17 @@ class GaussianDiffusion:
         C = x0.shape[1]
         x_t = self.q_sample(x0, t, noise)
         out = self.predict(model, x_t, t, **cond)
+        vb_scale = {"rescaled_kl": self.num_timesteps, "rescaled_mse": self.num_timesteps / 1000}.get(self.loss, 1)
         if self.loss.endswith("kl"):
             p = self.p_mean_variance(out, x_t, t)
-            vb = self.vb_term(p, x0, x_t, t)
-            return {"loss": vb * self.num_timesteps if self.loss == "rescaled_kl" else vb}
+            return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
         prediction = out[:, :C]
         mse = mean_flat((self.target(x0, x_t, t, noise) - prediction) ** 2)
         if not self.learned_variance:
             return {"loss": mse, "mse": mse}
         detached = torch.cat([prediction.detach(), out[:, C:]], dim=1)
         p = self.p_mean_variance(detached, x_t, t)
-        vb = self.vb_term(p, x0, x_t, t)
-        if self.loss == "rescaled_mse":
-            vb = vb * (self.num_timesteps / 1000)
+        vb = vb_scale * self.vb_term(p, x0, x_t, t)
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
@@ -349,8 +350,9 @@ class GaussianDiffusion:
             noise = generator.randn_like(x0)
             x_t = self.q_sample(x0, t, noise)
             p = self.denoise(model, x_t, t, **cond)
-            xstart_mse = mean_flat((p["x0"] - x0) ** 2)
-            mse = mean_flat((self.eps_from_x0(x_t, t, p["x0"]) - noise) ** 2)
+            _, _, x0_found = p
+            xstart_mse = mean_flat((x0_found - x0) ** 2)
+            mse = mean_flat((self.eps_from_x0(x_t, t, x0_found) - noise) ** 2)
             terms.append(torch.stack([self.vb_term(p, x0, x_t, t), xstart_mse, mse]))
         vb, xstart_mse, mse = torch.stack(terms, dim=2)
         last = self.at(full(x0, T - 1))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nanodiff.common import get_dist, print0
 from nanodiff.data.dataset import Dataset
@@ -12,10 +13,10 @@ from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict | None:
-    """The arrays {name: array} cached at `path` for `of`, data sets, arrays and bytes; else compute() and cache.
+def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict[str, torch.Tensor] | None:
+    """The tensors {name: tensor} cached at `path` for `of`, data sets, arrays and bytes; else compute() and cache.
 
-    Called by all ranks. Only the first rank gets the arrays; on the others `compute` may return None.
+    Called by all ranks. Only the first rank gets the tensors; on the others `compute` may return None.
     """
     is_first = get_dist()[0] == 0
     hashed = hashlib.sha256()
@@ -25,19 +26,19 @@ def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict | N
         else:
             hashed.update(np.ascontiguousarray(x))
     key = hashed.hexdigest()
-    arrays = None
+    found = None
     if is_first and path.exists():
         with reading(path, "is damaged: delete it, and it is computed again"):
             arrays = {**np.load(path, allow_pickle=False)}
-        if str(arrays.pop("key")) != key:
-            arrays = None
-    if from_first_rank(arrays is not None):
-        return arrays
-    arrays = compute()
+            if str(arrays.pop("key")) == key:
+                found = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if from_first_rank(found is not None):
+        return found
+    found = compute()
     if is_first:
         try:
             with writing(path) as file:
-                np.savez(file, **arrays, key=key)
+                np.savez(file, **found, key=key)
         except OSError as error:  # a data set on a read-only disk: the next call computes it again
             print0(f"warning: {path} cannot be written: {error.strerror}")
-    return arrays
+    return found

@@ -195,9 +195,7 @@ def get_classifier(train, val, device) -> Classifier:
             return None
         print0(f"training a classifier on {train.path.name!r}, once ({train.num_images:,} images)")
         trained = train_classifier(train, val, device)
-        return {name: x.cpu().numpy() for name, x in trained.state_dict().items()}
+        return {name: x.cpu() for name, x in trained.state_dict().items()}
 
-    arrays = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
-    arrays = from_first_rank(arrays, "the classifier")
-    weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return with_weights(weights, train.resolution, device)
+    weights = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
+    return with_weights(from_first_rank(weights, "the classifier"), train.resolution, device)

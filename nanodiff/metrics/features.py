@@ -78,17 +78,14 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     by the rounding of float64 sums.
     """
     all_ids = np.concatenate(batches)
-    order = np.argsort(all_ids)
-    num_images = len(all_ids)
     generator = make_generator(0)
-    is_kept = torch.zeros(num_images, dtype=torch.bool)
-    is_kept[torch.randperm(num_images, generator=generator)[:KEPT]] = True
+    kept = np.sort(all_ids)[torch.randperm(len(all_ids), generator=generator)[:KEPT]]
     sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
         x, logits = network.features(images_of(ids))  # (n, F), (n, K)
         sums.add_(outer_sums(x))
-        return x[is_kept[np.searchsorted(all_ids, ids, sorter=order)]], logits
+        return x[np.isin(ids, kept)], logits
 
     rows = gather_batches(compute, batches, label)
     mu, sigma = mean_and_covariance(over_ranks(sums))
@@ -97,7 +94,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     some = torch.cat([x for x, _ in rows])
     logits = torch.cat([x for _, x in rows])
     shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
-    return Features(mu, sigma, some[shuffled], logits[order])
+    return Features(mu, sigma, some[shuffled], logits[np.argsort(all_ids)])
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
@@ -122,15 +119,10 @@ def reference_features(dataset: Dataset, network) -> Features | None:
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
         batches = dataset.batches(np.arange(len(dataset)), 64)
         found = collect_features(dataset.images, batches, network, "reference")
-        if found is None:
-            return None
-        return {"mu": found.mu.numpy(), "sigma": found.sigma.numpy(), "some": found.some.numpy()}
+        return found and {"mu": found.mu, "sigma": found.sigma, "some": found.some}
 
-    path = dataset.path / f"stats_{network.name}_{dataset.split}.npz"
-    arrays = cached(path, of, compute)
-    if arrays is None:
-        return None
-    return Features(*(torch.from_numpy(arrays[name]) for name in ("mu", "sigma", "some")))
+    found = cached(dataset.path / f"stats_{network.name}_{dataset.split}.npz", of, compute)
+    return found and Features(**found)
 
 
 def compare(metric: str, samples: Features, reference: Features) -> dict:

@@ -8,18 +8,9 @@ import torch
 from nanodiff.common import StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
 from nanodiff.data.codec import stored_images
-from nanodiff.diffusion.timesteps import quartile_sums, uniform
+from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batches
-
-
-def validation_t(u: torch.Tensor, process) -> torch.Tensor:
-    """u (N,) uniform in [0, 1) -> t (N,): logit-normal for flow matching, uniform for a Gaussian diffusion.
-
-    The same distribution whatever training uses, so that runs compare.
-    """
-    if process.is_gaussian:
-        return uniform(u, process)[0]
-    return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * u - 1))
 
 
 def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
@@ -41,12 +32,14 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     """Mean loss over the first `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
     An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
-    batch size. The t of all images are evenly spread quantiles of validation_t.
+    batch size. The t of all images are evenly spread quantiles of one distribution, logit-normal for flow matching,
+    uniform for a Gaussian diffusion, whatever training uses, so that runs compare.
     """
     n = min(num_images, len(val_set))
     chosen = val_set.first(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
-    t_of = validation_t(u, process)  # (n,), in the order of `chosen`
+    plain = process if process.is_gaussian else FlowMatching()
+    t_of, _ = make_timesteps("auto", plain).sample(u)  # (n,), in the order of `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in rank_batches(shared_batches(val_set, n, batch_size)):
         x0, cond, generator = held_out(model, val_set, codec, ids)

@@ -25,37 +25,30 @@ class Samples:
     def __init__(self, name: str):
         self.path = Path(name).expanduser()
         self.protocol = {"samples": str(self.path)}
-        self.data = ""
+        drawn = {}
         if self.path.is_dir():
-            self._read_folder()
+            source = read_images(self.path, "folder", Options(val_fraction=0))
+            items = list(source.items)
+            self._payloads = [item.payload for item in items]
+            labels = [item.label for item in items]
+            self.class_names = source.class_names
         elif self.path.is_file():
-            self._read_file()
+            images, labels, protocol = open_arrays(self.path)
+            if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
+                given = f"{images.dtype} of shape {images.shape}"
+                raise UserError(f"{self.path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
+            self._payloads = images
+            drawn = json.loads(protocol or "{}")
+            if drawn:
+                self.protocol["samples_protocol"] = drawn
+            self.class_names = drawn.get("class_names")
         else:
             raise UserError(f"samples={name!r}: no such file or folder")
-        self.num_images = len(self._payloads)
-        self.shape = self._decode(0).shape
-
-    def _read_folder(self) -> None:
-        source = read_images(self.path, "folder", Options(val_fraction=0))
-        items = list(source.items)
-        self._payloads = [item.payload for item in items]
-        self._labels = torch.tensor([item.label for item in items])
-        self.class_names = source.class_names
-        self.num_classes = len(source.class_names)
-
-    def _read_file(self) -> None:
-        images, labels, protocol = open_arrays(self.path)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
-            given = f"{images.dtype} of shape {images.shape}"
-            raise UserError(f"{self.path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
-        self._payloads = images
-        self._labels = torch.zeros(len(images), dtype=torch.int64) if labels is None else torch.from_numpy(labels)
-        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
-        drawn = json.loads(protocol or "{}")
-        if drawn:
-            self.protocol["samples_protocol"] = drawn
-        self.class_names = drawn.get("class_names")
         self.data = drawn.get("data", "")
+        self.num_images = len(self._payloads)
+        self._labels = torch.tensor([0] * self.num_images if labels is None else labels)
+        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
+        self.shape = self._decode(0).shape
 
     def labels(self, ids) -> torch.Tensor:
         return self._labels[ids]

@@ -27,22 +27,24 @@ MOST_GRIDS = 24  # grids of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
 WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
-CHARTS = {  # metric -> title, y axis ("zero": from 0): quality first. Other metrics follow
-    "fid": ("FID", ""),
-    "fd_classifier": ("Fréchet distance in a classifier's features", ""),
-    "fd_simclr": ("Fréchet distance in features learned without labels", ""),
-    "precision": ("Precision: samples that look real", ""),
-    "recall": ("Recall: real images that samples resemble", ""),
-    "bpd": ("Bits per dimension", ""),
-    "loss": ("Loss", "log"),
-    "loss" + BY_QUARTER: ("Loss" + BY_QUARTER, "log"),
-    "lrm": ("Learning rate, relative to its peak", "zero"),
-    "grad_norm": ("Gradient norm before clipping", "log"),
-    "images_per_sec": ("Images per second", "zero"),
-    "dt_ms": ("Milliseconds per step", "zero"),
-    "data_ms": ("Milliseconds per step that it waits for data", "zero"),
-    "mfu": ("MFU, percent of the peak", "zero"),
+TITLES = {  # of a metric's chart: quality first. Other metrics follow
+    "fid": "FID",
+    "fd_classifier": "Fréchet distance in a classifier's features",
+    "fd_simclr": "Fréchet distance in features learned without labels",
+    "precision": "Precision: samples that look real",
+    "recall": "Recall: real images that samples resemble",
+    "bpd": "Bits per dimension",
+    "loss": "Loss",
+    "loss" + BY_QUARTER: "Loss" + BY_QUARTER,
+    "lrm": "Learning rate, relative to its peak",
+    "grad_norm": "Gradient norm before clipping",
+    "images_per_sec": "Images per second",
+    "dt_ms": "Milliseconds per step",
+    "data_ms": "Milliseconds per step that it waits for data",
+    "mfu": "MFU, percent of the peak",
 }
+AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
+AXES |= dict.fromkeys(("lrm", "images_per_sec", "dt_ms", "data_ms", "mfu"), "zero")  # from 0
 # Not worth a chart: straight lines, and the loss, which the chart of train/loss smooths
 NOT_DRAWN = ("step", "images_seen", "total_training_flops", "total_training_time_s", "train/loss_running")
 
@@ -123,8 +125,7 @@ def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
     points = sorted(run.logged.get(key, {}).items())
     if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
         return []
-    x = np.array([step * run.per_step for step, _ in points])
-    y = np.array([value for _, value in points])
+    x, y = map(np.array, zip(*points))
     if not key.startswith("train/"):
         drawn = [(label, "dots", y)]
     elif key == "train/lrm":
@@ -137,7 +138,7 @@ def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
     for name, style, values in drawn:
         rows = thin(values)
         digits = [float(f"{value:.6g}") for value in values[rows]]
-        curves.append({"label": name, "style": style, "x": x[rows].tolist(), "y": digits})
+        curves.append({"label": name, "style": style, "x": (x[rows] * run.per_step).tolist(), "y": digits})
     return curves
 
 
@@ -146,18 +147,18 @@ def in_words(key: str) -> str:
     for part, words in WORDS.items():
         key = key.replace(part, words)
     name = key.split("/")[-1]
-    return CHARTS.get(name, (name,))[0]
+    return TITLES.get(name, name)
 
 
 def charts(runs: list[Run]) -> str:
     """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
     keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
     page = ""
-    for name in dict.fromkeys([*CHARTS, *map(chart_of, keys)]):
-        title, axis = CHARTS.get(name, (name, ""))
+    for name in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
+        axis = AXES.get(name, "")
         shown = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            page += chart(title, axis, [(runs[0], key, in_words(key)) for key in shown])
+            page += chart(TITLES.get(name, name), axis, [(runs[0], key, in_words(key)) for key in shown])
         else:
             for key in shown:
                 page += chart(in_words(key), axis, [(run, key, run.name) for run in runs])
@@ -170,7 +171,7 @@ def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
     drawn = []
     for i, (run, key, label) in enumerate(metrics):
         for curve in curves_of(run, key, label, show_raw):
-            drawn.append(curve | {"colour": i % 8})
+            drawn.append(curve | {"colour": i})
     if not drawn:
         return ""
     unit = "step" if run.per_step == 1 else "images"
@@ -184,10 +185,9 @@ def strip(run: Run) -> str:
     paths = sorted(run.folder.glob("samples/step_*.png"))
     if not paths:
         return ""
-    shown = np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS)).round()
+    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS))]
     images = ""
-    for i in shown:
-        path = paths[int(i)]
+    for path in shown:
         step = int(path.stem.removeprefix("step_"))
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
@@ -221,12 +221,12 @@ def cell(value) -> str:
     return escape(str(value))
 
 
-def table(columns: dict[str, dict]) -> str:
-    """Columns by their headings, and a row for each key."""
+def table(columns: dict[str, dict], min_values: int = 1) -> str:
+    """Columns by their headings, and a row for each key that has so many different values, absent ones included."""
     rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         values = [cell(column.get(key)) for column in columns.values()]
-        if any(values):
+        if any(values) and len(set(values)) >= min_values:
             cells = "".join(f"<td>{value}</td>" for value in values)
             rows += f"<tr><th>{escape(key)}</th>{cells}</tr>"
     return f'<div class="scroll"><table>{rows}</table></div>'
@@ -304,16 +304,13 @@ def differences(runs: list[Run]) -> str:
         columns["default"] = versions(runs[0])[runs[0].name] | runs[0].facts["changed_from"]
     for run in runs:
         columns |= versions(run)
-    shown = {name: {} for name in columns}
-    for key in dict.fromkeys(key for column in columns.values() for key in column):
-        values = [column.get(key) for column in columns.values()]
-        if key not in ("model_tag", "environment command") and len(set(map(cell, values))) > 1:
-            for name, value in zip(columns, values):
-                shown[name][key] = value
+    for column in columns.values():
+        for name in ("model_tag", "environment command"):  # each run has its own
+            column.pop(name, None)
     if len(runs) > 1:
         for run in runs:
-            shown[run.name] |= best(run)
-    return f"<h2>What differs</h2>{table(shown)}"
+            columns[run.name] |= best(run)
+    return f"<h2>What differs</h2>{table(columns, min_values=2)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,16 +321,18 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
     differing = differences(runs)  # before evaluation() takes the results apart
-    evaluations, everything = "", {}
+    heads = evaluations = strips = ""
+    everything = {}
     for run in runs:
+        heads += progress(run)
+        strips += strip(run)
         everything |= versions(run)
         for result in run.results:
             evaluations += evaluation(result, run)
-    strips = "".join(strip(run) for run in runs)
     parts = [evaluations, f'<div class="charts">{strips}{charts(runs)}</div>', differing]
     if len(runs) > 1:
         parts.reverse()
-    body = f"<h1>{title}</h1>" + "".join(progress(run) for run in runs) + "".join(parts)
+    body = f"<h1>{title}</h1>{heads}{''.join(parts)}"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(everything)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     page = template.replace("$body", body, 1).replace("$title", title, 1)
