@@ -35,7 +35,7 @@ from nanodiff.common import UserError, draw_rows, get_dist, make_generator, prin
 from nanodiff.conditions import conditioning, droppable, from_stored
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
-from nanodiff.data.dataset import Verifier, open_dataset
+from nanodiff.data.dataset import open_dataset, start_verifying
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
@@ -439,7 +439,7 @@ images, stored_cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stor
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 saver = Saver(start_step if checkpoint else -1)
-verifier = Verifier(train_set)  # hashes the set in a thread during the first steps
+faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
 # of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to the order of
 # floating-point sums, the model depends neither on the number of ranks nor on device_batch_size, and the same command
@@ -447,7 +447,8 @@ verifier = Verifier(train_set)  # hashes the set in a thread during the first st
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
-    verifier.check()  # a damaged file of the set ends the run before it is saved
+    if faults:  # a damaged file of the set ends the run before it is saved
+        raise faults[0]
     # Save before the slow evaluations, so that a crash there loses nothing
     if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()

@@ -1,6 +1,5 @@
 """Which images a rank trains on, and when: a deterministic stream, read ahead by a thread."""
 
-import functools
 import itertools
 import time
 from collections import deque
@@ -65,10 +64,9 @@ class DataLoader:
         self.total_batch_size = total_batch_size
         self.rank = rank
         self.world = world
-        self.seed = seed
+        self.seed = seed % 2**64
         self.device = torch.device(device)
         self.data_wait = 0.0
-        self._batches = functools.lru_cache(2)(self._batches)
         self._micro_steps = total_batch_size // (device_batch_size * world)
         self._numbers = itertools.count(start_step * self._micro_steps)  # of micro-steps
         self._thread = ThreadPoolExecutor(1, "dataloader")
@@ -99,9 +97,9 @@ class DataLoader:
         first = step * self.total_batch_size + first_row
         positions = np.arange(first, first + self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
-        parts = [
-            shuffled(offsets[epochs == epoch], len(bucket), self._key(epoch, number)) for epoch in np.unique(epochs)
-        ]
+        parts = []
+        for epoch in np.unique(epochs):
+            parts.append(shuffled(offsets[epochs == epoch], len(bucket), (self.seed, int(epoch), number)))
         return bucket.start + np.concatenate(parts)
 
     def bucket(self, step: int) -> tuple[int, int]:
@@ -113,26 +111,16 @@ class DataLoader:
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
         if len(counts) == 1:
             return 0, step
+        batches = lambda epochs: epochs * counts // self.total_batch_size
         epoch = step * self.total_batch_size // len(self.dataset)  # or a later one, as left-overs delay batches
-        while ((epoch + 1) * counts // self.total_batch_size).sum() <= step:
+        while batches(epoch + 1).sum() <= step:
             epoch += 1
-        before = epoch * counts // self.total_batch_size
-        order = self._batches(epoch)
-        place = step - before.sum()
-        number = order[place]
-        earlier = before[number] + np.sum(order[:place] == number)
-        return int(number), int(earlier)
-
-    def _batches(self, epoch: int) -> np.ndarray:
-        """The bucket of each batch of an epoch."""
-        counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
-        ends = np.arange(epoch, epoch + 2)[:, None] * counts // self.total_batch_size
-        order = np.repeat(np.arange(len(counts)), ends[1] - ends[0])
-        return order[shuffled(np.arange(len(order)), len(order), self._key(epoch, len(counts)))]
-
-    def _key(self, epoch: int, bucket: int) -> tuple[int, ...]:
-        """Sets the order of a bucket's images or, past the last bucket, of an epoch's batches."""
-        return self.seed % 2**64, int(epoch), bucket
+        before = batches(epoch)
+        bucket_of = np.repeat(np.arange(len(counts)), batches(epoch + 1) - before)  # of each batch, in no order yet
+        places = np.arange(step - before.sum() + 1)  # of this epoch's batches up to this step's
+        order = bucket_of[shuffled(places, len(bucket_of), (self.seed, epoch, len(counts)))]
+        number = order[-1]
+        return int(number), int(before[number] + np.sum(order[:-1] == number))
 
     def _read_ahead(self) -> None:
         self._ahead.append(self._thread.submit(self._read, *divmod(next(self._numbers), self._micro_steps)))

@@ -106,10 +106,11 @@ class Dataset:
                 raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
         self._folder = path.stat().st_ino
         self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
-        self._numbers = np.arange(max(1, self.num_classes))  # label k of the set is _numbers[k] here
-        self._rows = open_rows(path, part)
+        files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
+        unlabelled = {"y": np.broadcast_to(np.int64(0), len(self))}
+        self._rows = unlabelled | {name: open_npy(path / file, len(self)) for name, file in files.items()}
         labels = self._rows["y"]
-        if not 0 <= labels.min() <= labels.max() < len(self._numbers):
+        if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
             file = path / part["labels"]["file"]
             raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
 
@@ -135,43 +136,30 @@ class Dataset:
             batches += [batch for batch in in_batches(part, batch_size) if len(batch)]
         return batches
 
-    def images(self, indices) -> np.ndarray:
-        """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16."""
-        return self._stored(indices)[:, : self.channels]
-
-    def _stored(self, indices) -> np.ndarray:
-        """As images, with the channels of second images."""
-        out = None
+    def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16, and the
+        conditions; second images among them, "given" (n, C, H, W)."""
+        stored = None
         for k, places, rows in self._by_shard(indices):
             shard = self._shard(k)
-            if out is None:
-                out = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
-            out[places] = shard[rows]
-        return out
-
-    def _by_shard(self, indices) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Each shard that holds some of the indices: its number, their places in `indices`, their rows in the shard."""
-        indices = np.asarray(indices, np.int64)
-        shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        order = np.argsort(indices, kind="stable")  # to read the disk forwards
-        for k in np.unique(shard_of):
-            places = order[shard_of[order] == k]
-            yield k, places, indices[places] - self._ends[k] + self._shards[k]["num_images"]
-
-    def cond(self, indices) -> dict[str, np.ndarray]:
-        """Rows (n, ...) of all conditions, as stored (see conditions.py): "y" (n,) int64, zeros if unlabelled, ..."""
-        return {name: rows[indices] for name, rows in self._rows.items()} | {"y": self.labels(indices)}
-
-    def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Images and conditions, as the two above; second images among them, "given" (n, C, H, W)."""
-        stored, cond = self._stored(indices), self.cond(indices)
+            if stored is None:
+                stored = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
+            stored[places] = shard[rows]
+        cond = self.cond(indices)
         if "given_channels" in self.meta:
             cond["given"] = stored[:, self.channels :]
         return stored[:, : self.channels], cond
 
+    def images(self, indices) -> np.ndarray:
+        return self.rows(indices)[0]
+
+    def cond(self, indices) -> dict[str, np.ndarray]:
+        """Rows (n, ...) of the conditions but second images, as stored (see conditions.py): "y" (n,) int64, ..."""
+        return {name: rows[indices] for name, rows in self._rows.items()}
+
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
-        return self._numbers[self._rows["y"][indices]]
+        return self._rows["y"][indices]
 
     def captions(self, indices) -> list[str]:
         """The text beside each image (n,), "" if there is none."""
@@ -182,10 +170,19 @@ class Dataset:
                 found[places] = open_npy(self.path / entry["file"], entry["num_images"])[rows]
         return [caption.decode() for caption in found]
 
+    def _by_shard(self, indices) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each shard that holds some of the indices: its number, their places in `indices`, their rows in the shard."""
+        indices = np.asarray(indices, np.int64)
+        shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
+        order = np.argsort(indices, kind="stable")  # to read the disk forwards
+        for k in np.unique(shard_of):
+            places = order[shard_of[order] == k]
+            yield k, places, indices[places] - self._ends[k] + self._shards[k]["num_images"]
+
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
         other = copy.copy(self)
-        other._numbers = np.asarray(numbers, np.int64)[self._numbers]
+        other._rows = self._rows | {"y": np.array(numbers)[self._rows["y"]]}
         return other
 
     def seen_by(self, model: dict) -> "Dataset":
@@ -209,14 +206,6 @@ def find_buckets(shards: list[dict], resolution: int) -> dict[tuple[int, int], r
         end += entry["num_images"]
         buckets[size] = range(start, end)
     return buckets
-
-
-def open_rows(path: Path, part: dict) -> dict[str, np.ndarray]:
-    """The conditions of a split that have a file, {name: (N, ...)}, and zeros for labels in an unlabelled set."""
-    num_images = part["num_images"]
-    files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
-    rows = {name: open_npy(path / file, num_images) for name, file in files.items()}
-    return {"y": np.broadcast_to(np.int64(0), num_images)} | rows
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
@@ -278,11 +267,12 @@ def files_of(part: dict) -> list[dict]:
     return part["shards"] + captions + [part[key] for key in FILES.values() if part.get(key)]
 
 
-def verify(dataset: Dataset, rank: int = 0, world: int = 1, pause: bool = False) -> tuple[int, int]:
+def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
     """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
 
-    With `world`, one of so many shares; with `pause`, in half of the time.
+    Each rank takes its share; with `pause`, in half of the time.
     """
+    rank, _, world = get_dist()
     entries = [entry for part in dataset.meta["splits"].values() for entry in files_of(part)][rank::world]
     for entry in entries:
         start = time.perf_counter()
@@ -296,23 +286,18 @@ def verify(dataset: Dataset, rank: int = 0, world: int = 1, pause: bool = False)
     return len(entries), sum(entry["bytes"] for entry in entries)
 
 
-class Verifier:
-    """Verifies a set in a thread while training begins, each rank its share; check() raises what it has found."""
+def start_verifying(dataset: Dataset) -> list[UserError]:
+    """Verify a set in a thread while training begins. The list gets what is found."""
+    faults = []
 
-    def __init__(self, dataset: Dataset):
-        self.fault = None
-        threading.Thread(target=self._work, args=(dataset,), daemon=True, name="verifier").start()
-
-    def _work(self, dataset: Dataset) -> None:
-        rank, _, world = get_dist()
+    def work():
         try:
-            verify(dataset, rank, world, pause=True)  # leaves half of the disk to the loader
+            verify(dataset, pause=True)  # leaves half of the disk to the loader
         except UserError as error:
-            self.fault = error
+            faults.append(error)
 
-    def check(self) -> None:
-        if self.fault:
-            raise self.fault
+    threading.Thread(target=work, daemon=True, name="verifier").start()
+    return faults
 
 
 def open_npy(path: Path, rows: int) -> np.ndarray:
