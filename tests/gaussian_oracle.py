@@ -25,16 +25,11 @@ class GaussianOracle:
         return (end[0] * self.mean + (x * scale[1] / scale[0]) @ vectors.T)[:, :, None, None]
 
     def denoiser(self, process):
-        """denoiser(x_t, model_t, at) for an unrespaced Gaussian process, in whatever that process predicts."""
+        """For an unrespaced Gaussian process that predicts x0."""
 
-        def predict(x_t, model_t, at):
-            t = int(model_t[0])
-            alpha_bar, beta = float(process.alpha_bar[t]), float(process.betas[t])
-            alpha, sigma = math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar)
-            x0 = self.x0(x_t, alpha, sigma)
-            eps = (x_t - alpha * x0) / sigma
-            x_prev = (x_t - beta / sigma * eps) / math.sqrt(1 - beta)  # Ho et al. eq. 11
-            return {"x0": x0, "eps": eps, "v": alpha * eps - sigma * x0, "x_prev": x_prev}[process.objective].float()
+        def predict(x_t, model_t, at=None):
+            alpha_bar = float(process.alpha_bar[int(model_t[0])])
+            return self.x0(x_t, math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar)).float()
 
         return predict
 

@@ -86,10 +86,6 @@ def test_the_best_stays_beside_the_newest(tmp_path, capsys):
     refused("has no best checkpoint", find_checkpoint, tmp_path, "best")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A save that does not come to its end
-
-
 @pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])
 def test_kill_9_within_a_save(tmp_path, moment):
     save(tmp_path, 1)
@@ -143,21 +139,16 @@ def test_a_save_that_fails_in_its_thread_ends_the_run_in_one_line(tmp_path):
         saver.wait()  # reported once
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Damage
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-DAMAGE = {"truncated": truncate, "emptied": lambda p: p.write_bytes(b""), "bit": flip_a_bit, "missing": Path.unlink}
+DAMAGE = {
+    "truncated": lambda p: os.truncate(p, p.stat().st_size - 1), "emptied": lambda p: os.truncate(p, 0),
+    "bit": flip_a_bit, "missing": Path.unlink,
+}  # fmt: skip
 FILES = ["model.safetensors", "ema_0.999.safetensors", "optim.pt", "meta.json", "manifest.json"]
 
 
@@ -191,14 +182,10 @@ def test_other_files_are_refused_and_nothing_is_executed(tmp_path, monkeypatch):
     refused("no such file", load_tensors, tmp_path / "missing.pt")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Retention, the lock, and the log
-
-
 def test_retention_counts_whole_checkpoints_only(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    truncate(tmp_path / "checkpoints" / "step_000002" / "model.safetensors")
+    DAMAGE["truncated"](tmp_path / "checkpoints" / "step_000002" / "model.safetensors")
     (tmp_path / "checkpoints" / "step_000003" / "optim.pt").unlink()
     save(tmp_path, 4, keep=2)
     assert steps(tmp_path) == [1, 2, 3, 4]  # 1 is the second newest that can be used

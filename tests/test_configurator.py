@@ -43,11 +43,8 @@ a, b = 1, 2
 config = configure(globals(), ARGV)
 after = 5
 '''
-DEFAULTS = {
-    "depth": 12, "width": 256, "dtype": "auto", "sampler": "auto", "dropout": 0.0, "device_type": "", "label_drop": 0.1,
-    "lr": 1.0, "tag": "dummy", "compile": True, "resume": "auto", "save_every": 1000, "ema_rates": "0.999",
-    "shift": -1.5,
-}  # fmt: skip
+exec(SCRIPT.split("_private")[0].split("import configure")[1], DEFAULTS := {})
+DEFAULTS = {name: value for name, value in DEFAULTS.items() if name.islower() and name[0] != "_"}
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,6 @@ def test_the_commands_that_we_tell_users_are_accepted(path):
         assert (ROOT / story).is_file()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The pages from top to bottom, in one folder: what a command uses is a preset's, in capitals, a file, or made above it
-
 TRAIN = (
     "--num_iterations=1 --total_batch_size=4 --eval_every=0 --eval_images=4 --sample_every=-1 --sample_steps=1 "
     "--compile=False --dtype=float32 --device_type=cpu"

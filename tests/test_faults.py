@@ -66,9 +66,6 @@ def test_a_damaged_shard_ends_the_run_before_it_is_saved(base, run_script):
     assert not (base / "runs" / "damaged" / "checkpoints").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks: one of them hangs, dies, or is told to stop
-
 SHORT = [*TRAIN, "--num_iterations=8", "--device_batch_size=4"]
 
 

@@ -16,9 +16,6 @@ from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.sampling.loaded import check_guide
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Guidance in the loss
-
 IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set of one image per class
 NULL = 2
 
@@ -91,10 +88,6 @@ def test_scale_1_and_unlabelled_rows_have_the_plain_loss():
     for guided.cfg_scale in (1.0, 5.0):
         losses.append(guided.losses(Perfect(), x0, t, noise, {"y": y}, torch.rand_like)["loss"])
     assert torch.equal(*losses)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flow maps
 
 
 def test_an_untrained_map_is_its_flow_model():
@@ -186,9 +179,6 @@ def test_the_map_of_gaussian_data():
         one_step = process.sample(student, z, 1, "euler")
         assert (one_step - exact_map(z, 1.0, 0.0)).abs().max() > 0.3  # what a flow model does in one step
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole runs
 
 GUIDED = ("--guided_from=0.5", "--cfg_scale=3", "--cfg_interval=0.2,0.8", "--label_drop=0.3")
 MAP = ("--objective=flow_map", "--init_from=source", "--cfg_scale=3", "--cfg_interval=0.2,0.8")

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 import torch
 from test_sample import assert_same, draw, runs  # noqa: F401
-from tiny_runs import make_autoencoder, make_run
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.png import encode_png
 from nanodiff.sampling.given import Known, read_mask
 
@@ -84,17 +82,6 @@ def test_the_known_part_has_the_noise_of_each_step(process):
         columns = torch.stack([x0.flatten(), noise.flatten()], 1)
         solution = torch.linalg.lstsq(columns, x_t.flatten()[:, None]).solution
         torch.testing.assert_close(columns @ solution, x_t.flatten()[:, None], rtol=1e-4, atol=1e-5)
-
-
-def test_latents_go_through_their_autoencoder(draw, run_script, images, tmp_path):  # noqa: F811
-    vae = make_autoencoder(tmp_path / "vae")
-    make_run(run_script, "given_latents", f"--autoencoder={vae}", "--patch_size=2")
-    args = ("--model=given_latents", "--num_images=3", f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
-    drawn, _, _ = draw(*args)
-    autoencoder = open_autoencoder(vae)
-    mean, _ = autoencoder.encode(torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1)
-    decoded = ((autoencoder.decode(mean) + 1) * 127.5).round().clamp(0, 255).permute(0, 2, 3, 1)
-    assert_same(drawn, decoded.numpy().astype(np.uint8))
 
 
 def test_a_folder_of_images_of_any_size(draw, tmp_path, capsys):  # noqa: F811

@@ -31,29 +31,16 @@ def test_crop_is_that_of_adm(shape):
 def test_folder_of_classes_and_the_held_out_share(tmp_path):
     arrays = make_folder(tmp_path / "in", per_class=10)
     ordered = chw([arrays[k] for k in sorted(arrays)])
-    line = prepare(tmp_path / "in", val_fraction=0)
-    assert "20 train images, 3x8x8, 2 classes" in line and "--data=toy" in line
-    assert str(open_dataset("toy").path) in line and open_dataset("toy").class_names == ["cat", "dog"]
+    prepare(tmp_path / "in", val_fraction=0)
     images, labels = everything()
     np.testing.assert_array_equal(images, ordered)
-    assert labels.tolist() == [0] * 10 + [1] * 10
+    assert labels.tolist() == [0] * 10 + [1] * 10 and open_dataset("toy").class_names == ["cat", "dog"]
     refused("no split 'val'", open_dataset, "toy", "val")
     prepare(tmp_path / "in", val_fraction=0.25, seed=4)
     mask = val_mask(20, 0.25, seed=4)
     assert mask.sum() == 5 and not np.array_equal(mask, val_mask(20, 0.25, seed=5))
     np.testing.assert_array_equal(everything()[0], ordered[~mask])
     np.testing.assert_array_equal(everything(split="val")[0], ordered[mask])
-
-
-@pytest.mark.parametrize("resolution", [0, 5])
-def test_output_does_not_depend_on_the_number_of_workers(tmp_path, resolution):
-    make_folder(tmp_path / "in", per_class=70)  # three parts
-    (tmp_path / "in" / "cat" / "3.png").write_bytes(b"broken")
-    shards = {}
-    for workers in (1, 2, 3):
-        prepare(tmp_path / "in", workers=workers, resolution=resolution)
-        shards[workers] = open_dataset("toy").meta["splits"]  # with the hashes of all files
-    assert shards[1] == shards[2] == shards[3]
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):

@@ -6,8 +6,17 @@ import torch
 import torch.nn.functional as F
 from conftest import refused
 from image_helpers import prepare
-from processes import run_process
-from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
+from tiny_runs import (
+    TIMELESS,
+    TINY,
+    assert_identical,
+    assert_ranks_agree,
+    decode_png,
+    losses,
+    make_autoencoder,
+    make_run,
+    weights,
+)
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.decode import decode_second
@@ -59,9 +68,7 @@ def test_pairs_made_by_downsampling_train_like_super_resolution(base, run_script
 @pytest.mark.slow
 def test_two_ranks_train_on_pairs_as_one_does(base, run_script):
     make_set("tiny", gray)
-    run_script("base_train", *TRAIN, "--model_tag=one", "--device_batch_size=4")
-    run_process("base_train", *TRAIN, "--model_tag=two", "--device_batch_size=2", ranks=2)
-    assert losses(base, "two") == pytest.approx(losses(base, "one"), rel=1e-4)
+    assert_ranks_agree(base, run_script, *TRAIN)
 
 
 def test_latents_take_the_second_image_at_their_size(base, run_script, tmp_path):
@@ -90,10 +97,6 @@ def test_a_model_without_pairs_starts_a_run_with_them(base, run_script):
     with torch.no_grad():
         torch.testing.assert_close(after(x_t, t, y, given=torch.randn(2, 1, 16, 16)), before(x_t, t, y))
     run_script("base_train", *start, "--model_tag=tuned", "--lora_rank=2", "--device_type=cpu")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From files to samples
 
 
 def make_photos(folder, sizes, mode="L"):

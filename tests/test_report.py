@@ -63,14 +63,13 @@ def fake_run(base, tag="a", lines=40, grids=3, word="plain", batch=8):
     }
     (folder / "config.json").write_text(json.dumps(described))
     rng = np.random.default_rng(0)
-    with open(folder / "metrics.jsonl", "w") as f:
-        for i in range(1, lines + 1):
-            noise = rng.lognormal(sigma=0.1, size=6)
-            line = {"step": 10 * i, "images_seen": 80 * i, "train/loss": noise[0] + 30 / i, "train/grad_norm": noise[1]}
-            line |= {f"train/loss_q{q}": noise[2 + q] for q in range(4)} | {"train/mfu": 0.0, f"train/{word}": 2.0}
-            f.write(json.dumps(line) + "\n")
-            if i % 10 == 0:
-                f.write(json.dumps({"step": 10 * i, "val/loss": 1.0 + 1 / i, "val/loss_ema": 1.1}) + "\n")
+    logged = []
+    for i in range(1, lines + 1):
+        noise = rng.lognormal(sigma=0.1, size=6)
+        line = {"step": 10 * i, "images_seen": 80 * i, "train/loss": noise[0] + 30 / i, "train/grad_norm": noise[1]}
+        line |= {f"train/loss_q{q}": noise[2 + q] for q in range(4)} | {"train/mfu": 0.0, f"train/{word}": 2.0}
+        logged += [line] + [{"step": 10 * i, "val/loss": 1.0 + 1 / i, "val/loss_ema": 1.1}] * (i % 10 == 0)
+    log(folder, logged)
     for i in range(grids):
         pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
         (folder / "samples" / f"step_{i * 100:06d}.png").write_bytes(encode_png(pixels))
@@ -79,10 +78,18 @@ def fake_run(base, tag="a", lines=40, grids=3, word="plain", batch=8):
     return folder
 
 
-def report(folder):
-    path = folder / "report.html"
-    write_report([folder], path)
-    return Page(path)
+def report(*folders):
+    write_report(folders, folders[0] / "report.html")
+    return Page(folders[0] / "report.html")
+
+
+def show(browser, *folders):
+    report(*folders)
+    browser.open((folders[0] / "report.html").as_uri())
+
+
+def log(folder, lines):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def is_offline(page):
@@ -151,8 +158,7 @@ def browser(tmp_path):
 def test_curves_are_where_the_data_are(base, browser):
     """Paths are in a picture of 1000 x 1000, axes in percent of it: invert the axes, and read the data off the path."""
     folder = fake_run(base)
-    report(folder)
-    browser.open((folder / "report.html").as_uri())
+    show(browser, folder)
     chart = "[...document.querySelectorAll('.chart')].find(f => f.textContent.startsWith('Gradient'))"
     ticks = f"return [...{chart}.querySelectorAll('.ytick')]"
     labels = browser.run(ticks + ".map(tick => +tick.textContent)")
@@ -168,19 +174,15 @@ def test_curves_are_where_the_data_are(base, browser):
 def test_the_axis_leaves_out_the_first_hundredth_and_has_no_minus_zero(base, browser):
     folder = fake_run(base)
     values = [1e6] + [(-1) ** i for i in range(1, 200)]  # the first of 200 steps is far above the others
-    lines = [{"step": i + 1, "val/odd": value} for i, value in enumerate(values)]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    report(folder)
-    browser.open((folder / "report.html").as_uri())
+    log(folder, [{"step": i + 1, "val/odd": value} for i, value in enumerate(values)])
+    show(browser, folder)
     labels = browser.run("return [...document.querySelectorAll('.ytick')].map(tick => tick.textContent)")
     assert "0" in labels and "-0" not in labels and max(map(float, labels)) <= 1
 
 
 def test_sliders_of_overlaid_runs_move_together(base, browser):
     """A slider shows of every run the grid that is nearest in images seen."""
-    path = base / "page.html"
-    write_report([fake_run(base, "a"), fake_run(base, "b", batch=16)], path)
-    browser.open(path.as_uri())
+    show(browser, fake_run(base, "a"), fake_run(base, "b", batch=16))
     shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
     assert browser.run(shown) == [200, 200]  # the newest
     for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (1, 2, [200, 200]), (0, 0, [0, 0])):
@@ -191,8 +193,8 @@ def test_sliders_of_overlaid_runs_move_together(base, browser):
 def test_a_long_run_with_many_grids_stays_small(base):
     folder = fake_run(base, grids=100)
     lines = [{"step": 10 * i, "train/loss": 1 + 1 / i} for i in range(1, 20_001)]
-    lines.append({"step": 50_005, "train/loss": 1e6})
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines[5000] = {"step": 50_005, "train/loss": 1e6}
+    log(folder, lines)
     page = report(folder)
     steps = [int(attrs["data-step"]) for attrs in page.images]
     assert len(steps) == MOST_GRIDS and steps[0] == 0 and steps[-1] == 9900
@@ -214,14 +216,13 @@ def test_what_a_long_log_leaves_out_is_said(base, monkeypatch):
     assert curves["validation loss"]["x"] == [*range(100, 4001, 100)]
 
 
-@pytest.mark.parametrize("metrics", ['{"step": 10, "val/loss": 1, "val/x": NaN}\n{"step": 20, "val/lo', None])
-def test_what_is_torn_not_finite_or_missing_is_left_out(base, metrics):
+def test_what_is_torn_not_finite_or_missing_is_left_out(base):
     folder = fake_run(base, grids=0)
+    (folder / "metrics.jsonl").write_text('{"step": 10, "val/loss": 1, "val/x": NaN}\n{"step": 20, "val/lo')
+    (chart,) = report(folder).charts.values()
+    assert [(curve["x"], curve["y"]) for curve in chart["curves"]] == [([10], [1])]
     (folder / "metrics.jsonl").unlink()
-    if metrics:
-        (folder / "metrics.jsonl").write_text(metrics)
-    curves = [curve for chart in report(folder).charts.values() for curve in chart["curves"]]
-    assert [(curve["x"], curve["y"]) for curve in curves] == ([([10], [1])] if metrics else [])
+    assert report(folder).charts == {}
 
 
 def test_smoothing_is_an_average_of_the_past():
@@ -231,7 +232,7 @@ def test_smoothing_is_an_average_of_the_past():
     assert step[519] == pytest.approx(1 - math.exp(-1), abs=0.02)
 
 
-def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script, capsys):
+def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     a = fake_run(base, "a", lines=20)
     b = fake_run(base, "b", lines=40, batch=16)
     facts = json.loads((b / "config.json").read_text())
@@ -255,9 +256,6 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script, 
     run_script("report", "a", "b", f"--out={base / 'page.html'}")
     assert Page(base / "page.html").charts == page.charts
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
-    with pytest.raises(SystemExit) as exit:
-        run_script("report", "--help")
-    assert exit.value.code == 0 and "--out=" in capsys.readouterr().out
 
 
 def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypatch):
@@ -282,8 +280,6 @@ def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypat
 def test_base_train_writes_it(base, run_script):
     make_data()
     done = run_script("base_train", *TINY, "--num_iterations=2", "--eval_every=1", "--log_every=1", "--eval_images=8")
-    changed = json.loads((done["run_dir"] / "config.json").read_text())["changed_from"]
-    assert changed["depth"] == 4 and changed["total_batch_size"] == 0 and "lr" not in changed
     page = Page(done["run_dir"] / "report.html")
     assert "2 of 2" in page.text and len(page.charts) >= 5 and not page.images
     run_script("base_train", *TINY, "--num_iterations=3", "--lr=0.125", "--resume=changed", "--eval_every=-1")

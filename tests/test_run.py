@@ -86,11 +86,15 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch):
     assert find(Memory(8), 16) == 2
 
 
+def new_meter():
+    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
+    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
+
+
 def test_means_since_the_last_log_line():
     """The mean loss is over all images of all steps, with their weights; means by quarter are weighted means; an empty
     quarter is NaN; the timestep sampler gets the present step alone, unweighted."""
-    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
-    meter = Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
+    meter = new_meter()
 
     def step(*micro_batches):
         meter.start_step()
@@ -116,8 +120,7 @@ def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monk
     """Steps of 0.1 s, 0.01 s of it for data, after a first one of 9 s; between two lines an evaluation of 4 s."""
     clock = [100.0]
     monkeypatch.setattr("nanodiff.training.log.time.perf_counter", lambda: clock[0])
-    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
-    meter = Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
+    meter = new_meter()
     one = torch.ones(1)
 
     def step(seconds, data_seconds, log_now=False):
@@ -167,25 +170,27 @@ def config_of(defaults, **changed):
 
 
 def test_a_log_begins_where_the_run_resumes(tmp_path):
-    described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=2), "num_iterations": 3}
-    log = RunLog("dummy", tmp_path, torch.device("cpu"), described, 0)
+    """What was recorded stays; what is changed is appended with its step."""
+
+    def open_log(lr, step, num_iterations=9):
+        config = config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=lr)
+        described = {"config": config, "num_iterations": num_iterations}
+        return RunLog("dummy", tmp_path, torch.device("cpu"), described, step)
+
+    recorded = lambda: json.loads((tmp_path / "config.json").read_text())
+    log = open_log(lr=2, step=0, num_iterations=3)
     for step in (1, 2, 3):
-        log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})  # x0.std() works
-    again = RunLog("dummy", tmp_path, torch.device("cpu"), described, 2)
-    again.metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
+        log.metrics({"step": step, "train/loss": torch.zeros(1), "train/grad_norm": float("inf")})
+    open_log(lr=2, step=2, num_iterations=3).metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
     lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
     assert logged(tmp_path) == lines
-    first = json.loads((tmp_path / "config.json").read_text())
+    first = recorded()
     assert first["changed_from"] == {"lr": 1}
-    # What was recorded stays; what is changed is appended with its step
     for lr, num_changes in ((5, 1), (5, 1), (2, 2)):
-        described = {"config": config_of({"lr": 1, "rank": 3, "resume": "auto"}, lr=lr), "num_iterations": 9}
-        RunLog("dummy", tmp_path, torch.device("cpu"), described, 2)
-        record = json.loads((tmp_path / "config.json").read_text())
-        assert len(record["changes"]) == num_changes
-        change = {"step": 2, "config": {"lr": lr}, "num_iterations": 9}
-        assert record["changes"][-1] == change | {"environment": {"command": sys.argv}}
-        assert record | {"changes": None} == first | {"changes": None}
+        open_log(lr, step=2)
+        assert len(recorded()["changes"]) == num_changes
+        change = {"step": 2, "config": {"lr": lr}, "num_iterations": 9, "environment": {"command": sys.argv}}
+        assert recorded()["changes"][-1] == change and recorded() | {"changes": None} == first | {"changes": None}
 
 
 def test_where_to_resume_and_with_which_settings(tmp_path, capsys):

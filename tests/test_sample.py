@@ -1,6 +1,5 @@
 """An image depends on (seed, index) and its class alone, whatever else happens; published files are understood."""
 
-import argparse
 import functools
 import hashlib
 import json
@@ -18,15 +17,15 @@ import torch.nn.functional as F
 from conftest import ROOT, refused, script_settings
 from processes import FORK, Started
 from test_export import meta_file, unet_file
-from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs, randomise
+from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs
 
 import nanodiff
 from configurator import Config, read_settings
 from nanodiff.common import UserError
 from nanodiff.data.dataset import open_dataset
+from nanodiff.data.pixels import to_model_range, to_uint8
 from nanodiff.files import name_of_settings
 from nanodiff.formats.load import load_run
-from nanodiff.formats.published import to_meta
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling import settings as taken
@@ -208,17 +207,22 @@ def test_importing_nanodiff_imports_no_torch():
     assert done.returncode == 0
 
 
-def test_latents_are_decoded_by_their_autoencoder(draw, run_script, tmp_path):
+def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, tmp_path):
     vae = make_autoencoder(tmp_path / "vae")
     make_run(run_script, "latent", f"--autoencoder={vae}", "--patch_size=2")
-    one, _, protocol = draw("--model=latent", "--num_images=5")
-    few, _, _ = draw("--model=latent", "--num_images=5", "--batch_size=2")
+    some = ("--model=latent", "--num_images=5")
+    one, _, protocol = draw(*some)
     assert one.shape == (5, 16, 16, 3)
-    assert_same(one, few)
-    expected = open_autoencoder(str(vae))
-    assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (expected.name, expected.sha256)
+    assert_same(one, draw(*some, "--batch_size=2")[0])
+    autoencoder = open_autoencoder(str(vae))
+    assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (autoencoder.name, autoencoder.sha256)
+    images = open_dataset("tiny", "val").images(range(5))
+    np.savez(tmp_path / "given.npz", images.transpose(0, 2, 3, 1))
+    given, _, _ = draw(*some, f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
+    decoded = to_uint8(autoencoder.decode(autoencoder.encode(to_model_range(torch.from_numpy(images)))[0]))
+    assert_same(given, decoded.permute(0, 2, 3, 1).numpy())
     vae.rename(tmp_path / "moved")  # then latents are shown as they are
-    shown, _, protocol = draw("--model=latent", "--num_images=5")
+    shown, _, protocol = draw(*some)
     assert shown.shape == (5, 4, 4, 3) and protocol["autoencoder"] is None
 
 
@@ -234,9 +238,6 @@ def test_autoguidance(draw):
     one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs that were stopped
 
 LONG = ("--model=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts
 
@@ -349,19 +350,11 @@ def test_the_published_cascade(draw, tmp_path):
     refused("names no data set .*give --low_res", draw, *args)
 
 
-@pytest.mark.parametrize("training_checkpoint", [False, True])
-def test_meta_files(draw, tmp_path, training_checkpoint):
-    published = meta_file(tmp_path / "dit.pt", width=64, heads=4)
-    if training_checkpoint:  # of which the average is taken
-        other = {"model": randomise(published, seed=9), "ema": published, "args": argparse.Namespace(model="DiT-XL/2")}
-        torch.save(other, tmp_path / "dit.pt")
-    loaded = load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")
-    ours = to_meta(loaded.model.state_dict(), loaded.model.config)
-    assert all(torch.equal(ours[name], x) for name, x in published.items()) and loaded.data["kind"] == "latents"
-    args = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
+def test_meta_files(draw, tmp_path):
+    meta_file(tmp_path / "dit.pt", width=64, heads=4)
     own = settings_for(load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")).named
     assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 2, "cfg_interval": "0,1"}  # a file has no settings
-    images, labels, protocol = draw(*args)
+    images, labels, protocol = draw(f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
     assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from image_helpers import RNG, everything, make_folder, prepare, reference_crop, report, write_cifar, write_mnist
+from image_helpers import RNG, everything, prepare, reference_crop, report, write_cifar, write_mnist
 
 from nanodiff.conditions import from_stored
 from nanodiff.data import sources
@@ -78,9 +78,6 @@ def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
     refused(r"could not download.*--path", prepare, source="cifar10")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arrays of any numbers
-
 ARRAYS = {
     "12 bits": RNG.integers(0, 4096, (30, 8, 8)).astype(np.uint16),
     "signed": RNG.integers(-1000, 3000, (30, 8, 8, 1)).astype(np.int16),
@@ -123,10 +120,6 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     refused(r"has range \[0.0, 150.0\], the model wants", load_codec, *of_model, dataset=open_dataset("toy"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Vectors
-
-
 def told(ids):
     """The set's vectors as models take them."""
     toy = open_dataset("toy")
@@ -164,22 +157,6 @@ def test_permuting_images_and_vectors_together_changes_nothing(tmp_path, shape):
     np.testing.assert_array_equal(normal.any(-1), vectors[order].any(-1))  # what is behind the end stays zero
     np.testing.assert_allclose(normal[normal.any(-1)].mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(normal[normal.any(-1)].std(0), 1, atol=1e-5)
-
-
-def test_vectors_of_files_go_by_name_into_either_split(tmp_path):
-    arrays = make_folder(tmp_path / "in", per_class=8)
-    vectors = {name: np.full(3, i, np.float16) for i, name in enumerate(arrays)}
-    names = RNG.permutation(list(arrays))
-    file = tmp_path / "v.npz"
-    np.savez(file, names=np.append(names, "cat/absent.png"), vectors=np.stack([vectors[n] for n in names] + [[9] * 3]))
-    (tmp_path / "in" / "cat" / "2.png").write_bytes(b"broken")
-    prepare(tmp_path / "in", vectors=str(file), val_fraction=0.25)
-    found = pairs() | pairs(split="val")
-    expected = {a.transpose(2, 0, 1).tobytes(): vectors[name].tobytes() for name, a in arrays.items()}
-    assert len(found) == 15 and found.items() <= expected.items()
-    assert np.isfinite(told([0])).all()
-    prepare(tmp_path / "in", vectors=str(file), name="some", classes="dog", val_fraction=0)
-    assert pairs("some").items() <= expected.items() and len(pairs("some")) == 8
 
 
 def test_constant_dimensions_are_zero(tmp_path):
