@@ -38,7 +38,7 @@ from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import in_words
-from nanodiff.sampling.loaded import samples_of, settings_for
+from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.web.report import LiveReport
 
 model = ""  # tag or folder of a run; "" = the one written to last
@@ -170,16 +170,15 @@ else:
         counts = steps.split(",")
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
-        plan = []
-        for chosen in sampler.split(","):
-            for count in counts:
-                plan.append(settings_for(loaded, int(count), chosen, cfg_scale, cfg_interval))
+        asked = [config | {"sampler": chosen, "steps": int(n)} for chosen in sampler.split(",") for n in counts]
+        plan = [settings_for(loaded, **settings) for settings in asked]
         config |= plan[0].named if len(plan) == 1 else plan[0].guidance
         config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
-        measured = samples_of(loaded, plan[0], seed, low_res=low_res, autoencoder=autoencoder)
+        measured = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
         if measured.codec.undecodable:
             raise UserError(f"metric={metric}: {measured.codec.undecodable}")
         plan = [replace(measured, settings=settings) for settings in plan]
+        measured = plan[0]
         names = loaded.class_names
         result |= {"batch_size": batch_size}
     result |= measured.protocol | {"num_images": num_images}
@@ -238,10 +237,9 @@ else:
         if bad := int(over_ranks(measured.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
         rows.append(row)
-    if varied:
-        result = {key: value for key, value in result.items() if key not in varied} | {"rows": rows}
-    else:
-        result |= rows[0]
+    for key in varied:
+        del result[key]
+    result |= {"rows": rows} if varied else rows[0]
 
     # The same figures of as many real images that the model was not trained on
     if not reference:
@@ -259,12 +257,12 @@ else:
 real = result.get("real_images", {})
 how_many = "as many" if real.get("num_images") == num_images else f"{real.get('num_images')}"
 for row in result.get("rows", [result]):
-    for key, value in (result | row).items():
+    for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
     figures = []
     for key, text in FIGURES.items():
-        if (value := (result | row).get(key)) is not None:
+        if (value := row.get(key)) is not None:
             if key in real:
                 of = "" if figures else f"{how_many} real images: "
                 text += f" ({of}{re.search('{.*}', text)[0].format(real[key])})"

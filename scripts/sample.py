@@ -93,13 +93,13 @@ if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
     check_guide(guide, loaded)
 weak_model = guide and guide.model
-samples, shape = open_samples(loaded, config, weak_model)
+samples = open_samples(loaded, weak_model, **config)
 settings, codec = samples.settings, samples.codec
 config |= settings.named  # the output's name says what differs from the run's own
 config.defaults |= settings_for(loaded, weak_model=weak_model).named
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
-is_mixed = not shape and len(codec.shapes) > 1  # each row of the grid has one shape
+is_mixed = samples.is_mixed  # each row of the grid has one shape
 if is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:
@@ -146,20 +146,21 @@ if from_images and strength and not protocol["network_evaluations"]:
 
 size_of_part = math.gcd(8, batch_size) if is_mixed else batch_size  # of one shape
 store = SampleStore(output, protocol, num_images, size_of_part)
-finished = from_first_rank(rank == 0 and store.open(), "the store")  # the other ranks wait here for its folder
-todo = [] if finished else store.missing(rank, world)
-before = num_images if finished else store.num_drawn()
-if 0 < before < num_images:
+if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks wait here for its folder
+    print0(f"{num_images:,} images of this protocol are there already: {output}")
+    leave_together()
+    sys.exit()
+before = store.num_drawn()
+if before:
     print0(f"{before:,} of {num_images:,} images are there already, in {store.folder}")
 stop = StopSignal()
 start = time.perf_counter()
 with Progress(num_images - before, "images", "sampling") as bar:
-    for k in todo:
-        ids = store.ids(k)
+    for k in store.missing(rank, world):
         drawn = store.num_drawn() - before  # by all ranks
         on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
         with autocast:
-            x0 = samples.draw(ids, shape, on_step)
+            x0 = samples.draw(store.parts[k], on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
         if stop.received:
             break
@@ -171,15 +172,12 @@ if not_finite:
 # ---------------------------------------------------------------------------------------------------------------------
 # Write a grid of the first images, and the file of all
 
-if rank == 0 and stopped:
+if stopped:
     print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
-elif rank == 0 and finished:
-    print0(f"{num_images:,} images of this protocol are there already: {output}")
 elif rank == 0:
     images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
-    num_shown = len(images)
-    columns = len(samples.turns) if 4 <= len(samples.turns) <= 10 and not is_mixed else 8
-    shown = samples.shown(range(num_shown), shape)
+    num_shown, columns = len(images), samples.columns
+    shown = samples.shown(range(num_shown))
     if shown:  # the second image, then the sample
         images = [image for given, sample in zip(shown, images) for image in (given.numpy(), sample)]
         columns = 8
@@ -188,7 +186,7 @@ elif rank == 0:
     order = " (given, sample, given, ...)" if shown else ""
     print0(f"{num_shown} images{order} in {time.perf_counter() - start:,.1f} s: {png}")
     if npz:
-        store.write_npz(samples.labels(range(num_images), shape).numpy())
+        store.write_npz(samples.labels(range(num_images)).numpy())
         print0(f"{num_images:,} images: {output}")
     store.close()
 leave_together()

@@ -14,13 +14,13 @@ import json
 import math
 import os
 import signal
-import tempfile
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -28,17 +28,16 @@ import nanodiff
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
 from nanodiff.conditions import FACTS
-from nanodiff.data.decode import open_image
+from nanodiff.data.decode import decode, open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_meta, shipped
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes
-from nanodiff.sampling.given import GivenImages
-from nanodiff.sampling.inputs import with_hash
-from nanodiff.sampling.loaded import own_settings, samples_of, settings_for
+from nanodiff.sampling.draw import ModelSamples, parse_classes
+from nanodiff.sampling.given import start_from
+from nanodiff.sampling.loaded import open_samples, own_settings, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
@@ -114,7 +113,7 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
     """The model and its samples. `times` are those of the checkpoint's files: they change when a run starts anew."""
     loaded = load_run(str(run_dir), device, step, ema)
     enlarged = low_res if loaded.model.config.low_res else ""
-    return loaded, samples_of(loaded, SampleSettings(), low_res=enlarged, autoencoder=autoencoder)
+    return loaded, open_samples(loaded, low_res=enlarged, autoencoder=autoencoder)
 
 
 def read_request(body: bytes) -> dict:
@@ -124,18 +123,14 @@ def read_request(body: bytes) -> dict:
     return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
 
 
-def open_given(data: bytes, strength: float, codec, device) -> GivenImages:
-    """Open the picture that the samples start from, given the content of its file."""
+def read_picture(data: bytes, side: int) -> np.ndarray:
+    """The picture that the samples start from, given the content of its file: (1, 3, side, side) uint8."""
     with reading("the picture to start from", "is no image"):
         size = open_image(data).size
-    if math.prod(size) > 2**25:  # small files may hold many
-        raise UserError(f"the picture to start from has {size} pixels; accepted: {2**25:,} in all")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "picture.png").write_bytes(data)  # Pillow looks at the content
-        try:
-            return GivenImages(folder, strength, "", codec, device)
-        except UserError as error:
-            raise UserError(str(error).replace(f"from_images={folder!r}", "the picture to start from")) from None
+        if math.prod(size) > 2**25:  # small files may hold many
+            raise UserError(f"the picture to start from has {size} pixels; accepted: {2**25:,} in all")
+        image, _ = decode(data, [(side, side)])
+        return image[None]
 
 
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
@@ -148,18 +143,17 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     step = asked["checkpoint_step"]
     times = tuple(folder.stat().st_mtime_ns for saved, folder in list_checkpoints(path) if saved == step)
     loaded, samples = load(path, step, asked["ema"], times, device)
-    settings = settings_for(loaded, asked["steps"], asked["sampler"], asked["cfg_scale"], asked["cfg_interval"])
     classes = parse_classes(asked["classes"], loaded.class_names)
+    settings = settings_for(loaded, **asked)
     samples = replace(samples, settings=settings, seed=asked["seed"], classes=classes, not_finite=0)
     codec = samples.codec
-    if asked["from_image"]:
-        samples.given = open_given(asked["from_image"], asked["strength"], codec, device)
     n = asked["num_images"]
-    num_turns = len(samples.turns)
-    shape = codec.shape if samples.given else None
-    columns = 8
-    if 4 <= num_turns <= 10 and (shape or len(codec.shapes) == 1):  # else each row of 8 has one shape
-        columns = num_turns
+    drawn = asked | settings.named | {"from_image": None}
+    if asked["from_image"]:
+        picture = read_picture(asked["from_image"], codec.image_size)
+        start_from(samples, picture, "a picture", asked["strength"])
+        drawn["from_image"] = samples.given.described["from_images"]
+    columns = samples.columns
 
     def send_picture(images, text=None, **event):  # (C, H, W) uint8 each
         png = encode_png(make_grid([image.numpy() for image in images], columns), text)
@@ -173,26 +167,23 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
             x0 = F.avg_pool2d(x0, -(-x0.shape[-1] // FRAME_SIZE))
             send_picture(codec.preview(x0), step=i, steps=steps)
 
-    if given := samples.shown(range(n), shape):
+    if given := samples.shown(range(n)):
         send_picture(given, step=0, steps=asked["steps"])
-    images = [None] * n
+    images = {}
     for ids in samples.batches(range(n), n):
         with autocast_to(device, compute_dtype):
-            x0 = samples.draw(ids, shape, on_step=on_step)
-        for i, image in zip(ids, codec.to_pixels(x0)):
-            images[i] = image
+            images |= zip(ids, samples.images(ids, on_step))
+    images = [images[i] for i in range(n)]
     warning = codec.undecodable
     if samples.not_finite:
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
-    guidance = {"cfg_scale": settings.cfg_scale, "cfg_interval": list(settings.cfg_interval)}
-    described = samples.given and with_hash("a picture", samples.given.images)
-    drawn = asked | guidance | {"sampler": settings.sampler, "from_image": described}
-    text = {"protocol": json.dumps(drawn)}
     classes = []  # classes of the grid's columns
-    if loaded.num_classes and (n <= columns or columns % num_turns == 0):
-        classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)), shape)]
+    if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
+        classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
-    send_picture(images, text, settings=drawn, classes=classes, seconds=seconds, warning=warning)
+    send_picture(
+        images, {"protocol": json.dumps(drawn)}, settings=drawn, classes=classes, seconds=seconds, warning=warning
+    )
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")
 
 

@@ -287,8 +287,8 @@ def test_classes_are_matched_by_name(run_dir, run_script, monkeypatch):
     """A data set with its classes in another order gives the same figures: of a sampler that paints the label as a
     grey level, and a classifier that reads it, wrongly from class 5 on."""
 
-    def paint(model, process, seeds, cond, shape, *args, **kwargs):
-        return to_model_range(cond["y"][:, None, None, None].expand(-1, *shape).to(torch.uint8))
+    def paint(model, process, settings, noise, cond, **more):
+        return to_model_range(cond["y"][:, None, None, None].expand_as(noise).to(torch.uint8))
 
     def read(images):
         asked = torch.as_tensor(images)[:, 0, 0, 0].long()

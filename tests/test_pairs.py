@@ -23,7 +23,7 @@ from nanodiff.data.decode import decode_second
 from nanodiff.data.pixels import to_uint8
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats.load import load_run
-from nanodiff.sampling.inputs import open_inputs
+from nanodiff.sampling.loaded import open_samples
 
 TRAIN = (*TINY, "--num_iterations=3", "--label_drop=0.5", "--log_every=1")
 UNET = [arg for arg in TRAIN if "patch_size" not in arg] + ["--arch=unet", "--num_res_blocks=1"]
@@ -145,13 +145,13 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
         run_script("sample", *args, "--num_images=24", f"--out={tmp_path / 'mixed'}")
         assert decode_png((tmp_path / "mixed.png").read_bytes()).shape[1] == 8 * (20 * 2 + 2) + 2
     loaded = load_run("pairs", "cpu")
-    own = open_inputs(loaded, {})["given"]
+    own = open_samples(loaded).inputs["given"]
     for (height, width), bucket in val.buckets.items():
         rows = [bucket[i % len(bucket)] for i in range(5)]
         expected = val.rows(rows)[1]["given"]
         assert (to_uint8(own(range(5), (3, height, width))).numpy() == expected).all()
         assert (own.labels[own.rows(range(5), (3, height, width))] == val.labels(rows)).all()
-    files = open_inputs(loaded, {"given": str(masks)})["given"]  # tall ones first; their number says their class
+    files = open_samples(loaded, given=str(masks)).inputs["given"]  # tall ones first; their number says their class
     first = decode_second(str(masks / "a" / "00.bmp"), "nearest", 1, 20, 12)
     assert (to_uint8(files([0, 24], (3, 20, 12))).numpy() == first).all()
     assert files.labels.tolist() == [0] * 12 + [1] * 12

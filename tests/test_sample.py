@@ -121,8 +121,11 @@ def test_what_is_written(runs, run_script, tmp_path):
 def test_default_names_tell_what_differs(runs, run_script):
     """So a small sample does not replace a large one, and the same command finds its own file again. No name shows a
     folder of a path, and two files of one name differ."""
-    for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"], ["--num_images=2", "--classes=ring"]):
-        run_script("sample", *TIMELESS, f"--model={runs / 'flow'}", "--npz", "--steps=1", *args)
+    same = ("sample", *TIMELESS, f"--model={runs / 'flow'}", "--npz", "--steps=1")
+    for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"]):
+        run_script(*same, *args)
+    with pytest.raises(SystemExit):  # it is there
+        run_script(*same, *args)
     names = {path.name.removeprefix("sample_000001_seed0_") for path in (runs / "flow" / "samples").glob("*.npz")}
     rest = "steps=1_dtype=float32.npz"
     assert names == {f"num_images=4_{rest}", f"num_images=2_classes=ring_{rest}"}
@@ -297,18 +300,21 @@ def test_a_signal_ends_the_run_after_a_part(alone, tmp_path, ranks):
 
 def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatch, capsys):
     draw("--num_images=3")
-    monkeypatch.setattr(drawing, "sample_images", None)
+    monkeypatch.setattr(drawing.ModelSamples, "draw", None)
     same = ("--model=flow", "--npz", "--steps=3", f"--out={tmp_path / 'drawn'}", "--num_images=3")
-    run_script("sample", *TIMELESS, *same)
-    assert "3 images of this protocol are there already" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        run_script("sample", *TIMELESS, *same)
+    assert not end.value.code and "3 images of this protocol are there already" in capsys.readouterr().out
 
 
 def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
     sample_images = drawing.sample_images
 
-    def spoiled(model, process, seeds, *args, **kwargs):
-        x0 = sample_images(model, process, seeds, *args, **kwargs)
-        x0[[seed in (1, 4) for seed in seeds], 0, 3, 3] = float("nan" if len(seeds) > 1 else "inf")
+    def spoiled(model, process, settings, noise, cond, **more):
+        x0 = sample_images(model, process, settings, noise, cond, **more)
+        if x0.shape[1:] == (3, 16, 16):
+            is_spoiled = [int(label) in (1, 4) for label in cond["y"]]
+            x0[is_spoiled, 0, 3, 3] = float("nan" if len(x0) > 1 else "inf")
         return x0
 
     monkeypatch.setattr(drawing, "sample_images", spoiled)

@@ -26,7 +26,7 @@ def draw(store, parts=None):
     """Write parts, by default those that are missing; returns their numbers."""
     parts = list(store.missing() if parts is None else parts)
     for k in parts:
-        store.write(k, IMAGES[store.ids(k)])
+        store.write(k, IMAGES[store.parts[k]])
     return parts
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, get_dist, in_batches, make_generator, print0
-from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks
 from nanodiff.files import reading
@@ -27,7 +26,7 @@ from nanodiff.metrics.distances import (
 )
 from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.inputs import rows_of
+from nanodiff.sampling.inputs import inputs_of
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
@@ -153,8 +152,7 @@ class SampleQuality:
         self.metric = metric
         self.num_images = num_images
         train_set = open_dataset(data, "train")
-        taken = [name for name in row_shapes(model_config) if name != "y"]
-        self.inputs = {name: rows_of(train_set, name, codec, model_config, device) for name in taken}
+        self.inputs = inputs_of(train_set, codec, model_config, device)
         self.network = load_network(metric, data, device)
         self.reference = reference_features(image_set(data, "train"), self.network)
 

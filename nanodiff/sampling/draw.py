@@ -14,8 +14,8 @@ from nanodiff.data.pixels import to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
-from nanodiff.sampling.given import Known
-from nanodiff.sampling.inputs import rows_of
+from nanodiff.sampling.given import Given, Known
+from nanodiff.sampling.inputs import Inputs, inputs_of
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,18 @@ def in_words(protocol: dict) -> str:
     return ", ".join(words)
 
 
-def parse_classes(classes, class_names: list[str]) -> list[int] | None:
-    """Class numbers from numbers and names, "ring,3", ["ring", 3] or 3; None for none given."""
-    if not np.ndim(classes):
-        classes = str(classes).split(",") if classes != "" else []
-    numbers = {*map(str, range(len(class_names)))}
+def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
+    """Class numbers from numbers and names, "ring,3"; None for ""."""
+    known = {name: number for number, name in enumerate(class_names) if not name.isdecimal()}
+    known |= {str(number): number for number in range(len(class_names))}
     chosen = []
-    for given in classes:
-        number = str(given)
-        if number in class_names and not number.isdecimal():
-            number = class_names.index(number)
-        if str(number) not in numbers:
-            known = "this model has no classes"
+    for given in classes.split(",") if classes else []:
+        if given not in known:
+            accepted = "no classes"
             if class_names:
-                known = f"this model has {len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
-            raise UserError(f"classes: {given!r} is unknown; {known}")
-        chosen.append(int(number))
+                accepted = f"{len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
+            raise UserError(f"classes: {given!r} is unknown; this model has {accepted}")
+        chosen.append(known[given])
     return chosen or None
 
 
@@ -89,35 +85,10 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
     return shape
 
 
-@torch.no_grad()
-def sample_images(model, process, seeds, cond, shape, settings, on_step=None, known=None):
-    """A batch of samples (N, *shape) in [-1, 1], or latents; image i depends on seeds[i] and cond[...][i] alone.
-
-    Step i calls on_step(i, steps, prediction of x0). `known`: the Known that they start from.
-    """
-    device = next(model.parameters()).device
-    generator = StackedGenerator(seeds)
-    noise = generator.randn((len(seeds), *shape), device)
-    denoiser = make_denoiser(model, {name: x.to(device) for name, x in cond.items()}, settings)
-    return process.sample(denoiser, noise, settings.steps, settings.sampler, generator, on_step, settings.eta, known)
-
-
-def network_evaluations(model, process, settings: SampleSettings, strength: float = 1.0) -> int:
-    """Forward passes per image in sample_images, including the guide's; counted on a dummy model."""
-    num_images = []
-
-    def stand_in(x_t, t, **cond):
-        num_images.append(len(x_t))
-        return x_t.new_zeros(len(x_t), model.config.out_channels, 1, 1)
-
-    stand_in.config = model.config
-    noise = torch.zeros(1, model.config.in_channels, 1, 1)
-    cond = some_conditions(model.config, 1)
-    settings = replace(settings, weak_model=settings.weak_model and stand_in)
-    denoiser = make_denoiser(stand_in, cond, settings)
-    known = Known(noise, strength, torch.zeros(1, dtype=torch.bool))
-    process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, known=known)
-    return sum(num_images)
+def sample_images(model, process, settings: SampleSettings, noise, cond, **more) -> torch.Tensor:
+    """x0 (N, C, H, W) from noise; `more`: generator, progress, known of process.sample."""
+    denoiser = make_denoiser(model, cond, settings)
+    return process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, **more)
 
 
 @dataclass
@@ -132,12 +103,17 @@ class ModelSamples:
     seed: int = 0
     classes: list[int] | None = None  # taken in turn; None = those of the inputs below, or all
     inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
-    given: object = None  # GivenImages to start from
+    size: tuple[int, int, int] | None = None  # (C, H, W) of x0; None = as the data's
+    given: Given | None = None  # images to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
     @property
     def num_classes(self) -> int:
         return self.model.config.num_classes
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -146,23 +122,45 @@ class ModelSamples:
         return (3 if "latents" in self.codec.description else self.codec.shape[0], side, side)
 
     @property
-    def labelled(self):
-        """The Inputs whose labels samples take, if any."""
-        if self.num_classes and not self.classes:
-            return next((inputs for inputs in self.inputs.values() if inputs.labels is not None), None)
+    def is_mixed(self) -> bool:
+        """Have samples several shapes? Samples 8k to 8k + 7 share one."""
+        return not self.size and len(self.codec.shapes) > 1
 
     @property
-    def turns(self) -> torch.Tensor:
-        """The classes that samples take in turn: int64."""
-        if self.labelled:
-            return torch.from_numpy(self.labelled.labels)
-        return torch.tensor(self.classes or range(max(self.num_classes, 1)))
+    def turns(self) -> Inputs:
+        """Rows whose labels samples take: those of an input, if it has some and no classes are given, else classes."""
+        if self.num_classes and not self.classes:
+            for inputs in self.inputs.values():
+                if inputs.labels is not None:
+                    return inputs
+        classes = np.array(self.classes or range(max(self.num_classes, 1)))
+        return Inputs(None, {(1, 1): range(len(classes))}, classes, "")
+
+    @property
+    def columns(self) -> int:
+        """Of a grid: one for each class, if samples take 4 to 10 in turn, else 8."""
+        n = len(self.turns.labels)
+        return n if 4 <= n <= 10 and not self.is_mixed else 8
+
+    def network_evaluations(self) -> int:
+        """Forward passes per image, including the guide's; counted on a dummy model."""
+        num_images = []
+
+        def stand_in(x_t, t, **cond):
+            num_images.append(len(x_t))
+            return x_t.new_zeros(len(x_t), config.out_channels, 1, 1)
+
+        config = stand_in.config = self.model.config
+        noise = torch.zeros(1, config.in_channels, 1, 1)
+        known = Known(noise, self.given.strength if self.given else 1.0, torch.zeros(1, dtype=torch.bool))
+        settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
+        sample_images(stand_in, self.process, settings, noise, some_conditions(config, 1), known=known)
+        return sum(num_images)
 
     @property
     def protocol(self) -> dict:
-        strength = self.given.strength if self.given else 1.0
         protocol = self.settings.named | {
-            "network_evaluations": network_evaluations(self.model, self.process, self.settings, strength),
+            "network_evaluations": self.network_evaluations(),
             "classes": "all, balanced",
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
@@ -173,45 +171,57 @@ class ModelSamples:
                 protocol["classes"] = f"of the rows of {name}"
         return protocol
 
-    def labels(self, ids, shape=None) -> torch.Tensor:
-        """Classes (n,) int64 of samples of this shape, by default their own; zeros for an unconditional model."""
-        rows = torch.as_tensor(ids) % len(self.turns)
-        if self.labelled:
-            rows = [int(self.labelled.rows(i, shape or self.codec.sample_shape(i))) for i in ids]
-        return self.turns[rows]
+    def shape_of(self, i: int) -> tuple[int, int, int]:
+        """(C, H, W) of a sample's x0."""
+        return self.size or self.codec.sample_shape(i)
+
+    def labels(self, ids) -> torch.Tensor:
+        """Classes (n,) int64 of samples; zeros for an unconditional model."""
+        turns = self.turns
+        return torch.from_numpy(turns.labels[[turns.rows(i, self.shape_of(i)) for i in ids]])
 
     def batches(self, ids, batch_size: int) -> list[np.ndarray]:
         """Split ids into batches in which all samples have one shape."""
         by_shape = {}
         for i in ids:
-            by_shape.setdefault(self.codec.sample_shape(i), []).append(i)
+            by_shape.setdefault(self.shape_of(i), []).append(i)
         batches = []
         for alike in by_shape.values():
             batches += in_batches(np.array(alike), batch_size)
         return batches
 
-    def draw(self, ids, shape=None, on_step=None) -> torch.Tensor:
-        """x0 of a batch of samples `ids` (n,) of one `shape` (C, H, W), by default the first's; see sample_images."""
-        shape = shape or self.codec.sample_shape(ids[0])
-        cond = {"y": self.labels(ids, shape)} if self.num_classes else {}
+    def draw(self, ids, on_step=None) -> torch.Tensor:
+        """x0 (n, C, H, W) of samples `ids` of one shape, in [-1, 1], or latents.
+
+        Step i calls on_step(i, steps, prediction of x0).
+        """
+        shape = self.shape_of(ids[0])
+        cond = {"y": self.labels(ids)} if self.num_classes else {}
         cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
-        seeds = [(self.seed << 32) + int(i) for i in ids]
-        known = self.given.known(ids) if self.given else None
-        x0 = sample_images(self.model, self.process, seeds, cond, shape, self.settings, on_step, known)
+        cond = {name: x.to(self.device) for name, x in cond.items()}
+        known = None
+        if self.given:
+            stored = self.given.images[np.asarray(ids) % len(self.given.images)]
+            x0 = self.codec.to_x0(torch.from_numpy(stored).to(self.device))
+            known = Known(x0, self.given.strength, self.given.mask.to(self.device))
+        generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
+        noise = generator.randn((len(ids), *shape), self.device)
+        more = {"generator": generator, "progress": on_step, "known": known}
+        x0 = sample_images(self.model, self.process, self.settings, noise, cond, **more)
         is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
         self.not_finite += int((~is_finite).sum())
         return x0
 
-    def images(self, ids) -> torch.Tensor:
+    def images(self, ids, on_step=None) -> torch.Tensor:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
-        return self.codec.to_pixels(self.draw(ids))
+        return self.codec.to_pixels(self.draw(ids, on_step))
 
-    def shown(self, ids, shape=None) -> list[torch.Tensor]:
+    def shown(self, ids) -> list[torch.Tensor]:
         """The second images of samples `ids`, enlarged to theirs: (C, H, W) uint8 on the CPU each; [] without."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:
             for part in in_batches(np.asarray(ids), 8):  # of one shape
-                size = shape or self.codec.sample_shape(part[0])
+                size = self.shape_of(part[0])
                 image = self.inputs[name](part, size)
                 if name == "low_res":  # of x0
                     pictures += self.codec.to_pixels(F.interpolate(image, size[1:], mode="nearest"))
@@ -228,14 +238,12 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     grid shows triples: condition, sample, truth. With bucketed data each row has one shape. All ranks draw; returns
     None except on the first.
     """
-    config = model.config
     device = next(model.parameters()).device
     rank, _, world = get_dist()
     columns = 8 if codec.image_size <= 128 else 4
-    taken = [name for name in row_shapes(config) if name != "y"]
-    inputs = {name: rows_of(val_set, name, codec, config, device) for name in taken}
-    image = next((inputs[name] for name in taken if name in IMAGES), None)
-    n, num_classes, classes = columns * columns, config.num_classes, None
+    inputs = inputs_of(val_set, codec, model.config, device)
+    image = next((inputs[name] for name in inputs.keys() & IMAGES), None)
+    n, num_classes, classes = columns * columns, model.config.num_classes, None
     if image:
         n = 24
     elif num_classes and not inputs:
@@ -247,11 +255,10 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else math.gcd(columns, per_batch))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8
-        shape = codec.sample_shape(ids[0])
         pictures = [samples.images(ids)]
         if image:
-            truth, _ = stored_images(val_set, image.rows(ids, shape), codec, device)
-            pictures = [samples.shown(ids, shape), *pictures, codec.to_pixels(truth)]
+            truth, _ = stored_images(val_set, image.rows(ids, samples.shape_of(ids[0])), codec, device)
+            pictures = [samples.shown(ids), *pictures, codec.to_pixels(truth)]
         return [picture.numpy() for row in zip(*pictures) for picture in row]
 
     parts = gather_batches(draw, batches, "grid")

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError
 from nanodiff.data.decode import center_crop, open_image, to_rgb
-from nanodiff.data.sources import Options
 from nanodiff.files import reading
 from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
 
@@ -28,52 +27,54 @@ class Known:
     mask: torch.Tensor  # (1, 1, H, W) bool
 
 
-class GivenImages:
-    """Images of an .npz (arr_0), .npy, folder: sample i starts from image i, modulo their number. `mask`: an image."""
+@dataclass(frozen=True)
+class Given:
+    """Images as a data set stores them: sample i starts from image i, modulo their number."""
 
-    def __init__(self, where: str, strength: float, mask: str, codec, device):
-        if codec.undecodable:
-            raise UserError(f"from_images={where!r}: {codec.undecodable}")
-        codec.keep_loaded()
-        side = codec.image_size
-        source = open_images("from_images", where, Options(val_fraction=0, range=codec.description.get("range")))
-        sizes = [(side, side)] if source.unread else []  # files are scaled
-        self.images = decoded_items("from_images", where, list(source.items), sizes)
-        channels = 3 if "latents" in codec.description else codec.shape[0]
-        shape, wanted = self.images.shape[1:], (channels, side, side)
-        if shape != wanted:
-            raise UserError(f"from_images={where!r}: (channels, height, width) {shape}; accepted: {wanted}")
-        self.codec = codec
-        self.device = device
-        self.strength = strength
-        self.mask = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool, device=device)
-        self.described = {"from_images": with_hash(where, self.images), "strength": strength}
-        if mask:
-            pixels = read_mask(mask, side)
-            self.described["mask"] = with_hash(mask, pixels)
-            known = torch.from_numpy(pixels).float()[None, None]
-            share = F.interpolate(known, size=codec.shape[1:], mode="area")
-            self.mask = (share == 1).to(device)  # a latent is known where all its pixels are
-            if not self.mask.any():
-                raise UserError(f"mask={mask!r} keeps nothing: no part of the {side}x{side} pixels used is white")
+    images: np.ndarray  # (n, C, H, W)
+    strength: float
+    mask: torch.Tensor  # (1, 1, H, W) bool, of x0
+    described: dict  # for protocols
 
-    def known(self, ids) -> Known:
-        numbers = np.asarray(ids) % len(self.images)
-        stored = torch.from_numpy(self.images[numbers]).to(self.device)
-        return Known(self.codec.to_x0(stored), self.strength, self.mask)
+
+def read_given(where: str, samples) -> np.ndarray:
+    """The images of an .npz (arr_0), .npy or folder. Files are scaled."""
+    side = samples.codec.image_size
+    source = open_images("from_images", where, samples.codec.description.get("range"))
+    return decoded_items("from_images", where, list(source.items), [(side, side)] if source.unread else [])
+
+
+def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
+    """Let ModelSamples start from images, which were read from `where`, and keep the white parts of `mask`, a file."""
+    codec = samples.codec
+    if codec.undecodable:
+        raise UserError(f"from_images={where!r}: {codec.undecodable}")
+    if images.shape[1:] != samples.shape:
+        accepted = f"(channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
+        raise UserError(f"from_images={where!r}: {accepted}")
+    described = {"from_images": with_hash(where, images), "strength": strength}
+    is_known = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool)
+    if mask:
+        pixels = read_mask(mask, codec.image_size)
+        described["mask"] = with_hash(mask, pixels)
+        share = F.interpolate(torch.from_numpy(pixels).float()[None, None], size=codec.shape[1:], mode="area")
+        is_known = share == 1  # a latent is known where all its pixels are
+        if not is_known.any():
+            raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
+    samples.given = Given(images, strength, is_known, described)
+    samples.size = codec.shape
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
     """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
     from an .npy of numbers or bools."""
     file = Path(path).expanduser()
-    if file.suffix == ".npy":
-        with reading(file):
-            mask = np.load(file)
-            mask = mask if mask.dtype == bool else mask >= 128
-        if mask.shape != (side, side):
-            raise UserError(f"mask={path!r} is of shape {mask.shape}; accepted: {(side, side)}")
-        return mask
     with reading(file, "is no image"):
-        image = center_crop(to_rgb(open_image(str(file)), "black"), side, side)
-        return np.asarray(image.convert("L")) >= 128
+        if file.suffix == ".npy":
+            levels = np.load(file)
+        else:
+            levels = np.asarray(center_crop(to_rgb(open_image(str(file)), "black"), side, side).convert("L"))
+        is_kept = levels if levels.dtype == bool else levels >= 128
+    if is_kept.shape != (side, side):
+        raise UserError(f"mask={path!r} is of shape {is_kept.shape}; accepted: {(side, side)}")
+    return is_kept

@@ -1,5 +1,6 @@
 """Conditions of samples besides classes: rows of a file, a folder, or the model's data set."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,38 +40,49 @@ class Inputs:
         return self.read(self.rows(ids, shape), shape)
 
 
-def open_inputs(loaded, where: dict[str, str], autoencoder: str = "") -> dict[str, Inputs]:
+def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str = "") -> dict[str, Inputs]:
     """Open the conditions that a Loaded model takes besides classes.
 
     `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
     """
-    taken = [name for name in row_shapes(loaded.model.config) if name != "y"]
-    for name, place in where.items():
-        if place and name not in taken:
-            raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
+    config, own = loaded.model.config, loaded.data["name"]
+    taken = row_shapes(config)
     inputs = {}
-    for name in taken:
-        place = where.get(name, "")
-        if place in ("", "val"):
-            dataset = own_set(loaded, name, place)
-            codec = load_codec(loaded.data, loaded.device, autoencoder, dataset if name in IMAGES else None)
-            inputs[name] = rows_of(dataset, name, codec, loaded.model.config, loaded.device)
+    for name, read in READERS.items():
+        place = where[name]
+        if name not in taken:
+            if place:
+                raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
+        elif place in ("", "val"):
+            if not own:
+                raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
+            dataset = open_dataset(own, "train")
+            if place or "val" in dataset.meta["splits"]:
+                dataset = open_dataset(own, "val")
+            if name in IMAGES:
+                codec = load_codec(loaded.data, loaded.device, autoencoder, dataset)
+            inputs[name] = inputs_of(dataset, codec, config, loaded.device)[name]
         else:
-            codec = load_codec(loaded.data, loaded.device, autoencoder)
-            inputs[name] = READERS[name](place, loaded, codec)
+            inputs[name] = read(place, loaded, codec)
     return inputs
 
 
-def rows_of(dataset, name: str, codec, config, device) -> Inputs:
-    """The rows of a condition in a set, with their labels. Only conditions that are images read the set's images."""
+def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
+    """A model's conditions besides classes in a set, with their labels. Only images read the set's images."""
 
-    def read(rows, shape):
+    def read(name, rows, shape):
         if name not in IMAGES:
             return from_stored(dataset.cond(rows), codec.description)[name]
         x0, given = stored_images(dataset, rows, codec, device)
         return conditioning(config, given, x0)[name]
 
-    return Inputs(read, dataset.buckets, dataset.labels(np.arange(len(dataset))), dataset.described)
+    more = (dataset.buckets, dataset.labels(np.arange(len(dataset))), dataset.described)
+    return {name: Inputs(functools.partial(read, name), *more) for name in row_shapes(config) if name != "y"}
+
+
+def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
+    """Inputs of a file with these rows."""
+    return Inputs(read, {(1, 1): range(len(array))}, labels, with_hash(where, array, labels))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +105,7 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
     with reading(Path(where)):
         squares = decoded(range(len(items)), side, side)
-    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, squares, labels))
+    return from_file(read, where, squares, labels)
 
 
 def read_low_res(where: str, loaded, codec) -> Inputs:
@@ -112,7 +124,7 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
         x = codec.to_x0(torch.from_numpy(images[rows]).to(loaded.device))
         return x if x.shape[-1] == config.low_res else made_from(x, config)["low_res"]
 
-    return Inputs(read, {(1, 1): range(len(items))}, labels, with_hash(where, images, labels))
+    return from_file(read, where, images, labels)
 
 
 def read_vector_file(where: str, loaded, codec) -> Inputs:
@@ -124,37 +136,26 @@ def read_vector_file(where: str, loaded, codec) -> Inputs:
     if not np.isfinite(array).all():
         raise UserError(f"vectors={where!r} holds NaN or infinity")
     rows = from_stored({"vectors": np.array(array)}, codec.description)["vectors"]
-    return Inputs(lambda numbers, shape: rows[numbers], {(1, 1): range(len(rows))}, None, with_hash(where, array))
+    return from_file(lambda numbers, shape: rows[numbers], where, array)
 
 
 # For each condition that can come from a file
 READERS = {"given": read_given, "low_res": read_low_res, "vectors": read_vector_file}
 
 
-def own_set(loaded, name: str, where: str):
-    """The validation split of the set that the model was trained on; for "", its training split if it has none."""
-    own = loaded.data["name"]
-    if not own:
-        raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
-    train_set = open_dataset(own, "train")
-    if where == "" and "val" not in train_set.meta["splits"]:
-        return train_set
-    return open_dataset(own, "val")
-
-
-def open_images(setting: str, where: str, options: Options) -> Source:
+def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     """Images of an .npz, an .npy or a folder. Files become uint8; arrays of other numbers fp16 in [-1, 1]."""
     path = Path(where).expanduser()
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
         fault = "is neither" if path.exists() else "is not there"
         raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
-    return open_source(kind, str(path), options)
+    return open_source(kind, str(path), Options(val_fraction=0, range=range))
 
 
 def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
     """Images, and the model's classes for them (n,); None without classes."""
-    source, known = open_images(setting, where, Options(val_fraction=0)), loaded.class_names
+    source, known = open_images(setting, where), loaded.class_names
     items, names = list(source.items), source.class_names
     if known and not names:
         print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes, parse_size
-from nanodiff.sampling.given import GivenImages
+from nanodiff.sampling.given import read_given, start_from
 from nanodiff.sampling.inputs import READERS, open_inputs
 
 
@@ -29,64 +30,38 @@ def own_settings(config: dict, process) -> dict:
     }
 
 
-def settings_for(
-    loaded,
-    steps: int | str = 0,
-    sampler: str = "auto",
-    cfg_scale: float = -1.0,
-    cfg_interval: str = "",
-    **others,
-) -> SampleSettings:
-    """SampleSettings from scripts/sample.py's, by default the run's own. `others`: fields of SampleSettings."""
+def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
+    """SampleSettings that settings of scripts/sample.py ask for, by default the run's own."""
+    asked = vars(taken) | asked
     own = own_settings(loaded.config, loaded.process)
-    steps = steps or own["steps"]
-    sampler = own["sampler"] if sampler == "auto" else sampler
-    sampler = choose_sampler(loaded.process, sampler, steps, others.get("eta", 0.0))
     fault = loaded.why_unguided
-    if others.get("weak_model") is not None:
+    if weak_model is not None:
         fault, own["cfg_scale"] = "", 2.0
-    given = {"cfg_scale": cfg_scale} if cfg_scale != -1 else {}
-    given |= {"cfg_interval": cfg_interval} if cfg_interval else {}
+    given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
     own |= given
+    steps = asked["respacing"] or own["steps"]
+    sampler = choose_sampler(loaded.process, own["sampler"], steps, asked["eta"])
     guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], fault, given)
-    return SampleSettings(steps, sampler, *guidance, **others)
+    return SampleSettings(steps, sampler, *guidance, asked["eta"], weak_model, asked["cfg_channels"])
 
 
-def samples_of(
-    loaded, settings: SampleSettings, seed: int = 0, classes=(), autoencoder="", **inputs: str
-) -> ModelSamples:
-    """Samples of the model; `classes`, `autoencoder`, `inputs` (READERS): as in scripts/sample.py."""
-    codec = load_codec(loaded.data, loaded.device, autoencoder)
+def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
+    """The samples that settings of scripts/sample.py ask for."""
+    settings = settings_for(loaded, weak_model, **asked)
+    asked = SimpleNamespace(**vars(taken) | asked)
+    codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
-    return ModelSamples(
-        loaded.model,
-        loaded.process,
-        codec,
-        settings,
-        seed,
-        parse_classes(classes, loaded.class_names),
-        open_inputs(loaded, inputs, autoencoder),
-    )
-
-
-def open_samples(loaded, asked: dict, weak_model=None) -> tuple[ModelSamples, tuple[int, int, int] | None]:
-    """The samples that the settings of scripts/sample.py ask for, and (C, H, W) of each; None = as the data's."""
-    steps = asked["respacing"] or asked["steps"]
-    names = ("sampler", "cfg_scale", "cfg_interval")
-    others = {"eta": asked["eta"], "weak_model": weak_model, "cfg_channels": asked["cfg_channels"]}
-    settings = settings_for(loaded, steps, *(asked[name] for name in names), **others)
-    inputs = {name: asked[name] for name in READERS}
-    samples = samples_of(loaded, settings, asked["seed"], asked["classes"], asked["autoencoder"], **inputs)
-    codec, size, strength, mask = samples.codec, asked["size"], asked["strength"], asked["mask"]
-    shape = parse_size(size, loaded.model.config, codec)
-    if asked["from_images"]:
-        samples.given = GivenImages(asked["from_images"], strength, mask, codec, loaded.device)
+    inputs = open_inputs(loaded, vars(asked), codec, asked.autoencoder)
+    classes = parse_classes(asked.classes, loaded.class_names)
+    size = parse_size(asked.size, loaded.model.config, codec)
+    samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
+    if asked.from_images:
+        start_from(samples, read_given(asked.from_images, samples), asked.from_images, asked.strength, asked.mask)
         if size:
-            raise UserError(f"size={size!r} with from_images; accepted: the model's own size")
-        shape = codec.shape
-    elif mask or strength != taken.strength:
-        raise UserError(f"mask={mask!r} and strength={strength} would do nothing without from_images")
-    return samples, shape
+            raise UserError(f"size={asked.size!r} with from_images; accepted: the model's own size")
+    elif asked.mask or asked.strength != taken.strength:
+        raise UserError(f"mask={asked.mask!r} and strength={asked.strength} would do nothing without from_images")
+    return samples
 
 
 def as_file(value, path: Path) -> str:
@@ -109,21 +84,22 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     be tuples and numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
     settings = read_settings(vars(taken))
-    asked = {name: setting.default for name, setting in settings.items()} | {"classes": classes}
+    asked = {name: setting.default for name, setting in settings.items()}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, value in given.items():
+            for name, value in ({"classes": classes} | given).items():
                 if name in ("from_images", "mask", *READERS):
                     value = as_file(value, Path(folder, name))
                 asked[name] = check(name, lookup(settings, name), value)
-            samples, shape = open_samples(loaded, asked)
+            samples = open_samples(loaded, **asked)
         except ValueError as error:
             raise UserError(str(error).replace(f"{folder}/", "")) from error
+    samples.size = samples.size or samples.codec.shape
     autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
     images = []
     for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
         with autocast:
-            x0 = samples.draw(ids, shape or samples.codec.shape)
+            x0 = samples.draw(ids)
         images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
     return np.concatenate(images)
 
@@ -132,16 +108,13 @@ def check_guide(guide, loaded) -> None:
     """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
     if loaded.config["objective"].startswith("flow_map"):
         raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
-    keys = ["objective"]
-    if loaded.process.is_gaussian:
-        keys += ["noise_schedule", "num_timesteps", "rescale_timesteps"]
     inputs = ("image_size", "in_channels", *FIELDS)
+    process = ("noise_schedule", "num_timesteps", "rescale_timesteps", "time_input")  # where it has them
     latents = ("sha256", "offset", "scale")
 
     def facts(model) -> dict:
-        found = {key: getattr(model.model.config, key) for key in inputs}
-        found |= {key: model.config.get(key) for key in keys}
-        found["time_input"] = getattr(model.process, "time_input", "")
+        found = {key: getattr(model.model.config, key) for key in inputs} | {"objective": model.config["objective"]}
+        found |= {key: getattr(model.process, key, None) for key in process}
         return found | {key: model.data.get("latents", {}).get(key) for key in latents}
 
     theirs = facts(guide)

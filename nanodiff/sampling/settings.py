@@ -1,6 +1,7 @@
-"""Settings of Loaded.sample besides classes: those of scripts/sample.py, by the rules that configurator.py reads."""
+"""Settings of Loaded.sample: those of scripts/sample.py, by the rules that configurator.py reads."""
 
 num_images = 16  # >= 1: how many
+classes = ""  # class numbers or names, in turn; "" = all
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square
 given = ""  # second images
 low_res = ""  # super-resolution: small images

@@ -1,6 +1,7 @@
 """Resumable sampling: one .npy per batch, merged into one .npz."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, in_batches
 from nanodiff.data.dataset import write_npy
 from nanodiff.files import fsync_dir, lock_file, reading, writing
 
@@ -28,8 +29,7 @@ class SampleStore:
         name = hashlib.sha256(self.protocol.encode()).hexdigest()[:16]
         self.folder = output.with_name(f".{name}.parts")
         self.num_images = num_images
-        self.size = size
-        self.num_parts = -(-num_images // size)
+        self.parts = in_batches(np.arange(num_images), size)  # the image numbers of each
 
     def open(self) -> bool:
         """Lock the folder; True if `output` is complete already. UserError if it is an .npz of another protocol."""
@@ -44,20 +44,16 @@ class SampleStore:
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
         return False
 
-    def ids(self, k: int) -> range:
-        """The image numbers of part k."""
-        return range(k * self.size, min((k + 1) * self.size, self.num_images))
-
     def path(self, k: int) -> Path:
         return self.folder / f"{k:06d}.npy"
 
     def missing(self, rank: int = 0, world: int = 1) -> list[int]:
         """The parts that a rank has yet to draw; parts are dealt to the ranks in turn."""
-        return [k for k in range(rank, self.num_parts, world) if not self.path(k).exists()]
+        return [k for k in range(rank, len(self.parts), world) if not self.path(k).exists()]
 
     def num_drawn(self) -> int:
         """Images drawn so far."""
-        return self.num_images - sum(len(self.ids(k)) for k in self.missing())
+        return self.num_images - sum(len(self.parts[k]) for k in self.missing())
 
     def write(self, k: int, images: np.ndarray) -> None:
         """Write part k, (n, H, W, C), atomically."""
@@ -70,11 +66,8 @@ class SampleStore:
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
-        images = []
-        for k in range(self.num_parts):
-            if len(images) < n:
-                images += list(self.read(k))
-        return images[:n]
+        images = (image for k in range(len(self.parts)) for image in self.read(k))
+        return list(itertools.islice(images, n))
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
@@ -87,7 +80,7 @@ class SampleStore:
                 header = np.lib.format.header_data_from_array_1_0(self.read(0))
                 header["shape"] = (self.num_images, *header["shape"][1:])
                 np.lib.format.write_array_header_1_0(member, header)
-                for k in range(self.num_parts):
+                for k in range(len(self.parts)):
                     member.write(self.read(k).data)
             for name, array in (("arr_1", labels), ("labels", labels), ("protocol", np.array(self.protocol))):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
