@@ -150,7 +150,7 @@ if rank == 0:
             count += note["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
-    latents = describe_latents(encoder, str(Path(autoencoder).expanduser().absolute()), source.name, copies)
+    latents = describe_latents(encoder, autoencoder) | {"source": source.name, "copies": copies}
     if latent_norm == "channels":
         latents |= {"mean": mean.tolist(), "std": std.tolist()}
     writer.meta["latents"] = latents

@@ -18,7 +18,7 @@ from torch.utils import backend_registration
 
 from nanodiff import conditions
 from nanodiff.common import StackedGenerator
-from nanodiff.data import codec
+from nanodiff.data import latents as codecs
 from nanodiff.diffusion import guidance
 from nanodiff.diffusion import process as processes
 from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
@@ -53,14 +53,14 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     config = {x.targets[0].id: x.value.value for x in literal} | {"depth": 1} | changes
     facts = dict(name="x", kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
     stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
-    pixels = codec.Pixels(facts)
+    pixels = codecs.Pixels(facts)
     if latents:
         autoencoder.MAX_PIXELS[device.type] = 2**16
         tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
         vae = moved(tiny() if latents == "encoded" else kl((8, 8), 1, 4, 4))
-        info = codec.describe_latents(vae, "", "") | {"copies": 2}
+        info = codecs.describe_latents(vae, "") | {"copies": 2}
         facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
-        pixels = codec.Latents(facts, device, vae)
+        pixels = codecs.Latents(facts, device, vae)
         if latents == "cached":
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 

@@ -3,15 +3,15 @@
 Checkpoints keep a codec's `description`. make_codec makes a codec for training; load_codec makes a trained model's.
 """
 
-from pathlib import Path
-
 import torch
 
 from nanodiff.common import UserError
 from nanodiff.conditions import GIVEN, describe_conditions, facts_to_match, from_stored
-from nanodiff.data.latents import Latents, check_sides, describe_latents, latents_of, open_matching
+from nanodiff.data.latents import Latents, check_sides, latents_of, open_matching
 from nanodiff.data.pixels import Arrays, Pixels
-from nanodiff.models.autoencoder import open_autoencoder
+
+# What a description says of the set alone: a model that is tuned takes it from the new set
+OWN = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
 
 
 def make_codec(
@@ -27,27 +27,24 @@ def make_codec(
     autoencoder's published scale and shift, as latents made on the fly are. `like`: the description of the model that
     training starts from: latents and vectors are then normalised as that model knows them.
     """
-    if flip and dataset.meta["kind"] == "latents" and dataset.meta["latents"]["copies"] < 2:
+    stored = dataset.meta.get("latents")
+    if flip and stored and stored["copies"] < 2:
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
-    if like:
-        return load_codec(adapted(like, dataset, autoencoder), device, autoencoder, dataset)
-    description = describe_data(dataset)
-    if description["kind"] == "latents":
-        info = dict(dataset.meta["latents"])
-        if "mean" in info:
+    unit = 1
+    description = {key: value for key, value in (like or {}).items() if key not in OWN}
+    if description.get("kind") == "latents" or (not like and (stored or autoencoder)):
+        if stored:
+            description.setdefault("latents", stored)
+        info = latents_of(description, autoencoder)
+        if not like and "mean" in info:
             info["offset"], info["scale"] = info.pop("mean"), info.pop("std")
-        description["channels"] = len(info["offset"])
-        description["latents"] = info
-        return Latents(description, device, path=autoencoder)
-    if not autoencoder:
-        return make_pixels(description)
-    model = open_autoencoder(autoencoder).to(device)
-    check_sides(dataset, model)
-    description = describe_data(dataset, model.downsample)
-    description["kind"] = "latents"
-    description["channels"] = model.latent_channels
-    description["latents"] = describe_latents(model, str(Path(autoencoder).absolute()), dataset.name)
-    return Latents(description, device, model)
+        if not stored:
+            unit = info["downsample"]
+        description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
+    own = describe_data(dataset, unit)
+    if like:
+        own = {key: value for key, value in own.items() if key in (*OWN, *GIVEN)}
+    return load_codec(own | description, device, autoencoder, dataset)
 
 
 def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -> Pixels:
@@ -58,7 +55,7 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     wanted = {key: description.get(key) for key in ("kind", "channels", "resolution", "range")}  # of the set
     wanted |= facts_to_match(description)
     if description["kind"] != "latents":
-        codec = make_pixels(description)
+        codec = Arrays(description) if description["kind"] == "arrays" else Pixels(description)
     else:
         info = latents_of(description, autoencoder)
         encoder = None
@@ -83,26 +80,6 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
             if found.get(key) != value:
                 raise UserError(f"data={dataset.name!r} has {key} {found.get(key)}, the model wants {value}")
     return codec
-
-
-def make_pixels(description: dict) -> Pixels:
-    return Arrays(description) if description["kind"] == "arrays" else Pixels(description)
-
-
-def adapted(description: dict, dataset, autoencoder: str) -> dict:
-    """A model's description with the names, sizes and classes of another set to train it on."""
-    unit = 1
-    description = {key: value for key, value in description.items() if key != "sizes"}
-    if description["kind"] == "latents":
-        if dataset.meta["kind"] == "latents" and "latents" not in description:  # a published model's
-            description["latents"] = dataset.meta["latents"]
-        description["latents"] = latents_of(description, autoencoder)
-        if dataset.meta["kind"] == "images":
-            unit = description["latents"]["downsample"]
-    own = describe_data(dataset, unit)
-    second = {key: own[key] for key in GIVEN if key in own}
-    keys = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
-    return second | description | {key: own[key] for key in keys if key in own}
 
 
 def describe_data(dataset, unit: int = 1) -> dict:

@@ -1,12 +1,12 @@
 """The codec of latents: what an autoencoder makes of images, once for a set or at each step."""
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import torch
 
 from nanodiff.common import UserError
 from nanodiff.data.pixels import Pixels, to_model_range, to_uint8, visible
-from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 
 
 class Latents(Pixels):
@@ -87,16 +87,15 @@ def open_matching(path: str, info: dict):
     return model
 
 
-def describe_latents(autoencoder, path: str, source: str, copies: int = 1) -> dict:
+def describe_latents(autoencoder, path: str) -> dict:
     """Make description["latents"] for this autoencoder's latents, normalised by its published scale and shift."""
     return {
         "autoencoder": autoencoder.name,
         "sha256": autoencoder.sha256,
-        "path": path,
-        "source": source,
+        "path": path and str(Path(path).expanduser().absolute()),
         "downsample": autoencoder.downsample,
         "parts": autoencoder.parts,
-        "copies": copies,
+        "copies": 1,
         "offset": [autoencoder.shift] * autoencoder.latent_channels,
         "scale": [1 / autoencoder.scale] * autoencoder.latent_channels,
     }
@@ -107,17 +106,10 @@ def latents_of(description: dict, autoencoder: str) -> dict:
     if "latents" in description:
         return dict(description["latents"])
     if autoencoder:
-        return describe_latents(open_autoencoder(autoencoder), autoencoder, "")
-    unknown = SimpleNamespace(
-        name="",
-        sha256="",
-        latent_channels=description["channels"],
-        downsample=8,
-        parts=1,
-        shift=0.0,
-        scale=1.0,
-    )
-    return describe_latents(unknown, "", "")
+        return describe_latents(open_autoencoder(autoencoder), autoencoder)
+    unknown = Autoencoder()
+    unknown.latent_channels = description["channels"]
+    return describe_latents(unknown, "")
 
 
 def check_sides(dataset, autoencoder) -> None:
