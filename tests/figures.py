@@ -39,13 +39,13 @@ def wave(shape, i=0, scale=1.0, salt=0.0):
     return torch.tensor(scale * np.sin(0.37 * numbers + 1.7 * i + salt).reshape(shape), dtype=torch.float32)
 
 
-def rule_weights(parameters):
+def rule_weights(parameters, gain=1.0, salt=0.0):
     """{name: tensor} from a golden file's list of (name, shape)."""
     weights = {}
     for i, (name, shape) in enumerate(parameters):
-        scale = 0.1 if len(shape) < 2 else 1 / np.sqrt(np.prod(shape[1:]))
-        weights[name] = wave(shape, i, scale)
-        if len(shape) == 1 and name.endswith(".weight"):
+        scale = 0.1 if len(shape) < 2 else gain / np.sqrt(np.prod(shape[1:]))
+        weights[name] = wave(shape, i, scale, salt)
+        if (len(shape) == 1 and name.endswith(".weight")) or name.endswith("running_var"):
             weights[name] += 1
     return weights
 

@@ -70,7 +70,11 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
         writer.append("train", IMAGES[:2], [0, 1])
         1 / 0  # noqa: B018
     assert not (base / "data" / "toy").exists() and not leftovers(base)
+    for name in (".toy.tmp-killed", ".toy2.tmp-other"):
+        (base / "data" / name).mkdir()
     write()
+    assert leftovers(base) == [".toy2.tmp-other"]
+    (base / "data" / ".toy2.tmp-other").rmdir()
     refused("exists already", write)
     write(class_names=[], overwrite=True)
     assert open_dataset("toy").num_classes == 0 and not leftovers(base)
@@ -79,13 +83,6 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
     (base / "data" / "mine" / "thesis.txt").write_text("precious")
     refused("no data set", write, "mine", overwrite=True)
     assert (base / "data" / "mine" / "thesis.txt").exists()
-
-
-def test_leftovers_of_a_killed_writer_are_removed(base):
-    for name in (".toy.tmp-dead", ".toy2.tmp-other"):
-        (base / "data" / name).mkdir(parents=True)
-    write()
-    assert leftovers(base) == [".toy2.tmp-other"]
 
 
 def test_names_and_places_that_cannot_be(base):
@@ -121,6 +118,13 @@ def test_damage_is_found_on_opening(what):
     refused("toy", open_dataset, "toy")
 
 
+def test_one_flipped_bit_is_found_by_verify():
+    path, last = write(), IMAGES[-1].tobytes()
+    assert verify(open_dataset("toy"))[0] == 4
+    replace(path / "val_images_000.npy", last, last[:-1] + bytes([last[-1] ^ 1]))
+    refused(r"val_images_000\.npy is damaged", verify, open_dataset("toy"))
+
+
 def test_a_shard_is_checked_when_it_is_first_used(base):
     replace(write() / "train_images_000.npy", b"(40, 3", b"(39, 3")
     data = open_dataset("toy")
@@ -144,14 +148,6 @@ def test_more_shards_than_open_files(base, monkeypatch):
 
     for limits in ((64, 64), (64, 1024)):
         run_process(read_all, before=partial(resource.setrlimit, resource.RLIMIT_NOFILE, limits), context=FORK)
-
-
-def test_verify_finds_one_flipped_bit_in_any_file():
-    path = write()
-    assert verify(open_dataset("toy"))[0] == 4
-    last = IMAGES[-1].tobytes()
-    replace(path / "val_images_000.npy", last, last[:-1] + bytes([last[-1] ^ 1]))
-    refused(r"val_images_000\.npy is damaged", verify, open_dataset("toy"))
 
 
 def test_unknown_name_and_split_tell_what_there_is(base):

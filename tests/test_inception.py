@@ -4,11 +4,10 @@ import functools
 import hashlib
 
 import conftest
-import numpy as np
 import pytest
 import torch
 from conftest import refused
-from figures import assert_figures, wave
+from figures import assert_figures, rule_weights, wave
 
 from nanodiff.metrics import inception
 from nanodiff.metrics.inception import Inception, load_inception, resize
@@ -16,25 +15,11 @@ from nanodiff.metrics.inception import Inception, load_inception, resize
 golden = conftest.golden("inception.json")
 
 
-def rule_weights():
-    """The state dict that the rule of the golden file describes."""
-    out = {}
-    for i, (name, shape) in enumerate(golden["parameters"]):
-        if name.endswith("num_batches_tracked"):
-            out[name] = torch.tensor(0)
-            continue
-        scale = 0.1 if len(shape) < 2 else 1.5 / np.sqrt(np.prod(shape[1:]))
-        out[name] = wave(shape, i, scale, golden["salt"])
-        if (len(shape) == 1 and name.endswith(".weight")) or name.endswith("running_var"):
-            out[name] += 1
-    return out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64])
 def test_layers_equal_torch_fidelity(size):
     model = Inception().eval()
-    model.load_state_dict(rule_weights())
+    model.load_state_dict(rule_weights(golden["parameters"], 1.5, golden["salt"]))
     x = (127.5 + wave((2, 3, size, size), 0, 127.5, golden["salt"])).round().clamp(0, 255).byte().numpy()
     layers = {}
     for name, module in {"64": model.Conv2d_3b_1x1, "192": model.Mixed_5b, "768": model.Mixed_7a}.items():

@@ -36,14 +36,9 @@ def assert_same(a: dict, b: dict):
         assert torch.equal(bits(a[name]), bits(b[name])), name
 
 
-def write(path, header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+def write(path, header, data):
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
     return path
-
-
-def entry(shape, begin, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def test_the_official_library_and_we_read_each_other(tmp_path):
@@ -72,9 +67,12 @@ def test_tensors_are_writable_and_outlive_the_file(tmp_path):
 
 def test_unaligned_tensors(tmp_path):
     data = b"\x01" + torch.tensor([1.5, -2.5]).numpy().tobytes()
-    header = json.dumps({"a": entry([1], 0, 1, "U8"), "b": entry([2], 1, 9)}).encode()
-    for spaces in (0, 3):
-        tensors, _ = load_safetensors(write(tmp_path / "x", header + b" " * spaces, data))
+    header = {
+        "a": dict(dtype="U8", shape=[1], data_offsets=[0, 1]),
+        "b": dict(dtype="F32", shape=[2], data_offsets=[1, 9]),
+    }
+    for spaces in (b"", b"   "):
+        tensors, _ = load_safetensors(write(tmp_path / "x", json.dumps(header).encode() + spaces, data))
         assert tensors["a"].tolist() == [1] and tensors["b"].tolist() == [1.5, -2.5]
 
 
@@ -84,17 +82,15 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("header", [{"a": entry([3], 0, 8)}, b"{hello"])
-def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, header):
-    refused(r"bad\.safetensors is no intact", load_safetensors, write(tmp_path / "bad.safetensors", header, bytes(8)))
-
-
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_a_file_cut_anywhere_or_of_another_kind_is_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     save_safetensors(one_of_each(), path)
     data = path.read_bytes()
+    too_long = b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'
     for size in (0, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
         refused(r"a\.safetensors is (no intact|cut)", load_safetensors, path)
+    for header in (too_long, b"{hello"):
+        refused(r"a\.safetensors is no intact", load_safetensors, write(path, header, bytes(8)))
     refused("no such file: .*absent", load_safetensors, tmp_path / "absent")
     refused("cannot be read: Is a directory", load_safetensors, tmp_path)
