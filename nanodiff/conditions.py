@@ -109,7 +109,7 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
 def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) with as many dimensions."""
     is_nan = x.isnan()
-    return x.masked_fill(is_nan, 0), is_nan.flatten(1).any(1).view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+    return x.masked_fill(is_nan, 0), is_nan.any(tuple(range(1, x.ndim)), keepdim=True).to(x.dtype)
 
 
 def input_channels(config: Conditioned) -> int:

@@ -188,9 +188,6 @@ class GaussianDiffusion:
             "sqrt_alpha_bar": np.sqrt(alpha_bar),
             "sqrt_alpha_bar_prev": np.sqrt(alpha_bar_prev),
             "sqrt_one_minus_alpha_bar": np.sqrt(1 - alpha_bar),
-            "log_one_minus_alpha_bar": np.log(1 - alpha_bar),
-            "sqrt_recip_alpha_bar": alpha_bar**-0.5,
-            "sqrt_recipm1_alpha_bar": np.sqrt(1 / alpha_bar - 1),
             "posterior_variance": posterior_variance,
             "posterior_log_variance_clipped": np.log(np.append(first, posterior_variance[1:])),
             "posterior_mean_coef1": betas * np.sqrt(alpha_bar_prev) / (1 - alpha_bar),
@@ -273,7 +270,7 @@ class GaussianDiffusion:
         at = self.at(t)
         out = out[:, : x_t.shape[1]]
         if self.objective == "eps":
-            out = at.sqrt_recip_alpha_bar * x_t - at.sqrt_recipm1_alpha_bar * out
+            out = (x_t - at.sqrt_one_minus_alpha_bar * out) / at.sqrt_alpha_bar
         elif self.objective == "v":
             out = at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * out
         elif self.objective == "x_prev":
@@ -357,7 +354,7 @@ class GaussianDiffusion:
         vb, xstart_mse, mse = torch.stack(terms, dim=2)
         last = self.at(full(x0, T - 1))
         zero = x0.new_zeros(())
-        kl = normal_kl(last.sqrt_alpha_bar * x0, last.log_one_minus_alpha_bar, zero, zero)
+        kl = normal_kl(last.sqrt_alpha_bar * x0, 2 * last.sqrt_one_minus_alpha_bar.log(), zero, zero)
         prior = mean_flat(kl) / math.log(2)
         return {
             "total_bpd": vb.sum(1) + prior,

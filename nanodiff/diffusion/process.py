@@ -20,12 +20,14 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     if objective.startswith("flow"):
         kind = FlowMap if objective.startswith("flow_map") else FlowMatching
         prediction = "x0" if objective.endswith("x0") else "v"
-        std, timesteps = config.get("timestep_std", 1.0), config.get("timesteps", "auto")
+        names = ("timestep_shift", "timestep_std", "cfg_scale", "guided_from", "time_input")
+        settings = {name: config[name] for name in names if name in config}
+        interval = parse_interval(config.get("cfg_interval", "0,1"))
+        process = kind(prediction, cfg_interval=interval, **settings)
+        std, timesteps = process.timestep_std, config.get("timesteps", "auto")
         if std != 1 and timesteps not in ("auto", "logit-normal"):
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
-        interval = parse_interval(config.get("cfg_interval", "0,1"))
-        guidance = config.get("cfg_scale", 1.0), interval, config.get("guided_from", 1.0)
-        return kind(prediction, config.get("timestep_shift", 1.0), std, *guidance, config.get("time_input", "1000t"))
+        return process
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "gaussian_loss")
     rescale = config.get("rescale_timesteps", True)  # published models may see t itself
     return GaussianDiffusion(*(config[name] for name in names), rescale, clip_denoised=facts["kind"] != "latents")

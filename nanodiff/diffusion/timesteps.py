@@ -84,7 +84,6 @@ class LossSecondMoment(Timesteps):
 
     def __init__(self, process):
         super().__init__(uniform, process)
-        self.draw = self.from_history
         T = process.num_timesteps
         self.register_buffer("history", torch.zeros(T, self.length, dtype=torch.float64))  # on the CPU; rows are rings
         self.register_buffer("seen", torch.zeros(T, dtype=torch.int64))  # losses ever seen at each t
@@ -97,7 +96,7 @@ class LossSecondMoment(Timesteps):
         p = self.history.square().mean(dim=1).sqrt()
         return (1 - self.uniform_prob) * p / p.sum() + self.uniform_prob / T
 
-    def from_history(self, u, process):
+    def sample(self, u):
         p = self.probabilities()
         weights = 1 / (len(p) * p)  # keep the mean loss unbiased
         cdf, weights = torch.stack([p.cumsum(0), weights]).float().to(u.device, non_blocking=True)

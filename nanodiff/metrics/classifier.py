@@ -96,13 +96,10 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Move each image by up to 1/8 of its size, repeating the edges."""
     n, _, h, w = images.shape
     most = h // 8
-    moves = torch.randint(-most, most + 1, (2, n, 1), generator=generator)
-    rows = (torch.arange(h) + moves[0]).clamp(0, h - 1).to(images.device)  # (N, H)
-    cols = (torch.arange(w) + moves[1]).clamp(0, w - 1).to(images.device)  # (N, W)
-    index = torch.arange(n, device=images.device)
-    channels_last = images.permute(0, 2, 3, 1)
-    moved = channels_last[index[:, None, None], rows[:, :, None], cols[:, None, :]]
-    return moved.permute(0, 3, 1, 2)
+    padded = F.pad(images.float(), [most] * 4, mode="replicate")
+    windows = padded.unfold(2, h, 1).unfold(3, w, 1)  # (N, C, 2 most + 1, 2 most + 1, H, W), a view
+    rows, cols = torch.randint(2 * most + 1, (2, n), generator=generator)
+    return windows[torch.arange(n), :, rows, cols].to(images.dtype)
 
 
 def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
@@ -118,10 +115,9 @@ def train_classifier(train, val, device) -> Classifier:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
     classifier = initialise(Classifier(train.channels, train.resolution, train.num_classes))
-    classifier = classifier.to(device, memory_format=torch.channels_last).train()
+    classifier = classifier.to(device, memory_format=torch.channels_last)
 
-    images, labels = load_images(train, classifier.resolution)
-    images, labels = images.to(device), labels.to(device)
+    images, labels = (x.to(device) for x in load_images(train, classifier.resolution))
     num_steps, batch_size = plan_training(len(images), epochs=1 if train.name in SHAPES else 3)
     steps_per_epoch = len(images) // batch_size
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.01, weight_decay=0.05)
@@ -141,9 +137,8 @@ def train_classifier(train, val, device) -> Classifier:
             optimizer.zero_grad(set_to_none=True)
             bar.update(batch_size)
 
-    classifier = classifier.requires_grad_(False).eval()
     images, labels = load_images(val, classifier.resolution)
-    _, logits = classifier.features(images)
+    _, logits = classifier.eval().features(images)
     classifier.accuracy.fill_((logits.argmax(1) == labels).float().mean())
     return classifier
 

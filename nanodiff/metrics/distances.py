@@ -48,8 +48,7 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64; some features (n, F) of ours."""
     with reading(path), np.load(path, allow_pickle=False) as file:
-        mu = torch.from_numpy(file["mu"].astype(np.float64))
-        sigma = torch.from_numpy(file["sigma"].astype(np.float64))
+        mu, sigma = (torch.from_numpy(file[name].astype(np.float64)) for name in ("mu", "sigma"))
         some = torch.from_numpy(file["some"].astype(np.float32)) if "some" in file else None
     if mu.shape != (num_features,) or sigma.shape != (num_features, num_features):
         given = f"mu {tuple(mu.shape)} and sigma {tuple(sigma.shape)}"

@@ -112,8 +112,7 @@ def thin(y: np.ndarray) -> np.ndarray:
     """Indices to draw: both ends, and the extremes of each of BINS parts, so that a spike of one step stays visible."""
     keep = [0, len(y) - 1]
     for part in np.array_split(np.arange(len(y)), min(BINS, len(y))):
-        keep.append(part[y[part].argmin()])
-        keep.append(part[y[part].argmax()])
+        keep += [part[y[part].argmin()], part[y[part].argmax()]]
     return np.unique(keep)
 
 
