@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import print0
 from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
@@ -64,10 +64,7 @@ class Run:
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise UserError(f"{folder} holds no config.json; accepted: a run's folder")
-    facts, logged = read_json(config), {}
+    facts, logged = read_json(folder / "config.json"), {}
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     every = 1 + len(lines) // PARSED
@@ -296,22 +293,6 @@ def versions(run: Run) -> dict[str, dict]:
     return columns
 
 
-def differences(runs: list[Run]) -> str:
-    """Settings that differ from the defaults or between runs, and the figures that compare several."""
-    columns = {}
-    if len(runs) == 1:
-        columns["default"] = versions(runs[0])[runs[0].name] | runs[0].facts["changed_from"]
-    for run in runs:
-        columns |= versions(run)
-    for column in columns.values():
-        for name in ("model_tag", "environment command"):  # each run has its own
-            column.pop(name, None)
-    if len(runs) > 1:
-        for run in runs:
-            columns[run.name] |= best(run)
-    return f"<h2>What differs</h2>{table(columns, min_values=2)}"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 
@@ -319,18 +300,27 @@ def differences(runs: list[Run]) -> str:
 def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
-    differing = differences(runs)  # before evaluation() takes the results apart
     heads = evaluations = strips = ""
-    everything = {}
+    everything, differing = {}, {}
     for run in runs:
         heads += progress(run)
         strips += strip(run)
-        everything |= versions(run)
+        settings = versions(run)
+        everything |= settings
+        if len(runs) == 1:
+            differing["default"] = settings[run.name] | run.facts["changed_from"]
+            differing |= settings
+        else:
+            differing |= settings | {run.name: settings[run.name] | best(run)}
         for result in run.results:
             evaluations += evaluation(result, run)
-    parts = [evaluations, f'<div class="charts">{strips}{charts(runs)}</div>', differing]
+    parts = [
+        evaluations,
+        f'<div class="charts">{strips}{charts(runs)}</div>',
+        f"<h2>What differs</h2>{table(differing, min_values=2)}",
+    ]
     if len(runs) > 1:
-        parts.reverse()
+        parts.reverse()  # what compares comes first
     body = f"<h1>{title}</h1>{heads}{''.join(parts)}"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(everything)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
