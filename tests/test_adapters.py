@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from tiny_runs import (
-    TIMELESS,
-    assert_identical,
-    assert_ranks_agree,
-    assert_resumes,
-    make_data,
-    make_run,
-)
+from tiny_runs import TIMELESS, assert_identical, assert_ranks_agree, assert_resumes, make_data, make_run
 
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching

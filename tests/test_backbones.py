@@ -56,12 +56,6 @@ def test_meta_construction_gives_the_same_model(config):
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # no tables of positions
 
 
-def test_images_do_not_see_each_other(config):
-    model, (x, t, y) = build(config), inputs()
-    alone = torch.cat([model(x[i : i + 1], t[i : i + 1], y[i : i + 1]) for i in range(3)])
-    torch.testing.assert_close(model(x, t, y), alone, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("more", [{}, {"low_res": 4}, {"vector_dim": 7}, {"vector_dim": 7, "vector_len": 5}])
 def test_flops_are_those_of_the_counter(config, more):
     if "vector_len" in more and isinstance(config, UNetConfig):

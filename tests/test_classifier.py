@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import refused
 from processes import on_ranks
 from tiny_runs import assert_identical, make_data
 
@@ -13,13 +12,11 @@ from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import (
     Classifier,
     get_classifier,
-    load_classifier,
     plan_training,
     shift,
     shrink,
     train_classifier,
 )
-from nanodiff.safetensors import save_safetensors
 
 
 @pytest.fixture
@@ -81,18 +78,6 @@ def test_the_first_rank_trains_for_all(tiny, monkeypatch):
 
     monkeypatch.setattr(module, "train_classifier", lambda *args: Classifier(3, 16, 8))  # of other weights on each rank
     assert_identical(*on_ranks(work))
-
-
-def test_a_judge_in_a_file_of_half_the_size_is_the_same(tmp_path):
-    torch.manual_seed(0)
-    classifier = Classifier(3, 40, 7).eval()
-    halves = {name: x.half() for name, x in classifier.state_dict().items() if x.is_floating_point()}
-    save_safetensors(halves, tmp_path / "judge.safetensors", {"resolution": str(classifier.resolution)})
-    judge = load_classifier(tmp_path / "judge.safetensors", "cpu")
-    images = torch.randint(256, (5, 3, 40, 40), dtype=torch.uint8)
-    torch.testing.assert_close(judge.features(images), classifier.features(images), rtol=1e-2, atol=1e-3)
-    save_safetensors({"x": images}, tmp_path / "other.safetensors")
-    refused("holds no classifier", load_classifier, tmp_path / "other.safetensors", "cpu")
 
 
 def test_shrinking_keeps_the_mean_and_small_images():

@@ -166,7 +166,7 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
         (
             "base_train",
             [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"],
-            "a was trained on data with other sha256, sha256 of the latents",
+            "other sha256, sha256 of the lat",
         ),
         ("base_eval", ["--model=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
         ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not by other"),

@@ -29,20 +29,16 @@ def test_the_best_device_is_chosen_and_an_absent_one_refused(monkeypatch):
     refused("local rank 2 has no GPU of its own: 2 present", init_device, "cuda")
 
 
-def test_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch):
+@pytest.mark.parametrize("told", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, told):
     asked = []
     for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
-    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "environ", {told: "max_split_size_mb:64"} if told else {})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
     init_device("cuda")
-    assert asked == ["expandable_segments:True"]
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        with monkeypatch.context() as told:
-            told.setenv(name, "max_split_size_mb:64")
-            init_device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False  # what it set is undone
-    assert len(asked) == 1
+    assert asked == ([] if told else ["expandable_segments:True"])
 
 
 def test_what_triton_lacks_is_named(monkeypatch, tmp_path):

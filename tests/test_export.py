@@ -55,16 +55,6 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     assert told == {key: meta[key] for key in ("step", "arch", "model_config", "config", "data")}
 
 
-def test_a_safetensors_is_sampled_from_without_its_run(base, draw, export, tmp_path, monkeypatch):
-    run_dir = write_run(base, "a", DIT).parents[1]
-    images, labels, _ = draw("--model=a", "--num_images=4")
-    file = export("a", f"--out={tmp_path / 'new' / 'model.safetensors'}")
-    run_dir.rename(tmp_path / "gone")
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
-    again, same, _ = draw(f"--model={file}", "--num_images=4")
-    assert (again == images).all() and (same == labels).all()
-
-
 def meta_file(path, dtype=torch.float32, **sizes):
     """Random weights under the published names and shapes; returns them."""
     sizes = dict(image_size=8, in_channels=4, patch_size=2, width=128, depth=2, heads=2, num_classes=5) | sizes

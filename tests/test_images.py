@@ -163,16 +163,11 @@ WRONG_CSV = {
 }
 
 
-@pytest.fixture
-def three(tmp_path):
-    (tmp_path / "in" / "x").mkdir(parents=True)
-    for i, file in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
-        (tmp_path / "in" / file).write_bytes(encode_png(noise(8, 8, i)))
-    return tmp_path / "in"
-
-
-def test_labels_from_a_table(tmp_path, three):
-    file = tmp_path / "a.csv"
+def test_labels_from_a_table(tmp_path):
+    three, file = tmp_path / "in", tmp_path / "a.csv"
+    (three / "x").mkdir(parents=True)
+    for i, name in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
+        (three / name).write_bytes(encode_png(noise(8, 8, i)))
     for what, text in CSV.items():
         file.write_text(text)
         out = report(three, labels=str(file), val_fraction=0)

@@ -15,6 +15,7 @@ from nanodiff.png import encode_png
 
 TRAIN = ("base_train", *TINY)
 UNET = ("base_train", *(arg for arg in TINY if "patch_size" not in arg), "--arch=unet")
+EPS = ("--objective=eps", "--num_timesteps=20")
 LORA = (*TRAIN, "--init_from=a", "--lora_rank=2")
 SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1", "--model=a")
 GIVEN = (*SAMPLE, "--from_images=s.npz")
@@ -31,7 +32,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(root))
         patch.chdir(root)
-        make_runs(root, a=[], plain=["--class_cond=False"], x0=["--objective=flow_x0"], large=["--data=large"])
+        make_runs(root, a=[], plain=["--class_cond=False"], eps=EPS, x0=["--objective=flow_x0"], large=["--data=large"])
         shutil.copytree(root / "runs" / "a", root / "runs" / "broken")
         shutil.rmtree(root / "runs" / "broken" / "checkpoints" / "step_000000")
         model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.safetensors"
@@ -60,7 +61,14 @@ MISTAKES = [
     ((*TRAIN, "--patch_size=5"), "patch_size=5"),
     ((*TRAIN, "--timesteps=loss-second-moment"), "loss-second-moment"),
     ((*TRAIN, "--bpd_every=1"), "bpd_every"),
-    ((*TRAIN, "--objective=eps", "--num_timesteps=20", "--sample_steps=21", "--sample_every=0"), "21"),
+    ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
+    ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
+    ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
+    ((*SAMPLE, "--sampler=map"), "sampler='map'"),
+    ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, sde"),
+    ((*SAMPLE, "--respacing=ddim10"), "respacing='ddim10'"),
+    ((*SAMPLE, "--model=eps", "--respacing=ddim19"), "ddim19"),
+    ((*SAMPLE, "--model=eps", "--sampler=ddpm", "--eta=0.5"), "eta=0.5 with sampler=ddpm"),
     ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),

@@ -230,14 +230,12 @@ def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, 
 
 
 def test_autoguidance(draw):
-    """x + s (x - x) = x; s = 0 leaves the guide alone and s = 1 the model (Karras et al. 2024, eq. 4)."""
+    """s = 0 leaves the guide alone and s = 1 the model (Karras et al. 2024, eq. 4); between: tests/test_guidance.py."""
     some = ("--num_images=4", "--checkpoint_step=1")
     plain, _, _ = draw(*some, "--cfg_scale=1")
     raw, _, _ = draw(*some, "--cfg_scale=1", "--ema=raw")
-    itself, _, protocol = draw(*some, "--cfg_scale=7", "--guide_step=1")
-    assert (itself == plain).all() and protocol["network_evaluations"] == 2 * 5
     zero, _, protocol = draw(*some, "--cfg_scale=0", "--guide_ema=raw")
-    assert (zero == raw).all() and protocol["guide"]["weights"] == "raw"
+    assert (zero == raw).all() and protocol["guide"]["weights"] == "raw" and protocol["network_evaluations"] == 2 * 5
     one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
 
