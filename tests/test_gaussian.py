@@ -140,7 +140,7 @@ def test_predictions_are_reparametrisations(prediction):
     x_t = process.q_sample(x0, t, noise)
     out = process.target(x0, x_t, t, noise)
     torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
-    mean, _, _ = process.p_mean_variance(out, x_t, t)
+    mean, _, _ = process.p_mean_variance(out, None, x_t, t)
     torch.testing.assert_close(mean, process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)
     assert process.losses(lambda *_: out, x0, t, noise, {})["loss"].max() < 1e-10
     loss = kl.losses(lambda *_: out, x0, t, noise, {})["loss"]

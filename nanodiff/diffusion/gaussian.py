@@ -262,31 +262,31 @@ class GaussianDiffusion:
         return at.sqrt_alpha_bar * noise - at.sqrt_one_minus_alpha_bar * x0
 
     def predict(self, model, x_t, t, **cond):
-        """The model's output at x_t, in fp32."""
-        return model(x_t, self.at(t).model_t.flatten(), **cond).float()
+        """The model's output at x_t, in fp32: the objective (N, C, H, W), and a learned variance's channels or none."""
+        out = model(x_t, self.at(t).model_t.flatten(), **cond).float()
+        C = x_t.shape[1]
+        return out[:, :C], out[:, C:]
 
-    def predict_x0(self, out, x_t, t):
-        """The x0 that an output (N, C or 2C, H, W) at x_t implies: the inverse of `target`."""
+    def predict_x0(self, prediction, x_t, t):
+        """The x0 that a prediction at x_t implies: the inverse of `target`."""
         at = self.at(t)
-        out = out[:, : x_t.shape[1]]
         if self.objective == "eps":
-            out = (x_t - at.sqrt_one_minus_alpha_bar * out) / at.sqrt_alpha_bar
-        elif self.objective == "v":
-            out = at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * out
-        elif self.objective == "x_prev":
-            out = (out - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
-        return out
+            return (x_t - at.sqrt_one_minus_alpha_bar * prediction) / at.sqrt_alpha_bar
+        if self.objective == "x0":
+            return prediction
+        if self.objective == "x_prev":
+            return (prediction - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
+        return at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * prediction
 
-    def p_mean_variance(self, out, x_t, t, clip=False):
+    def p_mean_variance(self, prediction, log_variance, x_t, t, clip=False):
         """mean and log_variance of p(x_{t-1} | x_t), and x0, for the model's output: (N, C, H, W); a fixed log_variance
         has the shape (N, 1, 1, 1)."""
-        x0 = self.predict_x0(out, x_t, t)
+        x0 = self.predict_x0(prediction, x_t, t)
         if clip:
             x0 = x0.clamp(-1, 1)
         mean, min_log = self.q_posterior(x0, x_t, t)
         if self.objective == "x_prev":
-            mean = out[:, : x_t.shape[1]]
-        log_variance = out[:, x_t.shape[1] :]
+            mean = prediction
         if self.variance == "fixed_small":
             log_variance = min_log
         if self.variance == "fixed_large":
@@ -299,7 +299,7 @@ class GaussianDiffusion:
     def denoise(self, model, x_t, t, **cond):
         """p_mean_variance at the model's output, clipped as in sampling and bits/dim."""
         out = self.predict(model, x_t, t, **cond)
-        return self.p_mean_variance(out, x_t, t, self.clip_denoised)
+        return self.p_mean_variance(*out, x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1).
@@ -318,19 +318,16 @@ class GaussianDiffusion:
         of the prediction, plus vb if the variance is learned (IDDPM eq. 16); the gradient of vb reaches only the
         variance. rescaled_mse: likewise, with vb times T / 1000.
         """
-        C = x0.shape[1]
         x_t = self.q_sample(x0, t, noise)
-        out = self.predict(model, x_t, t, **cond)
+        prediction, log_variance = self.predict(model, x_t, t, **cond)
         vb_scale = {"rescaled_kl": self.num_timesteps, "rescaled_mse": self.num_timesteps / 1000}.get(self.loss, 1)
         if self.loss.endswith("kl"):
-            p = self.p_mean_variance(out, x_t, t)
+            p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
-        prediction = out[:, :C]
         mse = mean_flat((self.target(x0, x_t, t, noise) - prediction) ** 2)
         if not self.learned_variance:
             return {"loss": mse, "mse": mse}
-        detached = torch.cat([prediction.detach(), out[:, C:]], dim=1)
-        p = self.p_mean_variance(detached, x_t, t)
+        p = self.p_mean_variance(prediction.detach(), log_variance, x_t, t)
         vb = vb_scale * self.vb_term(p, x0, x_t, t)
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 

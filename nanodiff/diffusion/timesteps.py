@@ -143,6 +143,5 @@ def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> T
 def quartile_sums(t, values, weight, process) -> torch.Tensor:
     """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
-    is_in = quarter[:, None] == torch.arange(4, device=t.device)  # (N, 4)
     weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
-    return (weighted[:, :, None] * is_in).sum(1)
+    return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)

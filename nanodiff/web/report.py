@@ -113,31 +113,6 @@ def thin(y: np.ndarray) -> np.ndarray:
     return np.unique(keep)
 
 
-def curves_of(run: Run, key: str, label: str, show_raw: bool) -> list[dict]:
-    """A metric's curve, none if it was not logged. Noisy ones are smoothed; `show_raw` adds what was logged.
-
-    Styles: "line", "raw" is faint and thin, "dots" marks each value.
-    """
-    points = sorted(run.logged.get(key, {}).items())
-    if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
-        return []
-    x, y = map(np.array, zip(*points))
-    if not key.startswith("train/"):
-        drawn = [(label, "dots", y)]
-    elif key == "train/lrm":
-        drawn = [(label, "line", y)]
-    else:
-        drawn = [(label, "line", smooth(y))]
-        if show_raw:
-            drawn.insert(0, ("not smoothed", "raw", y))
-    curves = []
-    for name, style, values in drawn:
-        rows = thin(values)
-        digits = [float(f"{value:.6g}") for value in values[rows]]
-        curves.append({"label": name, "style": style, "x": (x[rows] * run.per_step).tolist(), "y": digits})
-    return curves
-
-
 def in_words(key: str) -> str:
     """A curve's name: "validation loss of the average"; a chart's title if it has no other curve."""
     for part, words in WORDS.items():
@@ -162,16 +137,35 @@ def charts(runs: list[Run]) -> str:
 
 
 def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
-    """The (run, key, label) of `metrics`; the y axis is "", "zero" (from 0) or "log"."""
-    show_raw = sum(key.startswith("train/") for _, key, _ in metrics) == 1
-    drawn = []
+    """The (run, key, label) of `metrics`; the y axis is "", "zero" (from 0) or "log".
+
+    Noisy metrics are smoothed; a single one is also shown as it was logged. Styles of curves: "line", "raw" is faint
+    and thin, "dots" marks each value.
+    """
+    is_single = sum(key.startswith("train/") for _, key, _ in metrics) == 1
+    curves = []
     for i, (run, key, label) in enumerate(metrics):
-        for curve in curves_of(run, key, label, show_raw):
-            drawn.append(curve | {"colour": i})
-    if not drawn:
+        points = sorted(run.logged.get(key, {}).items())
+        if not any(value for _, value in points):  # MFU is 0 where the device's peak is unknown
+            continue
+        x, y = map(np.array, zip(*points))
+        if not key.startswith("train/"):
+            drawn = [(label, "dots", y)]
+        elif key == "train/lrm":
+            drawn = [(label, "line", y)]
+        else:
+            drawn = [(label, "line", smooth(y))]
+            if is_single:
+                drawn.insert(0, ("not smoothed", "raw", y))
+        for name, style, values in drawn:
+            rows = thin(values)
+            digits = [float(f"{value:.6g}") for value in values[rows]]
+            at = (x[rows] * run.per_step).tolist()
+            curves.append({"label": name, "style": style, "colour": i, "x": at, "y": digits})
+    if not curves:
         return ""
     unit = "step" if run.per_step == 1 else "images"
-    data = {"title": title, "unit": unit, "axis": axis, "curves": drawn}
+    data = {"title": title, "unit": unit, "axis": axis, "curves": curves}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
@@ -259,8 +253,7 @@ def evaluation(result: dict, run: Run) -> str:
     of = run.name if step is None else f"{run.name}, step {step:,}"
     columns = {"samples" if real else "": measured} if measured else {}
     for row in rows:
-        steps = f"{row.pop('sampler')}, {row.pop('steps')}"
-        columns[steps] = {key: value for key, value in row.items() if not isinstance(value, dict)}
+        columns[f"{row.pop('sampler')}, {row.pop('steps')}"] = flat(row)
     if real:
         columns["real images"] = real
     return f"""<h2>{escape(metric)} of {escape(of)}</h2>{table(columns)}
