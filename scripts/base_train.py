@@ -9,7 +9,7 @@ Train an image diffusion model: settings, setup, loop, end. Read it top to botto
 Rerunning the same command resumes where the run stopped. What it does, for the default, flow matching:
 
     repeat num_iterations times:
-        x0 = images in [-1, 1], t = one number in [0, 1] for each, noise = normal numbers
+        x0 = images in [-1, 1], t = a number in [0, 1] for each image, mostly near 0.5, noise = normal numbers
         x_t = (1 - t) * x0 + t * noise
         loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         step along the gradient of the loss; average the weights
@@ -17,8 +17,8 @@ Rerunning the same command resumes where the run stopped. What it does, for the 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
 
 Words: a codec turns stored images or latents into x0, and samples into pixels. A process is the mathematics: noising,
-loss, samplers. raw_model holds the weights, model is its compiled form. A micro-batch is what one rank takes in one
-forward pass; a step has as many as it needs. The null class stands for "no label".
+loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one of the run's processes, a
+micro-batch what it takes in one forward pass; a step has as many as it needs. The null class stands for "no label".
 """
 
 import functools
@@ -71,19 +71,19 @@ total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the hori
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
-eval_every = 0.04  # >= -1: steps between validation losses; here and below, 0 = only at the end, -1 = never;
-#                    less than 1 = this fraction of the run, but 250 steps or more
+eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here, in
+#                    sample_every and save_every, less than 1 = a fraction of the run, but 250 steps or more
 sample_every = 0.04  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
-resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with its settings only;
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any; other settings are refused;
 #                  changed = likewise, but rates and horizon may differ; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
 compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
-deterministic = False  # bitwise reproducible on CUDA, but slower; a CPU always is
+deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
 # Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
@@ -94,8 +94,8 @@ class_cond = True  # condition on labels, if the data set has them
 low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
 checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
 # Fine-tuning
-init_from = ""  # run, exported or published file to start from: its weights and, unless others are given, its settings
-#                 of the model and of what is learned (of a run: the newest checkpoint's first average); "" = weights
+init_from = ""  # run, exported or published file to start from: its weights (of a run: the newest checkpoint's first
+#                 average) and, unless others are given, its settings of the model and of what is learned; "" = weights
 #                 drawn from the seed; a file of adapters is continued
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 lora_rank = 0  # >= 0: train and save only adapters of this rank (LoRA), and classes that init_from lacks; 0 = off
@@ -161,9 +161,9 @@ variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: varia
 gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
-# Presets and the command line override the globals above; `config` is a dict of all of them. What is changed below
-# (sizes from rules, guidance that has no labels) is changed in both, so config.json records what was used. With
-# init_from, settings of shape and process that nobody gave are the source's.
+# Presets and the command line override the globals above; `config` is a dict of all, config.given of what was given.
+# What is changed below (sizes from rules, guidance that has no labels) is changed in both, so config.json records what
+# was used. With init_from, settings of shape and process that nobody gave are the source's.
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ if ddp_rank == 0:
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak, peak_source = peak_flops(device, compute_dtype)  # of one device, in FLOP/s
+peak, peak_source = peak_flops(device, compute_dtype)  # FLOP/s of one device: bf16 by the datasheet, or measured
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
@@ -191,7 +191,7 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model, unless a resumed run can do without; like: how it sees data (classes, scale)
+# source: init_from's model, unless a resumed run can do without; like: its classes and scale, which the data follow
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # adapters leave the input as it is; super-resolution of earlier versions has no null
+if fixed:  # the input has the channels that it had: adapters and older super-resolution have none for a null image
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -223,21 +223,21 @@ lora = with_adapters(raw_model, source, config, class_names) if lora_rank else N
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# The gradients of the weights are a third of the work, and frozen weights need none
+# Counted: matrix products, convolutions, attention. Gradients of weights are a third; frozen weights need none
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The size of the run: how many images, in what batches, at which rates. What is not given follows from the model:
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; parameters that learn; tokens of an image
-#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16
+#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
 #     steps  = images / batch
 #     rates  = lr, muon_lr times sqrt(batch / 64); lr of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
 # with the root of the batch was measured (runs/LOG.md). AdamW moves each weight by about the rate, and a wider layer
-# sums more of them; Muon scales itself.
+# adds up more such moves; Muon scales itself.
 
 # 1) The horizon: num_iterations, else num_epochs, else target_flops, else the ratio
 tokens = model_config.num_tokens
@@ -283,7 +283,7 @@ if epochs > 100:
     print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A few dozen evaluations, grids and checkpoints in a run, whatever its length
+# By default at most 25 evaluations, grids and checkpoints in a run
 
 eval_every, sample_every, save_every = (
     cadence(every, num_iterations) for every in (eval_every, sample_every, save_every)
@@ -336,7 +336,7 @@ sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-teaches = learns_guidance(config)  # cfg_scale is then for training, and no sample can ignore it
+teaches = learns_guidance(config)  # cfg_scale is then learned, so it is not ignored where samples do without
 guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
@@ -346,7 +346,7 @@ judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device)
-# Where neither cadence divides the other, a best step is saved when it is found
+# Only saved steps can be best; where neither cadence divides the other, the best is saved when it is found
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ report = LiveReport(run_dir)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
-# It stops after these three, not before, so that the last step too is saved, evaluated and sampled
+# It stops after the first three, so that the last step too is saved, evaluated and sampled
 
 
 def due(every):
@@ -406,7 +406,7 @@ def save():
     """Write this step's checkpoint, in a thread: training goes on. A collective."""
     saver.wait()  # the last save's copies are freed before these are made
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
-    seen_losses = host_copy(t_distribution.state_dict())  # a copy, as training goes on
+    seen_losses = host_copy(t_distribution.state_dict())
     if ddp_rank == 0:
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
@@ -416,18 +416,18 @@ def save():
         saved = {
             "step": step,
             "arch": arch,
-            "config": config,  # the settings
-            "command": sys.argv[1:],  # which goes on, rather than back again, if it has --resume=STEP
+            "config": config,
+            "command": sys.argv[1:],  # the same, rerun with --resume=STEP, goes on from here, not from STEP again
             "model_config": asdict(model_config),  # the shape that they give
             "data": codec.description,  # how the model sees images and classes
             "ema_rates": list(ema.rates),
-            "loop": progress.copy(),  # counters that a resume restores
+            "loop": progress.copy(),
         }
         if lora:
             saved["lora"] = lora
             save_adapters(run_dir, saved, tensors)
         saver.start(run_dir, step, tensors, saved, checkpoints_kept)
-    saver.step = step
+    saver.step = step  # on all ranks, which save together
 
 
 model = compiled(raw_model, device, num_iterations, compile)
@@ -441,9 +441,9 @@ stopping = False  # the same on all ranks, unlike stop.received
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
-# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to the order of
-# floating-point sums, the model depends neither on the number of ranks nor on device_batch_size, and the same command
-# resumes identically without saving any generator's state. Dropout masks alone depend on how the batch is cut.
+# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to rounding, and
+# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size, and the same
+# command resumes identically without saving any generator's state. Only dropout masks depend on how the batch is cut.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
@@ -453,7 +453,8 @@ while True:
     if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
-    # Evaluate with the averaged weights, but for val/loss; eagerly, as compiling for a few batches takes longer
+    # Evaluate the averaged weights (val/loss: the raw ones), but not if a signal asks to leave. Eagerly, as compiling
+    # for a few batches takes longer
     if not stopping and any(due(every) for every in (eval_every, bpd_every, fid_every, sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
@@ -505,21 +506,21 @@ while True:
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
-    process.done = step / num_iterations  # learned guidance starts late
+    process.done = step / num_iterations  # from the fraction guided_from on, guidance is learned
 
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast them in every micro-step
         optim.cast_weights(raw_model)
-    # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad over all of them
+    # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad, in fp32, over all of them
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # of a set of latents: take those of the mirrored image
+        flips = u_flip[rows] < 0.5 if flip else None  # a set of latents holds the mirrored images' too
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        # Drop some labels (and vectors), so that the model also learns to denoise without: guidance needs both
+        # Drop some labels (or other conditions), so that the model also learns to denoise without: guidance needs both
         cond = from_stored(stored_cond, codec.description, flips)
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -530,11 +531,11 @@ while True:
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each to an r < t of its own. Its loss is
-        # the mean of a smooth |u - target|. The target follows the map's own u most of the way and the teacher's
-        # velocity to the end, both without gradient (flow_map.py).
+        # the mean of a smooth |u - target|. The target is where the map's own jump, most of the way, and then the
+        # teacher's velocity lead; no gradient passes through either (flow_map.py).
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)
+            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
         optim.last_micro_step = micro_step == grad_accum_steps - 1
@@ -546,15 +547,15 @@ while True:
 
     # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
-    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. Ranks exchange
-    # nothing else but losses: on log lines, and for loss-second-moment.
+    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. In a step they
+    # exchange nothing else but losses: on log lines, and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
-    # loss-second-moment learns here at which t the losses are large; other distributions ignore it
+    # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
-    # A NaN ends the run here, before the update, with an error that names step and parameter; weights and newest
-    # checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
+    # A NaN or infinity ends the run here, before the update, with an error that names step and parameter; weights and
+    # newest checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()
         last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
