@@ -31,7 +31,7 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
 
 
 def make_grid(images, columns: int) -> np.ndarray:
-    """Images (C, H, W) uint8, C = 1 or 3, row by row on black, small ones enlarged: (H, W, 3) uint8.
+    """Images (C, H, W) uint8, C = 1 or 3, arrays or tensors, row by row on black, small ones enlarged: (H, W, 3) uint8.
 
     Images in a row share a shape.
     """
@@ -41,7 +41,7 @@ def make_grid(images, columns: int) -> np.ndarray:
     for first in range(0, len(images), columns):
         left = PADDING
         for image in images[first : first + columns]:
-            tile = image.transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
+            tile = np.asarray(image).transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
             tiles.append((top, left, tile))
             left += tile.shape[1] + PADDING
         top += tile.shape[0] + PADDING

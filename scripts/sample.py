@@ -13,11 +13,11 @@ Image i depends only on (seed, i) and its class. After a stop or a kill the same
 ranks, and writes the same bytes.
 """
 
-import math
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from configurator import configure
@@ -125,7 +125,7 @@ protocol |= {
     "cfg_channels": cfg_channels or "all",
     "guide": guide.described() if guide else None,
     "lora": f"{lora}, SHA-256 {sha256_of(lora)}" if lora else "",
-    "lora_scale": lora_scale if lora else None,
+    "lora_scale": lora_scale,
     "classes": classes or protocol["classes"],
     "class_names": loaded.class_names,
     "num_images": num_images,
@@ -144,8 +144,7 @@ if from_images and strength and not protocol["network_evaluations"]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Each rank draws its batches, except those already drawn
 
-size_of_part = math.gcd(8, batch_size) if is_mixed else batch_size  # of one shape
-store = SampleStore(output, protocol, num_images, size_of_part)
+store = SampleStore(output, protocol, samples.batches(np.arange(num_images), batch_size))
 if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks wait here for its folder
     print0(f"{num_images:,} images of this protocol are there already: {output}")
     leave_together()
@@ -179,7 +178,7 @@ elif rank == 0:
     num_shown, columns = len(images), samples.columns
     shown = samples.shown(range(num_shown))
     if shown:  # the second image, then the sample
-        images = [image for given, sample in zip(shown, images) for image in (given.numpy(), sample)]
+        images = [image for pair in zip(shown, images) for image in pair]
         columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, {"protocol": store.protocol}))

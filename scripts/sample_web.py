@@ -156,7 +156,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     columns = samples.columns
 
     def send_picture(images, text=None, **event):  # (C, H, W) uint8 each
-        png = encode_png(make_grid([image.numpy() for image in images], columns), text)
+        png = encode_png(make_grid(images, columns), text)
         send(picture=base64.b64encode(png).decode(), **event)
 
     every = -(-asked["steps"] // MOST_FRAMES)
@@ -169,11 +169,10 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
 
     if given := samples.shown(range(n)):
         send_picture(given, step=0, steps=asked["steps"])
-    images = {}
-    for ids in samples.batches(range(n), n):
+    images = []
+    for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):
-            images |= zip(ids, samples.images(ids, on_step))
-    images = [images[i] for i in range(n)]
+            images += samples.images(ids, on_step)
     warning = codec.undecodable
     if samples.not_finite:
         warning = f"{samples.not_finite} of the images are not finite (NaN)"

@@ -10,16 +10,18 @@ import pytest
 from conftest import refused
 from processes import FORK, Started
 
+from nanodiff.common import in_batches
 from nanodiff.sampling import store as module
 from nanodiff.sampling.store import SampleStore
 
 PROTOCOL = {"steps": 50, "guide": None, "cfg_interval": [0.0, 1.0]}
 IMAGES = np.random.default_rng(0).integers(0, 256, (23, 4, 5, 3), np.uint8)
 LABELS = np.arange(23) % 7
+PARTS = in_batches(np.arange(23), 4)
 
 
 def make(tmp_path, protocol=PROTOCOL):
-    return SampleStore(tmp_path / "a.npz", protocol, num_images=23, size=4)
+    return SampleStore(tmp_path / "a.npz", protocol, PARTS)
 
 
 def draw(store, parts=None):
@@ -56,7 +58,7 @@ def test_images_of_another_protocol_are_never_mixed_nor_replaced(tmp_path, expec
     other = make(tmp_path, PROTOCOL | {"steps": 51})
     refused(r"a\.npz holds images of another protocol: choose another out, or remove it", other.open)
     (tmp_path / "a.npz").write_bytes(expected[:-9])
-    refused(r"a\.npz is no file of scripts/sample\.py", make(tmp_path).open)
+    refused(r"a\.npz is damaged", make(tmp_path).open)
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -64,7 +66,7 @@ def test_one_process_at_a_time(tmp_path):
     store.open()
     refused("another process is drawing the same images in ", make(tmp_path).open)
     (tmp_path / "file").touch()
-    below = SampleStore(tmp_path / "file" / "a.npz", PROTOCOL, 1, 1)
+    below = SampleStore(tmp_path / "file" / "a.npz", PROTOCOL, PARTS)
     refused("cannot write to .*file.*Not a directory; see out", below.open)
 
 
@@ -80,7 +82,7 @@ def test_kill_9(tmp_path, expected, moment):
             os.fsync = kill
         draw(store)
         if moment == "file":
-            module.np.lib.format.write_array = kill  # after arr_0
+            module.np.savez = kill
         elif moment == "rename":
             os.replace = kill
         else:
@@ -110,5 +112,5 @@ def test_no_room_on_the_disk(tmp_path, limit, parts):
             finish(store)
 
     assert Started(without_room, context=FORK).wait().returncode == 0
-    left = sorted(p.name for p in make(tmp_path).folder.iterdir())
+    left = sorted(p.name for p in make(tmp_path).folder.iterdir() if p.name != "raw")
     assert left == [".lock", *(f"{k:06d}.npy" for k in range(parts))]

@@ -160,7 +160,7 @@ class SampleQuality:
         """`compare` of samples drawn with seed 0, the same on all ranks."""
         codec.keep_loaded()
         samples = ModelSamples(model, process, codec, settings, inputs=self.inputs)
-        batches = samples.batches(range(self.num_images), batch_size)
+        batches = samples.batches(np.arange(self.num_images), batch_size)
         found = collect_features(samples.images, batches, self.network, "samples")
         figures = {} if found is None else compare(self.metric, found, self.reference)
         return from_first_rank(figures, "samples' figures")

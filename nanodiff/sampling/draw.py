@@ -55,7 +55,7 @@ def in_words(protocol: dict) -> str:
 
 def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
     """Class numbers from numbers and names, "ring,3"; None for ""."""
-    known = {name: number for number, name in enumerate(class_names) if not name.isdecimal()}
+    known = {name: number for number, name in enumerate(class_names)}
     known |= {str(number): number for number in range(len(class_names))}
     chosen = []
     for given in classes.split(",") if classes else []:
@@ -110,10 +110,6 @@ class ModelSamples:
     @property
     def num_classes(self) -> int:
         return self.model.config.num_classes
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -180,32 +176,27 @@ class ModelSamples:
         turns = self.turns
         return torch.from_numpy(turns.labels[[turns.rows(i, self.shape_of(i)) for i in ids]])
 
-    def batches(self, ids, batch_size: int) -> list[np.ndarray]:
-        """Split ids into batches in which all samples have one shape."""
-        by_shape = {}
-        for i in ids:
-            by_shape.setdefault(self.shape_of(i), []).append(i)
-        batches = []
-        for alike in by_shape.values():
-            batches += in_batches(np.array(alike), batch_size)
-        return batches
+    def batches(self, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
+        """Consecutive ids from 0 on, in batches of one shape."""
+        return in_batches(ids, math.gcd(8, batch_size) if self.is_mixed else batch_size)
 
     def draw(self, ids, on_step=None) -> torch.Tensor:
         """x0 (n, C, H, W) of samples `ids` of one shape, in [-1, 1], or latents.
 
         Step i calls on_step(i, steps, prediction of x0).
         """
+        device = next(self.model.parameters()).device
         shape = self.shape_of(ids[0])
         cond = {"y": self.labels(ids)} if self.num_classes else {}
         cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
-        cond = {name: x.to(self.device) for name, x in cond.items()}
+        cond = {name: x.to(device) for name, x in cond.items()}
         known = None
         if self.given:
             stored = self.given.images[np.asarray(ids) % len(self.given.images)]
-            x0 = self.codec.to_x0(torch.from_numpy(stored).to(self.device))
-            known = Known(x0, self.given.strength, self.given.mask.to(self.device))
+            x0 = self.codec.to_x0(torch.from_numpy(stored).to(device))
+            known = Known(x0, self.given.strength, self.given.mask.to(device))
         generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
-        noise = generator.randn((len(ids), *shape), self.device)
+        noise = generator.randn((len(ids), *shape), device)
         more = {"generator": generator, "progress": on_step, "known": known}
         x0 = sample_images(self.model, self.process, self.settings, noise, cond, **more)
         is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
@@ -251,15 +242,14 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
             n = columns * num_classes
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
-    per_batch = min(batch_size, -(-n // world))  # every rank draws something
-    batches = in_batches(np.arange(n), per_batch if len(codec.shapes) == 1 else math.gcd(columns, per_batch))
+    batches = samples.batches(np.arange(n), min(batch_size, -(-n // world)))  # every rank draws something
 
-    def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8
+    def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each
         pictures = [samples.images(ids)]
         if image:
             truth, _ = stored_images(val_set, image.rows(ids, samples.shape_of(ids[0])), codec, device)
             pictures = [samples.shown(ids), *pictures, codec.to_pixels(truth)]
-        return [picture.numpy() for row in zip(*pictures) for picture in row]
+        return [picture for row in zip(*pictures) for picture in row]
 
     parts = gather_batches(draw, batches, "grid")
     if rank > 0:

@@ -37,7 +37,7 @@ class Given:
     described: dict  # for protocols
 
 
-def read_given(where: str, samples) -> np.ndarray:
+def read_from_images(where: str, samples) -> np.ndarray:
     """The images of an .npz (arr_0), .npy or folder. Files are scaled."""
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))

@@ -16,7 +16,7 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes, parse_size
-from nanodiff.sampling.given import read_given, start_from
+from nanodiff.sampling.given import read_from_images, start_from
 from nanodiff.sampling.inputs import READERS, open_inputs
 
 
@@ -56,7 +56,7 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     size = parse_size(asked.size, loaded.model.config, codec)
     samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
     if asked.from_images:
-        start_from(samples, read_given(asked.from_images, samples), asked.from_images, asked.strength, asked.mask)
+        start_from(samples, read_from_images(asked.from_images, samples), asked.from_images, asked.strength, asked.mask)
         if size:
             raise UserError(f"size={asked.size!r} with from_images; accepted: the model's own size")
     elif asked.mask or asked.strength != taken.strength:
@@ -108,16 +108,14 @@ def check_guide(guide, loaded) -> None:
     """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
     if loaded.config["objective"].startswith("flow_map"):
         raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
-    inputs = ("image_size", "in_channels", *FIELDS)
-    process = ("noise_schedule", "num_timesteps", "rescale_timesteps", "time_input")  # where it has them
-    latents = ("sha256", "offset", "scale")
 
     def facts(model) -> dict:
-        found = {key: getattr(model.model.config, key) for key in inputs} | {"objective": model.config["objective"]}
-        found |= {key: getattr(model.process, key, None) for key in process}
-        return found | {key: model.data.get("latents", {}).get(key) for key in latents}
+        found = vars(model.process) | vars(model.model.config) | model.data.get("latents", {})
+        return found | {"objective": model.config["objective"]}
 
-    theirs = facts(guide)
-    differing = [key for key, value in facts(loaded).items() if theirs[key] != value]
+    keys = ("objective", "noise_schedule", "num_timesteps", "rescale_timesteps", "time_input")
+    keys += ("image_size", "in_channels", *FIELDS, "sha256", "offset", "scale")
+    ours, theirs = facts(loaded), facts(guide)
+    differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
         raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")

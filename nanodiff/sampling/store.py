@@ -5,38 +5,36 @@ import itertools
 import json
 import os
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, in_batches
+from nanodiff.common import UserError
 from nanodiff.data.dataset import write_npy
+from nanodiff.data.sources import open_arrays
 from nanodiff.files import fsync_dir, lock_file, reading, writing
 
 
 class SampleStore:
-    """The images 0 ... num_images - 1 of the file `output`, drawn in parts of `size` consecutive images.
+    """The images of the file `output`, drawn in `parts`: the numbers (n,) of each, consecutive.
 
     Parts lie beside `output` in a hidden folder named by a hash of `protocol`, which holds all that the images depend
     on. Rerunning the command continues from the parts on disk, on any number of ranks, and writes the same bytes. Only
     rank 0 calls `open`, `write_npz` and `close`; the ranks share a file system.
     """
 
-    def __init__(self, output: Path, protocol: dict, num_images: int, size: int):
+    def __init__(self, output: Path, protocol: dict, parts: list[np.ndarray]):
         self.output = output
         self.protocol = json.dumps(protocol)
         name = hashlib.sha256(self.protocol.encode()).hexdigest()[:16]
         self.folder = output.with_name(f".{name}.parts")
-        self.num_images = num_images
-        self.parts = in_batches(np.arange(num_images), size)  # the image numbers of each
+        self.parts = parts
+        self.num_images = sum(map(len, parts))
 
     def open(self) -> bool:
         """Lock the folder; True if `output` is complete already. UserError if it is an .npz of another protocol."""
         if self.output.suffix == ".npz" and self.output.exists():
-            fault = "is no file of scripts/sample.py: remove it, or choose another out"
-            with reading(self.output, fault), np.load(self.output, allow_pickle=False) as file:
-                protocol = str(file["protocol"])
+            _, _, protocol = open_arrays(self.output)
             if protocol != self.protocol:
                 raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
             return True
@@ -62,7 +60,7 @@ class SampleStore:
     def read(self, k: int) -> np.ndarray:
         """Part k, memory-mapped."""
         with reading(self.path(k), "is damaged; remove it"):
-            return np.load(self.path(k), mmap_mode="r", allow_pickle=False)
+            return np.load(self.path(k), mmap_mode="r")
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
@@ -72,19 +70,15 @@ class SampleStore:
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
 
-        The bytes are those of numpy.savez, with one part in memory at a time.
+        numpy.savez copies the images from the disk, a few at a time.
         """
-        whole = self.folder / "whole.npz"
-        with writing(whole) as file, zipfile.ZipFile(file, "w") as archive:  # stored, and always dated 1980
-            with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-                header = np.lib.format.header_data_from_array_1_0(self.read(0))
-                header["shape"] = (self.num_images, *header["shape"][1:])
-                np.lib.format.write_array_header_1_0(member, header)
-                for k in range(len(self.parts)):
-                    member.write(self.read(k).data)
-            for name, array in (("arr_1", labels), ("labels", labels), ("protocol", np.array(self.protocol))):
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
+        raw, whole, first = self.folder / "raw", self.folder / "whole.npz", self.read(0)
+        with open(raw, "wb") as file:
+            for k in range(len(self.parts)):
+                file.write(self.read(k).data)
+        images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
+        with writing(whole) as file:
+            np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
         os.replace(whole, self.output)
         fsync_dir(self.output.parent)
 
