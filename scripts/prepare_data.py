@@ -20,13 +20,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
 from nanodiff.data.parts import make_parts
-from nanodiff.data.sources import SOURCES, Options, open_source  # noqa: F401 (a setting names SOURCES)
+from nanodiff.data.sources import SOURCES, Options, open_source, state_of  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,31 +65,26 @@ if verify:
     count, size = dataset.verify(dataset.open_dataset(verify))
     print0(f"data set {verify!r} is intact: {count} files, {size / 1e6:,.1f} MB, each matches its SHA-256")
     sys.exit()
-if source == "auto" and not path:
-    raise UserError("give --path=... of the images, or --source=shapes or --source=cifar10")
 if classes and not name:
     raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
 if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
     raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
 as_given = {setting: config[setting] for setting in Options.__annotations__}
-options = Options(**as_given | {"range": None, "side_unit": 0})
+options = Options(**as_given | {"range": None})
 if range:
     try:
-        options.range = low, high = tuple(float(x) for x in range.split(","))
-        is_range = -math.inf < low < high < math.inf
+        low, high = map(float, range.split(","))
     except ValueError:
-        is_range = False
-    if not is_range:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
         raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
-if aspect_buckets:
-    options.side_unit = side_unit or max(2, resolution // 16)
+    options.range = low, high
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-options.workers = workers or cores
 if not name:
     name = source
-    if path:
+    if path and source not in ("cifar10", "mnist"):
         stem = os.path.basename(os.path.abspath(path))
-        name = source if source in ("cifar10", "mnist") else stem.split(".")[0] or stem
+        name = stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,27 +95,18 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
     images_in = open_source(source, path, options)
     class_names = images_in.class_names
     if classes:  # keep only their images, numbered 0, 1, ... in the source's order
-        wanted = classes.split(",")
-        unknown = [one for one in wanted if one not in class_names]
-        if unknown:
-            known = ", ".join(class_names) or "none"
-            raise UserError(f"classes={classes!r}: no class {unknown[0]!r}; the source has: {known}")
-        numbers = [class_names.index(one) for one in class_names if one in wanted]
+        numbers = sorted({*dataset.match_labels(classes.split(","), class_names, f"classes={classes!r}")})
         class_names = [class_names[number] for number in numbers]
         items = images_in.items
         images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
-    writer.meta["class_names"] = class_names
-    writer.meta["resolution"] = resolution
-    writer.meta |= images_in.meta
-    if images_in.dtype != "uint8":
-        writer.meta |= {"kind": "arrays", "dtype": images_in.dtype, "range": images_in.range}
-        print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.range))
-    plan = asdict(options) | {
+    writer.meta |= {"class_names": class_names, "resolution": resolution} | images_in.meta
+    if "range" in images_in.meta:
+        print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
+    plan = config | {
         "workers": 0,  # any number makes the same parts
-        "source": source,
+        "overwrite": False,
         "path": os.path.abspath(path),
-        "classes": classes,
-        "files": images_in.state,
+        "files": state_of(images_in.files),
     }
     writer.resume(plan)
     need_mb = 3 * images_in.num_images * resolution**2 / 1e6  # 0 if the resolution is the images' own
@@ -130,7 +115,7 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
         raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
     skipped, counts, per_class = [], Counter(), Counter()
     with Progress(images_in.num_images, "images", "preparing") as bar:
-        for note in make_parts(images_in, resolution, writer.folder, options.workers):
+        for note in make_parts(images_in, resolution, writer.folder, workers or cores):
             for group in note["groups"]:
                 per_class.update(group["y"])
                 cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
@@ -164,9 +149,8 @@ sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in mad
 labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
-for condition, row in made.cond(0).items():
-    if condition != "y":
-        labelled += f", {condition} of {'x'.join(map(str, row.shape))}"
+if vectors:
+    labelled += f", vectors of {'x'.join(map(str, made.cond(0)['vectors'].shape))}"
 print0(
     f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {labelled}; "
     f"train on it: python -m scripts.base_train --data={writer.path.name}"

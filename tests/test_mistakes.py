@@ -141,7 +141,7 @@ MISTAKES = [
     ((*PREPARE, "--source=shapes", "--name=tiny"), "tiny"),
     ((*BUCKETS, "--resolution=18"), "resolution=18; accepted with aspect_buckets: multiples of 16"),
     (BUCKETS, "resolution=0; accepted with aspect_buckets: multiples of 16"),
-    ((*BUCKETS, "--path=", "--source=shapes", "--resolution=16"), "aspect_buckets is for image files"),
+    ((*BUCKETS, "--path=", "--source=shapes", "--resolution=16"), "aspect_buckets=True is for image files"),
     ((*CACHE, "--autoencoder="), "give --data=NAME of an image set and --autoencoder=PATH"),
     ((*CACHE, "--data=nowhere"), "no data set 'nowhere'"),
     ((*CACHE, "--autoencoder=nowhere"), "no such file: nowhere"),

@@ -99,7 +99,7 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
     return table
 
 
-def samples(streams: list, suffixes: tuple, table: dict, options, ignored: Counter) -> Iterator[tuple]:
+def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tuple) -> Iterator[tuple]:
     """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes.
 
     Neighbours that share their path up to the last suffix are an image and what lies beside it. Files that are not
@@ -191,6 +191,8 @@ def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
     places = split_folders(places)
     if labels == "auto" and not any(place.label for place in places):
         labels = "folder" if not has_table and any(place.folder for place in places) else "none"
+        if has_table:
+            print0("unlabelled, as the table beside the images has no classes (--labels=folder takes the folders')")
     if labels == "none":
         return []
     if labels == "folder":

@@ -48,7 +48,7 @@ def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> I
 
 def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
     """The items of each part, whose files and images fit into a shard."""
-    image_bytes = (3 + source.meta.get("given", {}).get("channels", 0)) * resolution**2
+    image_bytes = (3 + source.meta.get("given_channels", 0)) * resolution**2
     most = images_per_part(source.num_images, image_bytes or 2**19)  # a guess before they are decoded
     task, size = [], 0
     for item in source.items:

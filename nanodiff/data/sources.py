@@ -4,7 +4,7 @@ import functools
 import glob
 import hashlib
 import itertools
-import json
+import os
 import posixpath
 import zipfile
 from array import array
@@ -20,7 +20,7 @@ from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
 from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_folder, open_unzipped, read_tar
 from nanodiff.data.decode import Item, aspect_ratio, decode_second, import_pillow
-from nanodiff.data.labels import LABELS, Place, classify, find_table, samples, val_mask
+from nanodiff.data.labels import Place, classify, find_table, samples, val_mask
 from nanodiff.files import download, reading, writing
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -41,8 +41,8 @@ class Options:
     captions: str = ""  # file to write them to
     val_fraction: float = 0.05
     seed: int = 0
-    workers: int = 1  # threads that decode image files
-    side_unit: int = 0  # sides of buckets are multiples of it; 0 = no buckets
+    aspect_buckets: bool = False
+    side_unit: int = 0  # sides of buckets are multiples of it; 0 = resolution / 16
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     vectors: str = ""  # file of a vector per image
     pairs: str = ""  # folder or array of second images
@@ -59,12 +59,9 @@ class Source:
     items: Iterator[Item]
     unread: Callable[[], Iterator[Item]] | None = None  # items of image files, without their content
     files: list[str | Path] = field(default_factory=list)  # that they are read from
-    state: str = ""  # hash of the files' names, sizes and times
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
-    meta: dict = field(default_factory=dict)  # "given": channels and scaling of second images, as in meta.json
-    dtype: str = "uint8"  # dtype of the source's arrays; others than uint8 become fp16
-    range: tuple[float, float] = (0, 255)
+    meta: dict = field(default_factory=dict)  # for meta.json: of second images, and of arrays that become fp16
     num_clipped: int = 0  # values beyond the range; grows with the items
 
 
@@ -89,38 +86,46 @@ def open_source(source: str, path: str, options: Options) -> Source:
         file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
-    elif not path and source != "shapes":
-        raise UserError(f"source={source!r} needs --path=..., the file or folder to read")
-    if source != "shapes" and not file.exists() and not glob.glob(str(file)):
-        raise UserError(f"path={path!r} is no file or folder, and no pattern of tars")
+    elif source != "shapes" and not (path and (file.exists() or glob.glob(str(file)))):
+        raise UserError(
+            f"path={path!r} is no file, folder or pattern of tars; only --source=shapes and cifar10 need none"
+        )
     if source == "auto":
         source = detect(file)
     if source in CONTAINERS:
         found = read_images(file, source, options)
     else:
-        for setting in ("side_unit", "labels", "label_column", "caption_column", "captions"):
+        for setting in ("aspect_buckets", "labels", "label_column", "caption_column", "captions"):
             value = getattr(options, setting)
             if value not in (0, "", "auto", "none"):
-                name = "aspect_buckets" if setting == "side_unit" else f"{setting}={value!r}"
-                raise UserError(f"{name} is for image files, not source={source!r}; labels accepted: auto, none")
+                raise UserError(
+                    f"{setting}={value!r} is for image files, not source={source!r}; labels accepted: auto, none"
+                )
         found = READERS[source](file, options)
-        found.files = sorted(file.iterdir()) if file.is_dir() else [file] * bool(path)
+        if path:
+            found.files = [file, *sorted(file.glob("*"))]
+    found.files.append(Path(options.labels).expanduser())
     if options.labels == "none":
         found.class_names = []
-    if options.range and found.dtype == "uint8":
+    if options.range and "range" not in found.meta:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
     if options.vectors:
         add_vectors(found, Path(options.vectors).expanduser())
     if options.pairs:
         add_pairs(found, Path(options.pairs).expanduser(), options.pairs_scaling)
-    tables = [options.vectors, "" if options.labels in LABELS else options.labels]
-    read = [Path(name).expanduser() for name in [*filter(None, tables), *found.files]]
-    stats = [(str(file), file.stat()) for file in read if file.exists()]  # not a link to nowhere
-    facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    found.state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
+
+
+def state_of(files: list[str | Path]) -> str:
+    """A hash of the names, sizes and times of those files that are there."""
+    digest = hashlib.sha256()
+    for file in files:
+        if os.path.exists(file):  # else a link to nowhere
+            stat = os.stat(file)
+            digest.update(os.fsencode(f"{file} {stat.st_size} {stat.st_mtime_ns}\n"))
+    return digest.hexdigest()
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
@@ -129,24 +134,24 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     print0(f"listing the files in {path}")
     files, streams = CONTAINERS[kind](path)
     table = find_table(streams, options)
-    read = functools.partial(samples, streams, table=table or {}, options=options)
     ignored, unknown, num_captions = Counter(), set(table or ()), 0
-    places, place_of, ratios = {}, array("I"), array("d")
-    for name, payload, label, caption in read(SUFFIXES if options.side_unit else (), ignored=ignored):
+    read = functools.partial(samples, streams, table or {}, options, ignored)
+    places, place_of, ratios = {}, [], array("d")
+    for name, payload, label, caption in read(SUFFIXES if options.aspect_buckets else ()):
         if options.labels == "file":
             start, underscore, _ = posixpath.basename(name).partition("_")
             label = start if underscore else ""
         key = posixpath.dirname(name), label
-        number, place = places.setdefault(key, (len(places), Place(*key, name)))
-        place_of.append(number)
+        place = places.setdefault(key, Place(*key, name))
         place.count += 1
+        place_of.append(place)
         unknown.discard(name)
         num_captions += bool(caption)
-        if options.side_unit:
+        if options.aspect_buckets:
             ratios.append(aspect_ratio(payload))
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
-    places = [place for _, place in places.values()]
+    places = list(places.values())
     has_labels = any(place.label for place in places)
     for setting, found in (("label_column", has_labels), ("caption_column", num_captions), ("captions", num_captions)):
         if getattr(options, setting) and not found:
@@ -157,20 +162,18 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
-    if table is not None and options.labels == "auto" and not has_labels:
-        print0("unlabelled, as the table beside the images has no classes (--labels=folder takes the folders')")
     class_names = classify(places, options.labels, table is not None)
     held_out = val_mask(len(place_of), options.val_fraction, options.seed)
     sizes = []
-    if options.side_unit:
-        ratios = [x for x, i in zip(ratios, place_of) if x > 0 and places[i].split is not None]  # NaN: unreadable
-        sizes = choose_sizes(np.array(ratios), options.resolution, options.side_unit, options.bucket_images)
+    if options.aspect_buckets:
+        ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
+        unit = options.side_unit or max(2, options.resolution // 16)
+        sizes = choose_sizes(np.array(ratios), options.resolution, unit, options.bucket_images)
 
     def items(suffixes=()):
-        for i, (name, payload, _, caption) in enumerate(read(suffixes, ignored=Counter())):
-            place = places[place_of[i]]
+        for (name, payload, _, caption), place, is_held_out in zip(read(suffixes), place_of, held_out):
             if place.split is not None:
-                is_val = place.split == "val" if place.split else held_out[i]
+                is_val = place.split == "val" if place.split else is_held_out
                 yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
@@ -178,17 +181,18 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
             for item in items():
                 file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
     num_images = sum(place.count for place in places if place.split is not None)
-    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes=sizes)
+    return Source(num_images, class_names, items(SUFFIXES), items, files, sizes)
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
-    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), labels (n,)); of split "" a share is held out."""
+    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), labels (n,) or None); of split "" a share is
+    held out."""
     held_out = val_mask(num_images, options.val_fraction, options.seed)
 
     def items():
         numbers = itertools.count()
         for split, images, labels in blocks:
-            for image, label, i in zip(images, labels, numbers):
+            for image, label, i in zip(images, itertools.repeat(0) if labels is None else labels, numbers):
                 is_val = split == "val" if split else held_out[i]
                 yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), int(label), is_val)
 
@@ -263,7 +267,7 @@ def read_idx(path: Path, options: Options) -> Source:
         raise UserError(f"{path} has {num_labels:,} labels for {num_images:,} images")
     class_names = class_numbers(np.concatenate(labels) if labels else None)
     splits = files if len(files) > 1 else [""]
-    blocks = zip(splits, images, labels or [itertools.repeat(0)] * len(files))
+    blocks = zip(splits, images, labels or [None] * len(files))
     return array_source(blocks, num_images, class_names, options)
 
 
@@ -278,9 +282,9 @@ def mapped(path: Path, name: str) -> np.ndarray:
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
         with archive.open(info) as member, open(path, "rb") as file:
-            version = np.lib.format.read_magic(member)
-            if info.compress_type != zipfile.ZIP_STORED or version != (1, 0):
+            if info.compress_type != zipfile.ZIP_STORED:
                 return load_arrays(path, name)[name]
+            np.lib.format.read_magic(member)
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
             file.seek(info.header_offset + 26)  # lengths of the local header's name and extra field
             start = info.header_offset + 30 + sum(np.fromfile(file, "<u2", 2)) + member.tell()
@@ -320,7 +324,6 @@ def read_arrays(path: Path, options: Options) -> Source:
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: squares, or uint8 with 1 or 3 channels, which can be scaled")
     facts = len(images), class_numbers(labels), options
-    labels = itertools.repeat(0) if labels is None else labels
     if is_bytes:
         return array_source([("", images, labels)], *facts)
     found = float(images.min()), float(images.max())  # NaN if there is one
@@ -342,7 +345,7 @@ def read_arrays(path: Path, options: Options) -> Source:
             yield x.clip(-1, 1).astype(np.float16)
 
     source = array_source([("", scaled(), labels)], *facts)
-    source.dtype, source.range = str(images.dtype), (low, high)
+    source.meta = {"kind": "arrays", "dtype": str(images.dtype), "range": (low, high)}
     return source
 
 
@@ -369,6 +372,7 @@ def add_vectors(source: Source, path: Path) -> None:
     names, vectors = read_vectors(path)
     if not vectors.any():
         raise UserError(f"vectors={str(path)!r} holds nothing but zeros")
+    source.files.append(path)
     source.arrays["vectors"] = vectors
     rows = matched(source, names, len(vectors), "vectors", path)
     source.items = (item._replace(row=row) for item, row in rows)
@@ -415,7 +419,7 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
     rows = matched(source, names, len(seconds), "pairs", path, stem)
     channels = len(decode_second(seconds[0], scaling, 0, 1, 1))
     source.files += files
-    source.meta = {"given_channels": channels, "given_scaling": scaling}
+    source.meta |= {"given_channels": channels, "given_scaling": scaling}
     source.items = (item._replace(second=(seconds[row], scaling, channels)) for item, row in rows)
 
 
