@@ -442,7 +442,7 @@ saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
 # of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to rounding, and
-# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size, and the same
+# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size; the same
 # command resumes identically without saving any generator's state. Only dropout masks depend on how the batch is cut.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
