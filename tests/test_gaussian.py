@@ -98,8 +98,8 @@ def test_published_steps(published):
 
     def steps(sampler, **options):
         """One step of each image, each from its own timestep."""
-        rows = [sampler(process, model, x_t[n : n + 1], i, **options) for n, i in enumerate(want["t"])]
-        return torch.cat([x for x, _ in rows])
+        rows = zip(want["t"], *(x.split(1) for x in (x_t, mean, log_variance, x0)))
+        return torch.cat([sampler(process, x, i, p, **options) for i, x, *p in rows])
 
     class Rows:  # hands out the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
         def __init__(self, first):

@@ -5,7 +5,6 @@ Notation of DDPM (Ho et al. 2020, arXiv:2006.11239) with t from 0: q(x_t | x_0) 
 """
 
 import copy
-import functools
 import math
 import re
 from dataclasses import dataclass
@@ -91,27 +90,28 @@ def mean_flat(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samplers: step(process, denoiser, x_t, i, x0_last, generator, eta) -> (x_{t-1}, prediction of x0) at timestep i, an
-# int; x0_last is the last step's prediction, or None. A new sampler is one such function and its entry in SAMPLERS.
+# Samplers: step(process, x_t, i, p, x0_last, generator, eta) -> x_{t-1} at timestep i, an int; p are the mean and
+# log_variance of p(x_{t-1} | x_t) and the prediction of x0, x0_last is that of the last step, or None. A new sampler is
+# one such function and its entry in SAMPLERS.
 
 
 def full(x, i: int):
     return torch.full((len(x),), i, device=x.device)  # t (N,) int64: every image at timestep i
 
 
-def ddpm(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
+def ddpm(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
-    mean, log_variance, x0 = process.denoise(denoiser, x_t, full(x_t, i))
+    mean, log_variance, _ = p
     if i == 0:
-        return mean, x0
+        return mean
     std = torch.exp(0.5 * log_variance)
-    return mean + std * generator.randn_like(x_t), x0
+    return mean + std * generator.randn_like(x_t)
 
 
-def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
+def ddim(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
-    _, _, x0 = process.denoise(denoiser, x_t, t)
+    _, _, x0 = p
     eps = process.eps_from_x0(x_t, t, x0)
     at = process.at(t)
     variance = eta**2 * at.posterior_variance  # sigma_t^2 of eq. 16
@@ -119,25 +119,25 @@ def ddim(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
     x_prev = at.sqrt_alpha_bar_prev * x0 + direction
     if eta:
         x_prev = x_prev + variance.sqrt() * generator.randn_like(x_t)
-    return x_prev, x0
+    return x_prev
 
 
-def dpmpp(process, denoiser, x_t, i, x0_last=None, generator=torch, eta=0.0):
+def dpmpp(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
-    _, _, x0 = process.denoise(denoiser, x_t, full(x_t, i))
+    _, _, x0 = p
     if i == 0:  # lambda = infinity
-        return x0, x0
+        return x0
     alpha, sigma = process.tables["sqrt_alpha_bar"], process.tables["sqrt_one_minus_alpha_bar"]
-    lam = lambda t: math.log(alpha[t] / sigma[t])
-    h = lam(i - 1) - lam(i)
+    lam = np.log(alpha / sigma)
+    h = lam[i - 1] - lam[i]
     D = x0  # the first step is DDIM's
     if x0_last is not None:
-        r = (lam(i) - lam(i + 1)) / h
+        r = (lam[i] - lam[i + 1]) / h
         c = 1 / (2 * r)
         D = (1 + c) * x0 - c * x0_last
     shrink = sigma[i - 1] / sigma[i]
     gain = alpha[i - 1] * math.expm1(-h)
-    return x_t * shrink - D * gain, x0  # tensors first: numpy's numbers would turn them into arrays
+    return x_t * shrink - D * gain  # tensors first: numpy's numbers would turn them into arrays
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
@@ -385,8 +385,9 @@ class GaussianDiffusion:
             T = round(known.strength * T)
             x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
-            told = functools.partial(denoiser, at=process.model_t[i] / process.t_end)
-            x_t, x0 = SAMPLERS[sampler](process, told, x_t, i, x0, generator, eta)
+            p = process.denoise(denoiser, x_t, full(x_t, i), at=process.model_t[i] / process.t_end)
+            x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
+            _, _, x0 = p
             if known is not None:
                 x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
             if progress is not None:

@@ -6,6 +6,7 @@ It judges samples: do they show the requested classes, and how far are their fea
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -115,26 +116,26 @@ def train_classifier(train, val, device) -> Classifier:
         raise UserError(f"a classifier needs labels of 2 or more classes, this data set has {train.num_classes}")
     device = torch.device(device)
     classifier = initialise(Classifier(train.channels, train.resolution, train.num_classes))
-    classifier = classifier.to(device, memory_format=torch.channels_last)
+    classifier.to(device, memory_format=torch.channels_last)
 
     images, labels = (x.to(device) for x in load_images(train, classifier.resolution))
     num_steps, batch_size = plan_training(len(images), epochs=1 if train.name in SHAPES else 3)
     steps_per_epoch = len(images) // batch_size
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.01, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, num_steps, pct_start=0.2)
     bf16 = choose_dtype("auto", device) == torch.bfloat16
     with Progress(num_steps * batch_size, "images", "training a classifier") as bar:
         for step in range(num_steps):
             if step % steps_per_epoch == 0:
                 generator = make_generator(0, step)
-                batches = torch.randperm(len(images), generator=generator).to(device).split(batch_size)
+                batches = torch.randperm(len(images), generator=generator).split(batch_size)
             rows = batches[step % steps_per_epoch]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 _, logits = classifier(shift(images[rows], generator))
             F.cross_entropy(logits.float(), labels[rows], label_smoothing=0.1).backward()
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             bar.update(batch_size)
 
     images, labels = load_images(val, classifier.resolution)
@@ -157,7 +158,7 @@ def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
 def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
     order = torch.randperm(dataset.num_images, generator=make_generator(seed))
-    chosen = order[:MAX_IMAGES].sort().values.numpy()
+    chosen = np.sort(order[:MAX_IMAGES])
     parts = []
     for rows in dataset.batches(chosen, 1000):
         images = torch.as_tensor(dataset.images(rows))
@@ -170,7 +171,7 @@ def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> C
     num_classes, channels = len(tensors.get("head.bias", ())), tensors["trunk.0.0.weight"].shape[1]
     classifier = Classifier(channels, resolution, num_classes)
     classifier.load_state_dict(tensors, strict=False)  # a file is without batch normalisation's counters
-    return classifier.to(device, memory_format=torch.channels_last).requires_grad_(False).eval()
+    return classifier.to(device, memory_format=torch.channels_last).eval()
 
 
 def load_classifier(path: Path, device) -> Classifier:

@@ -175,4 +175,4 @@ def load_inception(path: str = "", device="cpu") -> Inception:
         raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
     model = Inception()
     model.load_state_dict(weights, strict=False)  # files older than torch 0.4.1 lack batch normalisation's counters
-    return model.to(device).requires_grad_(False).eval()
+    return model.to(device).eval()

@@ -11,7 +11,6 @@ import re
 import shlex
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from html import escape
 from pathlib import Path
 
@@ -237,7 +236,7 @@ def progress(run: Run) -> str:
     total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
     step = max(run.logged.get("step", [0]))
     thinned = f", one line of training in {run.every:,} read" if run.every > 1 else ""
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {datetime.now():%Y-%m-%d %H:%M}{thinned}</p>"
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {time.strftime('%Y-%m-%d %H:%M')}{thinned}</p>"
 
 
 def evaluation(result: dict, run: Run) -> str:
