@@ -44,7 +44,7 @@ from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
 from nanodiff.formats.adapters import save_adapters
 from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
-from nanodiff.metrics.features import SampleQuality
+from nanodiff.metrics.features import sample_quality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
@@ -345,7 +345,7 @@ if not teaches:
 judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
-    quality = SampleQuality(fid_metric, data, fid_images, codec, model_config, device)
+    measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
 # Only saved steps can be best; where neither cadence divides the other, the best is saved when it is found
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
@@ -474,7 +474,7 @@ while True:
                     figures["val/bpd"] = bits_per_dim(raw_model, *on_val[:-1])["total_bpd"]
                 # Samples compared with the training images: Frechet and kernel distance, precision, recall
                 if due(fid_every):
-                    measured = quality.measure(raw_model, process, codec, sample_settings, device_batch_size)
+                    measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
                     figures |= {f"val/{name}": value for name, value in measured.items()}
                 # The vibe check: a grid from the same noise and classes each time, drawn by all ranks
                 if due(sample_every):

@@ -90,8 +90,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     mu, sigma = mean_and_covariance(over_ranks(sums))
     if get_dist()[0] > 0:
         return None
-    some = torch.cat([x for x, _ in rows])
-    logits = torch.cat([x for _, x in rows])
+    some, logits = map(torch.cat, zip(*rows))
     shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
     return Features(mu, sigma, some[shuffled], logits[np.argsort(all_ids)])
 
@@ -143,24 +142,21 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     return result
 
 
-class SampleQuality:
-    """Compares samples of a model in training with its training images, as base_eval does. Called by all ranks."""
+def sample_quality(metric: str, data: str, num_images: int, codec, model_config, device):
+    """measure(model, process, settings, batch_size) -> figures: samples of a model in training, drawn with seed 0, are
+    compared with its training images, as by base_eval. Both are called by all ranks, which all get the figures.
+    """
+    if model_config.low_res or codec.undecodable:
+        raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
+    inputs = inputs_of(open_dataset(data, "train"), codec, model_config, device)
+    network = load_network(metric, data, device)
+    reference = reference_features(image_set(data, "train"), network)
 
-    def __init__(self, metric: str, data: str, num_images: int, codec, model_config, device):
-        if model_config.low_res or codec.undecodable:
-            raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
-        self.metric = metric
-        self.num_images = num_images
-        train_set = open_dataset(data, "train")
-        self.inputs = inputs_of(train_set, codec, model_config, device)
-        self.network = load_network(metric, data, device)
-        self.reference = reference_features(image_set(data, "train"), self.network)
-
-    def measure(self, model, process, codec, settings: SampleSettings, batch_size: int) -> dict[str, float]:
-        """`compare` of samples drawn with seed 0, the same on all ranks."""
+    def measure(model, process, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         codec.keep_loaded()
-        samples = ModelSamples(model, process, codec, settings, inputs=self.inputs)
-        batches = samples.batches(np.arange(self.num_images), batch_size)
-        found = collect_features(samples.images, batches, self.network, "samples")
-        figures = {} if found is None else compare(self.metric, found, self.reference)
-        return from_first_rank(figures, "samples' figures")
+        samples = ModelSamples(model, process, codec, settings, inputs=inputs)
+        batches = samples.batches(np.arange(num_images), batch_size)
+        found = collect_features(samples.images, batches, network, "samples")
+        return from_first_rank(found and compare(metric, found, reference), "samples' figures")
+
+    return measure

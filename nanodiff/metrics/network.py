@@ -22,8 +22,8 @@ class Network(nn.Module):
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast
             found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
-        features, logits = zip(*found)
-        return torch.cat(features).cpu(), torch.cat(logits).cpu()
+        features, logits = map(torch.cat, zip(*found))
+        return features.cpu(), logits.cpu()
 
 
 def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
