@@ -87,8 +87,7 @@ def test_horizons(tiny, run_script):
 
 
 def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
-    """64 images for 20 million tokens, the square root of that ratio times as many for others, as a power of two; rates
-    by the square root of the batch, AdamW's also by the width. A resumed run keeps its batch."""
+    """64 images for 20 million tokens, and both as its root; rates as the batch's root, AdamW's also by the width."""
     args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
     args += ["--eval_every=-1"]
     for tokens, batch in ((1.25e6, 16), (20e6, 64)):
@@ -99,7 +98,7 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
         assert f"lr {0.001 * scale * 256 / 64:.3g}, muon_lr {0.02 * scale:.3g} (by batch and width)" in out
     done = run_script("base_train", *args, "--num_iterations=2")
     assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 * 4 / 2
-    # 20 million tokens would choose 64 images
+    # a resumed run keeps its batch, though 20 million tokens would choose 64 images
     out = set_up(run_script, capsys, *args, f"--num_epochs={20e6 / 16 / 72}", "--resume=changed")
     assert "lr 0.006, " in out and "x 16 images" in out
     refused("total_batch_size=32", run_script, "base_train", *args, "--num_iterations=9", "--total_batch_size=32")

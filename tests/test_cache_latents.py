@@ -1,6 +1,5 @@
 """A latent set is the same however the work was cut up or interrupted, and holds what the autoencoder gives."""
 
-import json
 import time
 
 import pytest
@@ -8,7 +7,7 @@ from conftest import refused
 from processes import Started, run_process
 from tiny_runs import make_autoencoder, make_data
 
-from nanodiff.data.dataset import open_dataset, verify
+from nanodiff.data.dataset import open_dataset
 
 
 @pytest.fixture
@@ -45,13 +44,8 @@ def test_killed_runs_and_two_ranks_make_the_same_set(base, vae, run_script):
         assert files(base, name) == files(base, "whole")
 
 
-def test_other_latents_are_made_again_and_none_of_latents(base, vae, run_script, capsys):
-    parts = base / "data" / ".whole.parts" / "notes"
-    parts.mkdir(parents=True)
-    (parts / "plan.json").write_text(json.dumps({"autoencoder": "another"}))
-    (parts / "train_000.json").write_text("{}")
+def test_latents_of_latents_are_refused_and_a_set_is_replaced(vae, run_script):
     cache(run_script, vae, "whole")
-    assert "starting again" in capsys.readouterr().out and verify(open_dataset("whole"))
     of_latents = ("cache_latents", "--data=whole", f"--autoencoder={vae}")
     refused("holds latents, 6 channels, sides of 4 px; accepted: images", run_script, *of_latents)
     cache(run_script, vae, "whole", "--overwrite", "--flip")

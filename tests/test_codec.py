@@ -11,7 +11,7 @@ from tiny_runs import TINY, assert_resumes, decode_png, make_autoencoder, make_d
 
 from nanodiff.common import StackedGenerator
 from nanodiff.data.codec import load_codec, make_codec, stored_images
-from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import to_model_range, to_uint8
 from nanodiff.models.autoencoder import open_autoencoder
 
@@ -70,18 +70,15 @@ def test_a_model_that_is_tuned_keeps_its_normalisation(vae):
 
 def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_trained(vae, base, run_script):
     source = open_dataset("tiny")
-    with DatasetWriter("told", source.class_names) as writer:
-        labels = source.labels(range(24))
-        writer.append("train", source.images(range(24)), labels, vectors=np.stack([labels, 3 - labels], 1))
+    make_data("told", vectors_of=lambda labels: np.stack([labels, 3 - labels], 1))
     run_script("cache_latents", "--data=told", f"--autoencoder={vae}", "--name=told_latents")
     told, latents = open_dataset("told"), open_dataset("told_latents")
     np.testing.assert_array_equal(latents.cond(range(24))["vectors"], told.cond(range(24))["vectors"])
     description = make_codec(latents, CPU).description
-    with DatasetWriter("other", source.class_names) as writer:
-        writer.append("train", source.images([0, 1]), labels[:2], vectors=np.array([[0, 0], [9, 9]]))
+    make_data("other", vectors_of=lambda labels: np.repeat([[0, 0], [9, 9]], len(labels) // 2, 0))
     other = open_dataset("other")
     codec = load_codec(make_codec(told, CPU).description, CPU, dataset=other)
-    _, given = stored_images(other, [1], codec, CPU)
+    _, given = stored_images(other, [23], codec, CPU)
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
     np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
     refused("has vector_dim 0, the model wants 2", load_codec, make_codec(told, CPU).description, CPU, dataset=source)

@@ -63,9 +63,8 @@ def test_scripts_use_the_python3_at_hand_or_the_environment_that_is_named(tmp_pa
 
 
 def test_the_story_for_gpus_needs_one():
-    done = subprocess.run(
-        [shutil.which("bash"), "runs/gpu.sh"], cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True
-    )
+    story = [shutil.which("bash"), "runs/gpu.sh"]
+    done = subprocess.run(story, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and "no GPU" in done.stderr
 
 

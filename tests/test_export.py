@@ -124,9 +124,8 @@ def test_diffusers_names_by_hand():
     block |= {"norm1.linear": (6 * 64, 64), "ff.net.0.proj": (256, 64), "ff.net.2": (64, 256)}
     shapes = {"proj_out_1": (128, 64), "proj_out_2": (2 * 2 * 8, 64), "pos_embed.proj": (64, 4, 2, 2)}
     shapes |= {f"transformer_blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    theirs = {}
-    for name, shape in shapes.items():
-        theirs |= {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(shape[:1])}
+    theirs = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    theirs |= {f"{name}.bias": torch.zeros(shape[:1]) for name, shape in shapes.items()}
     classes = "norm1.emb.class_embedder.embedding_table.weight"
     theirs |= {f"transformer_blocks.{i}.{classes}": torch.ones(6, 64) for i in range(2)}
     config, ours = from_diffusers(theirs, sample_size=8, patch_size=2, num_attention_heads=2)

@@ -180,8 +180,7 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(base, tmp_path):
-    """With --max-restarts it goes on by itself from the newest checkpoint; after a signal to it, the same command goes
-    on; the end has the bits of a run that nothing happened to."""
+    """By itself from the newest checkpoint, and by the same command after a signal: the end has the same bits."""
     make_data()
     run_process("base_train", *SHORT, "--model_tag=whole", ranks=2)
     script = tmp_path / "faulty.py"

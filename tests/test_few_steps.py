@@ -51,8 +51,7 @@ def rows(n=64):
 
 
 def test_the_loss_is_least_where_the_model_is_guided():
-    """The velocity that guidance of scale 3 samples from has no loss within the interval, that of the data elsewhere;
-    and gradient descent from the data's velocity arrives at it."""
+    """Within the interval that is the guided velocity, elsewhere the data's; gradient descent arrives at it."""
     process = FlowMatching(cfg_scale=3.0, cfg_interval=(0.3, 0.7), guided_from=0.0)
     x0, t, noise, y = rows()
     inside = (t > 0.3) & (t < 0.7)
@@ -144,8 +143,7 @@ class Student(torch.nn.Module):
 
 
 def test_the_map_of_gaussian_data():
-    """Trained to the end against the exact velocity, one, two and four jumps have the data's mean and deviation, within
-    3%, and one from any t to any r lands where the flow does."""
+    """One, two and four jumps have its mean and deviation, and one from any t to any r lands where the flow does."""
 
     def velocity(x, model_t):
         t = (model_t / 1000).view(-1, 1, 1, 1)

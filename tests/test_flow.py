@@ -1,5 +1,7 @@
 """Flow matching against Gaussian data, where velocity, marginals and the flow's map are known in closed form."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -45,21 +47,17 @@ def root(cov):
     return vectors @ torch.diag(values.sqrt()) @ vectors.T
 
 
-class Normal:
+def normal():
     """Stands in for a generator."""
-
-    def __init__(self):
-        self.g = make_generator(0)
-
-    def randn_like(self, x):
-        return torch.randn(x.shape, generator=self.g)
+    g = make_generator(0)
+    return SimpleNamespace(randn_like=lambda x: torch.randn(x.shape, generator=g))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_keeps_the_marginals(sampler):
     """At every t on the way, and at the end, mean and covariance are those of the path."""
     model, noise = PerfectModel(), torch.randn(40_000, 2, generator=make_generator(1))
-    x0 = FlowMatching().sample(model, image(noise), 100, sampler, Normal())
+    x0 = FlowMatching().sample(model, image(noise), 100, sampler, normal())
     for t, x_t in [*model.calls[::11], (0.0, x0)]:
         mean, cov = marginal(t)
         torch.testing.assert_close(flat(x_t).mean(0), mean, rtol=0, atol=0.02)
@@ -87,7 +85,7 @@ def test_paths_to_a_single_image_are_straight(sampler, steps, prediction):
     """Data of one image: v is constant along the path (Liu et al. 2023), so any number of steps is exact."""
     x0, noise = torch.randn(2, 3, 4, 4, generator=make_generator(0, 0)), torch.randn(2, 3, 4, 4)
     model = lambda x_t, t, at: x0 if prediction == "x0" else (x_t - x0) / (t.view(-1, 1, 1, 1) / 1000)
-    out = FlowMatching(prediction).sample(model, noise, steps, sampler, Normal())
+    out = FlowMatching(prediction).sample(model, noise, steps, sampler, normal())
     torch.testing.assert_close(out, x0, rtol=1e-4, atol=1e-5)
 
 
@@ -96,7 +94,7 @@ def test_times_and_progress(sampler):
     """Times fall evenly from 1 and never reach 0; progress ends with the result."""
     model, seen = PerfectModel(), []
     progress = lambda i, steps, x0: seen.append((i, steps, x0))
-    out = FlowMatching().sample(model, torch.randn(3, 2, 1, 1), 7, sampler, Normal(), progress)
+    out = FlowMatching().sample(model, torch.randn(3, 2, 1, 1), 7, sampler, normal(), progress)
     assert len(model.calls) == (13 if sampler == "heun" else 7)
     np.testing.assert_allclose(sorted({round(t, 5) for t, _ in model.calls}), np.arange(1, 8) / 7, atol=1e-5)
     assert [(i, steps) for i, steps, _ in seen] == [(i, 7) for i in range(1, 8)]

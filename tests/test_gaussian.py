@@ -1,7 +1,9 @@
 """Gaussian diffusion against improved-diffusion's figures, and on Gaussian data, of which all is known."""
 
 import functools
+import itertools
 import math
+from types import SimpleNamespace
 
 import conftest
 import figures
@@ -34,15 +36,10 @@ def toy_model(learned):
     return model
 
 
-class WaveNoise:
-    """Stands in for a generator: the k-th draw is wave(shape, k, 1), from k = 101 or 102 on."""
-
-    def __init__(self, k=101):
-        self.k = k
-
-    def randn_like(self, x):
-        self.k += 1
-        return wave(x.shape, self.k - 1)
+def wave_noise():
+    """Stands in for a generator: the k-th draw is wave(shape, k, 1), from k = 101 on."""
+    k = itertools.count(101)
+    return SimpleNamespace(randn_like=lambda x: wave(x.shape, next(k)))
 
 
 @pytest.mark.parametrize("name", ["linear-1000", "linear-4000", "cosine-1000", "cosine-4000"])
@@ -101,27 +98,26 @@ def test_published_steps(published):
         rows = zip(want["t"], *(x.split(1) for x in (x_t, mean, log_variance, x0)))
         return torch.cat([sampler(process, x, i, p, **options) for i, x, *p in rows])
 
-    class Rows:  # hands out the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
-        def __init__(self, first):
-            self.rows = iter(wave(SHAPE, 101, 1).split(1)[first:])
-            self.randn_like = lambda x: next(self.rows)
+    def noise_of_rows(first):  # the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
+        rows = iter(wave(SHAPE, 101, 1).split(1)[first:])
+        return SimpleNamespace(randn_like=lambda x: next(rows))
 
-    assert_figures(steps(ddpm, generator=Rows(first=1)), want["p_sample"])
+    assert_figures(steps(ddpm, generator=noise_of_rows(first=1)), want["p_sample"])
     assert_figures(steps(ddim, eta=0.0), want["ddim eta=0"])
-    assert_figures(steps(ddim, eta=0.5, generator=Rows(first=0)), want["ddim eta=0.5"])
+    assert_figures(steps(ddim, eta=0.5, generator=noise_of_rows(first=0)), want["ddim eta=0.5"])
 
 
 def test_published_loops(published):
     process, model = published
     noise = wave(SHAPE, 2, 1)
-    x0 = process.sample(model, noise, sampler="ddpm", generator=WaveNoise())
+    x0 = process.sample(model, noise, sampler="ddpm", generator=wave_noise())
     assert_figures(x0, golden["steps"]["p_sample_loop"])
     assert_figures(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
 
 
 def test_published_bits_per_dim(published):
     process, model = published
-    bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), {}, WaveNoise()), golden["steps"]["bits_per_dim"]
+    bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), {}, wave_noise()), golden["steps"]["bits_per_dim"]
     np.testing.assert_allclose(bpd["total_bpd"], want["total_bpd"], rtol=1e-5)
     # The published prior is a difference of numbers near 1 in fp32, good to about 1e-7.
     np.testing.assert_allclose(bpd["prior_bpd"], want["prior_bpd"], atol=3e-7)
@@ -131,8 +127,7 @@ def test_published_bits_per_dim(published):
 
 @pytest.mark.parametrize("prediction", ["eps", "x0", "x_prev", "v"])
 def test_predictions_are_reparametrisations(prediction):
-    """The true eps, x0, v or x_{t-1} mean, fed as the output, gives back x0 and the reverse mean. It has no MSE and,
-    with the posterior's own variance, no KL; at t = 0 the decoder's term stays."""
+    """Fed the truth, they give x0 and the reverse mean, and have neither MSE nor, but for the decoder at t = 0, KL."""
     g = torch.Generator().manual_seed(0)
     x0, noise = torch.rand(40, 3, 2, 2, generator=g) * 2 - 1, torch.randn(40, 3, 2, 2, generator=g)
     t = torch.arange(0, 40)
@@ -218,8 +213,7 @@ def test_mistakes_are_named(mistake, said):
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 3)], ids=["even", "alternating"])
 @pytest.mark.parametrize("sampler,order", [("ddim", 1), ("dpm++", 2)])
 def test_orders_of_convergence(sampler, order, lengths):
-    """Towards the ODE's exact solution DDIM is of first order in the step of lambda = log(alpha/sigma), DPM++(2M) of
-    second, also where the steps are uneven. The timesteps are laid out in lambda from 2 to -3."""
+    """In the step of log(alpha / sigma), also where steps are uneven: here they are laid out from 2 to -3."""
     noise = torch.randn(20, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     errors = []
     for n in (40, 80, 160):

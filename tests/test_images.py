@@ -44,26 +44,24 @@ def test_folder_of_classes_and_the_held_out_share(tmp_path):
 
 
 def test_colours_of_all_kinds_become_rgb(tmp_path):
-    gray3, rgb = noise(8, 8)[..., :1], noise(8, 8, 1)
-    gray = gray3[..., 0]
-    deep = gray.astype(np.uint16) * 257
-    folder = tmp_path / "in"
-    folder.mkdir()
-    Image.fromarray(gray).save(folder / "a.png")
-    Image.fromarray(deep).save(folder / "b.png")  # 16 bit
-    Image.fromarray(rgb).convert("CMYK").save(folder / "c.tif")
-    palette = Image.fromarray(rgb).quantize(200)
-    palette.save(folder / "d.gif")
-    Image.fromarray(np.dstack([rgb, (255 * (gray3 > 99)).astype(np.uint8)])).save(folder / "e.png")  # laid on white
-    Image.fromarray(gray > 99).save(folder / "f.png")  # 1 bit
-    frames = [Image.fromarray(gray), Image.fromarray(255 - gray)]
-    frames[0].save(folder / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
-    prepare(folder, val_fraction=0)
-    images, _ = everything()
-    on_white = np.where(gray3 > 99, rgb, 255)
-    expected = [gray3, gray3, rgb, palette.convert("RGB"), on_white, 255 * (gray3 > 99), gray3]
-    expected = [np.broadcast_to(np.asarray(e), (8, 8, 3)) for e in expected]
-    np.testing.assert_array_equal(images, chw(expected))
+    gray, rgb = noise(8, 8)[..., :1], noise(8, 8, 1)
+    bright, palette = gray > 99, Image.fromarray(rgb).quantize(200)
+    pictures = {  # name: what is saved, what it is
+        "a.png": (Image.fromarray(gray[..., 0]), gray),
+        "b.png": (Image.fromarray(gray[..., 0].astype(np.uint16) * 257), gray),
+        "c.tif": (Image.fromarray(rgb).convert("CMYK"), rgb),
+        "d.gif": (palette, np.asarray(palette.convert("RGB"))),
+        "e.png": (Image.fromarray(np.dstack([rgb, 255 * bright.astype(np.uint8)])), np.where(bright, rgb, 255)),
+        "f.png": (Image.fromarray(bright[..., 0]), 255 * bright),
+    }
+    (tmp_path / "in").mkdir()
+    for name, (picture, _) in pictures.items():
+        picture.save(tmp_path / "in" / name)
+    frames = [Image.fromarray(x[..., 0]) for x in (gray, 255 - gray)]
+    frames[0].save(tmp_path / "in" / "g.gif", save_all=True, append_images=frames[1:])  # the first frame
+    prepare(tmp_path / "in", val_fraction=0)
+    expected = [np.broadcast_to(rgb, (8, 8, 3)) for rgb in (*(array for _, array in pictures.values()), gray)]
+    np.testing.assert_array_equal(everything()[0], chw(expected))
     assert open_dataset("toy").num_classes == 0
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from unittest.mock import Mock
 
 import conftest
 import pytest
@@ -49,21 +50,14 @@ def test_weights_are_downloaded_once_and_checked_or_it_is_said_where_to_put_them
     torch.save(weights, published)
     monkeypatch.setattr(inception, "NUM_BYTES", published.stat().st_size)
     monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.read_bytes()).hexdigest())
-    urls = []
-
-    def urlopen(url, timeout):
-        urls.append(url)
-        return open(published, "rb")
-
+    urlopen = Mock(side_effect=lambda url, timeout: open(published, "rb"))
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     for model in (load_inception(), load_inception(), load_inception(published)):
         assert not model.training
         assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
-    assert urls == [inception.URL]
-
+    assert [call.args[0] for call in urlopen.call_args_list] == [inception.URL]
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
     refused("not the published file", load_inception, published)
-
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: open(tmp_path / "no route"))
     refused(f"{inception.URL}.*{tmp_path / 'elsewhere' / inception.FILE_NAME}", load_inception)

@@ -43,8 +43,7 @@ def write_run(base, tag, model_config=DIT, **config):
 
 @pytest.mark.parametrize("save_every, eval_every", [(1, 1), (5, 2)])
 def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every, eval_every):
-    """By the validation loss of the average, also where saves and evaluations do not meet; the newest stays too, and
-    sampling says which it takes."""
+    """By the validation loss of the average, though saves and evaluations do not meet; sampling says which it takes."""
     make_data()
     every = (f"--save_every={save_every}", f"--eval_every={eval_every}", "--checkpoints_kept=1", "--lr=0.3")
     every += ("--num_iterations=6",)

@@ -62,9 +62,7 @@ def merged_into(loaded, path, scale=1.0):
 
 def write(path, lora, loaded):
     """The adapters in a model, as a run saves them."""
-    meta = meta_of(loaded)
-    tensors = {"model": loaded.model.state_dict()}  # of what learns
-    save_adapters(path.parent, meta | {"lora": lora, "ema_rates": []}, tensors)
+    save_adapters(path.parent, meta_of(loaded) | {"lora": lora, "ema_rates": []}, {"model": loaded.model.state_dict()})
     (path.parent / "adapters" / "step_000000.safetensors").rename(path)
 
 
@@ -173,9 +171,8 @@ def test_adapters_bring_their_classes_along(base, tmp_path):
     add_lora(loaded.model, 2, 2.0, "qkv", [2, 3])
     with torch.no_grad():
         trained(loaded.model)["y_embed.token_adapter.trainable_tokens_delta"].add_(0.25)
-    write(tmp_path / "b", lora, loaded)
+    write(tmp_path / "b.safetensors", lora, loaded)
     original = make_loaded().model.y_embed.weight
-    (tmp_path / "b").rename(tmp_path / "b.safetensors")
     meta, merged = merged_into(make_loaded(), tmp_path / "b.safetensors", 2.0)
     assert meta["data"]["class_names"] == [*NAMES, "cross"] and meta["data"]["num_classes"] == 4
     assert merged.config.num_classes == 4
@@ -190,12 +187,10 @@ def test_corrupt_and_foreign_files_are_refused(tmp_path):
     data = good.read_bytes()
     (tmp_path / "flipped.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     save_safetensors(load_safetensors(good)[0], tmp_path / "plain.safetensors")
-    faults = {
+    for name, fault in {
         "absent": "no such file: .*absent",
         "flipped": "flipped.safetensors is corrupt: its tensors do not match the SHA-256 in its metadata",
         "plain": "plain.safetensors holds no model of ours",
         "other": r"other.safetensors holds adapters for other weights: .*/base.pt \(.*\), not base.pt \(",
-    }
-    loaded = make_loaded()
-    for name, fault in faults.items():
-        refused(fault, merged_into, loaded, tmp_path / f"{name}.safetensors")
+    }.items():
+        refused(fault, merged_into, make_loaded(), tmp_path / f"{name}.safetensors")

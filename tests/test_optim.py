@@ -161,11 +161,6 @@ def test_polar_express_in_bf16_amplifies_nothing(rows, cols):
     assert torch.linalg.matrix_norm(got.float(), ord=2).max() < 1.02
 
 
-def polar_factor(G):
-    U, _, Vh = np.linalg.svd(G, full_matrices=False)
-    return U @ Vh
-
-
 class Matrices(nn.Module):
     """Blocks with a weight of each kind that Muon meets, all oblong: Gaussian gradients are then well-conditioned."""
 
@@ -191,10 +186,10 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor():
             g = grads[name]
             mu = 0.85 + 0.1 * step / 300
             momentum[name] = mu * momentum[name] + (1 - mu) * g
-            polar = polar_factor(mu * momentum[name] + (1 - mu) * g)
+            U, _, Vh = np.linalg.svd(mu * momentum[name] + (1 - mu) * g, full_matrices=False)
             scale = lr * max(1, g.shape[0] / g.shape[1]) ** 0.5
             update = ((1 - lr * wd) * before[name] - p.detach()).double().numpy().reshape(g.shape) / scale
-            error = np.linalg.norm(update - polar, ord=2)  # spectral: how far singular values are from 1
+            error = np.linalg.norm(update - U @ Vh, ord=2)  # spectral: how far singular values are from 1
             assert error < 0.16, (name, error)
 
 

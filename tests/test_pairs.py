@@ -158,8 +158,7 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
 
 
 def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
-    """A folder and an .npz of the validation set's second images give the samples that `val` gives, and the picture
-    shows pairs."""
+    """Of a folder, an .npz and an array as of the validation set; the picture shows pairs."""
     Image = pytest.importorskip("PIL.Image")
     make_set("tiny", gray)
     make_run(run_script, "a")

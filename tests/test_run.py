@@ -78,8 +78,7 @@ def new_meter():
 
 
 def test_means_since_the_last_log_line():
-    """The mean loss is over all images of all steps, with their weights; means by quarter are weighted means; an empty
-    quarter is NaN; the timestep sampler gets the present step alone, unweighted."""
+    """Means are weighted, over all images of all steps; the timestep sampler gets the present step, unweighted."""
     meter = new_meter()
 
     def step(*micro_batches):
@@ -131,11 +130,7 @@ def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monk
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
-
-    def login(**options):
-        sys.excepthook = lambda *error: None  # as wandb does
-        return False
-
+    login = lambda **options: setattr(sys, "excepthook", lambda *error: None)  # as wandb does
     monkeypatch.setattr(wandb, "login", login)
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")))
     hook = sys.excepthook

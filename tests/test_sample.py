@@ -119,8 +119,7 @@ def test_what_is_written(runs, run_script, tmp_path):
 
 
 def test_default_names_tell_what_differs(runs, run_script):
-    """So a small sample does not replace a large one, and the same command finds its own file again. No name shows a
-    folder of a path, and two files of one name differ."""
+    """So that a small sample does not replace a large one. Folders do not show, but two files of one name differ."""
     same = ("sample", *TIMELESS, f"--model={runs / 'flow'}", "--npz", "--steps=1")
     for args in (["--num_images=4"], ["--num_images=2", "--classes=ring"]):
         run_script(*same, *args)

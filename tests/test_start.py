@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import base_train_settings, refused
+from figures import inputs
 from tiny_runs import TINY, make_data, randomise
 
 from nanodiff.formats.load import load_run
@@ -48,11 +49,6 @@ def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
     assert shape.sandwich and model_settings(shape)["sandwich"] is True
 
 
-def assert_same_outputs(model, published):
-    x, t, y = torch.randn(3, 3, 16, 16), torch.tensor([10.0, 500.0, 990.0]), torch.tensor([0, 3, 7])
-    torch.testing.assert_close(model.eval()(x, t, y), published(x, t, y))
-
-
 def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, capsys):
     """What it does not hold is said, and can be told; without a false warning."""
     make_data()
@@ -62,7 +58,9 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     out = capsys.readouterr().out
     assert "of its classes: 8 of 8" in out and "must relearn" not in out and "hold heads" not in out
     assert "does not hold noise_schedule=linear, num_timesteps=1000, rescale_timesteps=False" in out
-    assert_same_outputs(done["raw_model"], load_run(f"{tmp_path / 'dit.pt'},heads=2", "cpu").model)
+    x, t, y = inputs()
+    published = load_run(f"{tmp_path / 'dit.pt'},heads=2", "cpu").model
+    torch.testing.assert_close(done["raw_model"].eval()(x, t, y), published(x, t, y))
     config = done["config"]
     assert (config["arch"], config["objective"], config["variance"]) == ("dit_classic", "eps", "learned_range")
     run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'}", "--model_tag=guessed")

@@ -14,8 +14,7 @@ golden = conftest.golden("unet.json")["cases"]
 
 @pytest.mark.parametrize("case", golden, ids=lambda case: case["name"])
 def test_published_weights_and_outputs(case):
-    """The config is read from the state dict, its weights load strictly, the outputs are the published ones, and the
-    way back gives the state dict."""
+    """The config is read from the state dict, the outputs are the published ones, the way back gives the state dict."""
     theirs = rule_weights(case["parameters"])
     config, state_dict = from_openai(theirs, image_size=16, heads=case["config"]["num_heads"])
     for name, value in case["config"].items():

@@ -11,20 +11,11 @@ from processes import run_process
 from test_base_train import TINY
 from tiny_runs import assert_identical, assert_resumes, make_data, make_run, run_script, weights
 
-from nanodiff.data.dataset import DatasetWriter
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.formats.load import load_run
 from nanodiff.sampling.draw import SampleSettings
 from scripts.sample_web import describe_run
-
-
-def make_set(vectors_of, labelled=True):
-    """A set of shapes with vectors_of(labels) beside the images."""
-    with DatasetWriter("tiny", CLASS_NAMES if labelled else ()) as writer:
-        for split, n in (("train", 72), ("val", 24)):
-            images, labels = draw_shapes(n, seed=n)
-            writer.append(split, images, labels if labelled else None, vectors=vectors_of(labels))
 
 
 def one_hot(labels):
@@ -58,7 +49,7 @@ def test_one_hot_vectors_are_labels():
 
 
 def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
-    make_set(words)
+    make_data(vectors_of=words, train=72)
     assert_resumes(base, run_script, *TINY, "--device_batch_size=8")
     assert weights(base, "whole")["model.safetensors"]["vector_embed.weight"].abs().max() > 0  # it learns
     unet = [arg for arg in TINY if "patch_size" not in arg] + ["--arch=unet", "--model_tag=unet"]
@@ -66,7 +57,7 @@ def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
 
 
 def make_unlabelled_run():
-    make_set(one_hot, labelled=False)
+    make_data(class_names=(), vectors_of=one_hot, train=72)
     make_run(run_script, "a")
 
 

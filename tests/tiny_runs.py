@@ -27,13 +27,14 @@ TINY = (
 TIMELESS = ("--dtype=float32", "--device_type=cpu")
 
 
-def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=False, **sizes):
-    """A data set of shapes in $NANODIFF_BASE_DIR, 24 + 24 images or `sizes`; labels beyond the classes wrap around."""
+def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=False, vectors_of=None, **sizes):
+    """A data set of shapes in $NANODIFF_BASE_DIR, 24 + 24 images or `sizes`; with vectors_of(labels)."""
     with DatasetWriter(name, class_names, overwrite=overwrite) as writer:
         for split, n in ({"train": 24, "val": 24} | sizes).items():
             if n:
                 images, labels = draw_shapes(n, seed=n, resolution=resolution)
-                writer.append(split, images, labels % len(class_names) if class_names else None)
+                vectors = {"vectors": vectors_of(labels)} if vectors_of else {}
+                writer.append(split, images, labels % len(class_names) if class_names else None, **vectors)
 
 
 def make_optimizer(model, optimizer="muon", lr=3e-3, muon_lr=0.02, weight_decay=0.0, **options):
