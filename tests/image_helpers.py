@@ -9,6 +9,7 @@ import zipfile
 from unittest import mock
 
 import numpy as np
+from PIL import Image
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.sources import CIFAR10_BATCHES
@@ -70,8 +71,6 @@ def archive(folder, kind, path, prefix=""):
 
 def reference_crop(image, size):
     """The centre crop of ADM and DiT as published, by Pillow."""
-    from PIL import Image
-
     while min(image.size) >= 2 * size:
         image = image.resize(tuple(x // 2 for x in image.size), resample=Image.BOX)
     scale = size / min(image.size)

@@ -188,11 +188,3 @@ def test_a_model_without_classes_has_no_table_of_them(config):
     model, (x, t, y) = build(config, num_classes=0), inputs()
     assert not any("label" in name or "y_embed" in name for name in model.state_dict())
     assert torch.equal(model(x, t, y), model(x, t))
-
-
-def test_the_default_patch_divides_any_size():
-    """About 256 tokens: the published choices where they divide (test_dit.py), else the divisor that comes nearest."""
-    shape = dict(in_channels=3, out_channels=3, num_classes=0)
-    patches = {n: DiTConfig.from_depth(1, n, **shape).patch_size for n in range(8, 513)}
-    assert all(n % p == 0 for n, p in patches.items())
-    assert [patches[n] for n in (100, 250, 512)] == [5, 10, 32]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
+from PIL import Image
 from processes import on_ranks
 from tiny_runs import TIMELESS, TINY, logged, make_data, make_run, make_runs
 
@@ -166,7 +167,6 @@ def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_c
 
 
 def test_a_folder_of_samples_has_the_figures_of_the_file(base, run_script, quick_classifier, tmp_path):
-    Image = pytest.importorskip("PIL.Image")
     make_data(train=30)
     dataset = open_dataset("tiny", "val")
     write_npz(tmp_path / "s.npz", dataset)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import base_train_settings, refused
+from PIL import Image
 from test_sample_web import drawn, picture
 from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses, make_autoencoder
 
@@ -103,7 +104,6 @@ RUN = (
 @pytest.fixture
 def photos(base, tmp_path, run_script):
     """Stripes in four shapes and two classes, as files; a set in the three buckets that have enough of them."""
-    Image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     for i, (height, width) in enumerate([(30, 20)] * 9 + [(40, 60)] * 8 + [(25, 25)] * 7 + [(25, 45)] * 2):
         pixels = np.full((height, width, 3), rng.integers(256, size=3), np.uint8)

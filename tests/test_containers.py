@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from conftest import refused
 from image_helpers import archive, noise, prepare, report
+from tiny_runs import make_autoencoder
 
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.sources import Options, open_source
 from nanodiff.png import encode_png
 
-pytest.importorskip("PIL.Image", reason="Pillow reads image files")
 pytestmark = pytest.mark.usefixtures("base")
 
 NAMES = [f"{i:03d}" for i in range(60)]
@@ -146,8 +146,6 @@ def test_codes_other_than_utf8_are_named(tmp_path, code, called):
 
 
 def test_captions_stay_with_their_images_in_buckets_and_latents(tmp_path, run_script):
-    from tiny_runs import make_autoencoder
-
     folder = tmp_path / "in"
     for i, name in enumerate(NAMES):
         write(folder / f"{name}.png", encode_png(np.full((12 + 12 * (i % 2), 18, 3), 4 * i, np.uint8)))

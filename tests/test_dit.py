@@ -114,13 +114,12 @@ def test_timestep_embedding_tells_fractions_apart():
     assert e.dtype == torch.float32 and (e[0] - e[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "image_size, patch, tokens", [(16, 2, 64), (28, 2, 196), (32, 2, 256), (48, 3, 256), (64, 4, 256), (256, 16, 256)]
-)
-def test_from_depth(image_size, patch, tokens):
+@pytest.mark.parametrize("size, patch", [(16, 2), (32, 2), (48, 3), (64, 4), (100, 5), (250, 10), (256, 16), (512, 32)])
+def test_from_depth(size, patch):
     channels = dict(in_channels=3, out_channels=3, num_classes=10)
-    config = DiTConfig.from_depth(12, image_size, **channels)
-    assert (config.width, config.heads, config.patch_size, config.num_tokens) == (768, 12, patch, tokens)
+    config = DiTConfig.from_depth(12, size, **channels)
+    assert (config.width, config.heads, config.patch_size, config.num_tokens) == (768, 12, patch, (size // patch) ** 2)
     assert config.mlp_hidden == 2048  # 8/3 of the width
-    assert DiTConfig.from_depth(4, image_size, **channels).mlp_hidden % 64 == 0
-    assert DiTConfig.from_depth(12, image_size, **channels, block="classic").mlp_hidden == 4 * 768
+    assert DiTConfig.from_depth(4, size, **channels).mlp_hidden % 64 == 0
+    assert DiTConfig.from_depth(12, size, **channels, block="classic").mlp_hidden == 4 * 768
+    assert all(n % DiTConfig.from_depth(1, n, **channels).patch_size == 0 for n in range(size, size + 99))

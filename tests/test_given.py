@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_sample import assert_same, draw, runs  # noqa: F401
 
 from nanodiff.data.dataset import open_dataset
@@ -50,7 +51,6 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
 
 def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
     """A picture whose left third is white, used as a picture and as a mask; what is transparent is not kept."""
-    Image = pytest.importorskip("PIL.Image", reason="Pillow writes the images")
     for size in ((64, 40), (40, 64), (16, 16), (300, 200)):
         picture = Image.new("RGB", size)
         picture.paste("white", (0, 0, size[0] // 3, size[1]))
@@ -85,7 +85,6 @@ def test_the_known_part_has_the_noise_of_each_step(process):
 
 
 def test_a_folder_of_images_of_any_size(draw, tmp_path, capsys):  # noqa: F811
-    Image = pytest.importorskip("PIL.Image", reason="Pillow writes the images")
     (tmp_path / "folder").mkdir()
     for name, colour in (("a", (9, 99, 199)), ("b", (200, 100, 0))):
         Image.new("RGB", (40, 25), colour).save(tmp_path / "folder" / f"{name}.png")

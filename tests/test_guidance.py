@@ -33,18 +33,6 @@ def test_published_forward_with_cfg():
     assert_figures(torch.cat([out, torch.cat([out[:, :3], null[:, 3:]], dim=1)]), figures, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("scale, low_res", [(0.0, 0), (2.5, 0), (3.0, 4)])
-def test_one_doubled_forward_equals_two(scale, low_res):
-    model, (x, t, y) = Counted(low_res=low_res), inputs()
-    t = torch.full_like(t, 300.0)
-    others = {"low_res": torch.randn(3, 3, low_res, low_res)} if low_res else {}
-    out = make_denoiser(model, {"y": y} | others, SampleSettings(cfg_scale=scale))(x, t)
-    assert model.batches == [6]
-    with_class, null = model(x, t, y, **others), model(x, t, torch.full_like(y, 5), **others)
-    torch.testing.assert_close(out[:, :3], null[:, :3] + scale * (with_class - null)[:, :3], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out[:, 3:], with_class[:, 3:], rtol=1e-4, atol=1e-4)  # the variance is not guided
-
-
 def test_autoguidance_extrapolates_from_the_weak_model():
     strong, weak, (x, t, y) = Counted(0), Counted(1), inputs()
     out = make_denoiser(strong, {"y": y}, SampleSettings(cfg_scale=2.0, weak_model=weak))(x, t)

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from conftest import refused
 from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
+from PIL import Image, ImageOps
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import decode
 from nanodiff.data.labels import Place, classify, val_mask
 from nanodiff.png import encode_png
-
-Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
-
 
 pytestmark = pytest.mark.usefixtures("base")
 
@@ -67,8 +65,6 @@ def test_colours_of_all_kinds_become_rgb(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation):
-    from PIL import ImageOps
-
     image = Image.fromarray(noise(8, 16))
     exif = image.getexif()
     exif[0x0112] = orientation

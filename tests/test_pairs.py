@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import refused
 from image_helpers import prepare
+from PIL import Image
 from tiny_runs import (
     TIMELESS,
     TINY,
@@ -101,7 +102,6 @@ def test_a_model_without_pairs_starts_a_run_with_them(base, run_script):
 
 def make_photos(folder, sizes, mode="L"):
     """Photographs a/*.png in these sizes (H, W), and masks a/*.bmp of half the size: the mean of 2 x 2 red values."""
-    Image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     for i, (height, width) in enumerate(sizes):
         pixels = np.repeat(np.repeat(rng.integers(256, size=(height // 2, width // 2, 3), dtype=np.uint8), 2, 0), 2, 1)
@@ -159,7 +159,6 @@ def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_
 
 def test_samples_take_second_images_of_files(base, run_script, draw, tmp_path):
     """Of a folder, an .npz and an array as of the validation set; the picture shows pairs."""
-    Image = pytest.importorskip("PIL.Image")
     make_set("tiny", gray)
     make_run(run_script, "a")
     given, labels = (open_dataset("tiny", "val").rows(range(24))[1][name] for name in ("given", "y"))

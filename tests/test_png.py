@@ -5,13 +5,13 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from nanodiff.png import encode_png, make_grid, terminal_preview
 
 
 @pytest.mark.parametrize("height, width", [(5, 7), (1, 1), (16, 16), (33, 20)])
 def test_pillow_reads_back_pixels_and_text(height, width):
-    Image = pytest.importorskip("PIL.Image", reason="Pillow is the independent decoder")
     array = np.random.default_rng(0).integers(0, 256, (height, 2 * width, 3), np.uint8)[::-1, ::2]
     text = {"seed": "3", "protocol": '{"steps": 50, "name": "\\u56f3"}'}
     data = encode_png(array, text)

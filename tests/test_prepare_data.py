@@ -18,9 +18,6 @@ from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
 from nanodiff.files import lock_file
 from nanodiff.png import encode_png
 
-Image = pytest.importorskip("PIL.Image", reason="Pillow reads image files")
-
-
 pytestmark = pytest.mark.usefixtures("base")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, refused, script_settings
+from PIL import Image
 from processes import FORK, Started
 from test_export import meta_file, unet_file
 from tiny_runs import TIMELESS, make_autoencoder, make_run, make_runs
@@ -100,7 +101,6 @@ def test_seed_class_and_weights_change_an_image(draw):
 
 
 def test_what_is_written(runs, run_script, tmp_path):
-    Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     out = tmp_path / "new" / "cfg_1.5"  # its dot is no suffix
     args = ("--model=flow", f"--out={out}", "--num_images=20", "--cfg_scale=1.5", "--steps=3", "--npz")
     run_script("sample", *TIMELESS, *args)
@@ -321,7 +321,6 @@ def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
 
 def test_super_resolution(draw, tmp_path):
     """Of the validation set; of files and folders: tests/test_pairs.py."""
-    Image = pytest.importorskip("PIL.Image", reason="Pillow reads the PNG")
     images, labels, protocol = draw("--model=sr", "--num_images=26", "--batch_size=13")  # of 24 validation images
     val = open_dataset("tiny", "val")
     assert (labels == np.resize(val.labels(range(24)), 26)).all() and protocol["low_res"] == val.described

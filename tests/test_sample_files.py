@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from conftest import refused
+from PIL import Image
 
 from nanodiff.metrics.sample_files import Samples
 
@@ -32,7 +33,6 @@ def test_a_file_is_read_in_any_pieces(tmp_path, save, channels):
 
 @pytest.mark.parametrize("classes", [1, 4])
 def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
-    Image = pytest.importorskip("PIL.Image")
     names = [f"class {k}" for k in range(4)] if classes > 1 else []
     for i, image in enumerate(IMAGES):
         folder = tmp_path / (names[i // 5] if names else "")
@@ -47,7 +47,6 @@ def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
 
 
 def test_wrong_files_are_refused(tmp_path):
-    pytest.importorskip("PIL")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("text")
     np.savez(tmp_path / "floats.npz", arr_0=np.zeros((9, 4, 4, 3)))

@@ -213,7 +213,6 @@ def test_malformed_requests_get_one_line(flow, server, capsys):
 
 def test_samples_start_from_a_picture(flow, server):
     """At strength 0 they are the picture; other strengths: tests/test_given.py."""
-    pytest.importorskip("PIL", reason="Pillow reads the picture")
     image = open_dataset("tiny", "val").images([0])[0]  # (3, 16, 16)
 
     def last(**changes):

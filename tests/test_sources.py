@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from image_helpers import RNG, everything, prepare, reference_crop, report, write_cifar, write_mnist
+from PIL import Image
 
 from nanodiff.conditions import from_stored
 from nanodiff.data import sources
@@ -32,7 +33,6 @@ def test_idx_round_trip(tmp_path, pack, suffix):
 
 
 def test_arrays_are_scaled_like_image_files(tmp_path):
-    Image = pytest.importorskip("PIL.Image", reason="Pillow scales images")
     sets = write_mnist(tmp_path / "m")
     prepare(tmp_path / "m", resolution=5)
     expected = [reference_crop(Image.fromarray(image), 5) for image in sets["train"][0]]
