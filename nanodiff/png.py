@@ -15,7 +15,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return size + kind + data + checksum
 
 
-def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
+def encode_png(array: np.ndarray, **text: str) -> bytes:
     """A PNG file (RFC 2083) of RGB (H, W, 3) uint8, with ASCII `text` in tEXt chunks."""
     height, width, _ = array.shape
     pixels = array.copy()
@@ -24,7 +24,7 @@ def encode_png(array: np.ndarray, text: dict[str, str] | None = None) -> bytes:
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, 2: RGB
     data = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header)
-    for key, value in (text or {}).items():
+    for key, value in text.items():
         data += _chunk(b"tEXt", f"{key}\0{value}".encode("ascii"))
     data += _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
     return data + _chunk(b"IEND", b"")

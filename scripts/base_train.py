@@ -211,7 +211,7 @@ if codec.undecodable:
 # What is learned, and the model that learns it
 
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
-model_config = make_model_config(config, codec.description, process.out_channels(codec.shape[0]))
+model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # the input has the channels that it had: adapters and older super-resolution have none for a null image
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))

@@ -181,7 +181,7 @@ elif rank == 0:
         images = [image for pair in zip(shown, images) for image in pair]
         columns = 8
     grid = make_grid(images, columns)
-    write_atomic(png, encode_png(grid, {"protocol": store.protocol}))
+    write_atomic(png, encode_png(grid, protocol=store.protocol))
     order = " (given, sample, given, ...)" if shown else ""
     print0(f"{num_shown} images{order} in {time.perf_counter() - start:,.1f} s: {png}")
     if npz:

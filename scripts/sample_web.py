@@ -155,8 +155,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         drawn["from_image"] = samples.given.described["from_images"]
     columns = samples.columns
 
-    def send_picture(images, text=None, **event):  # (C, H, W) uint8 each
-        png = encode_png(make_grid(images, columns), text)
+    def send_picture(images, protocol="", **event):  # (C, H, W) uint8 each
+        png = encode_png(make_grid(images, columns), protocol=protocol)
         send(picture=base64.b64encode(png).decode(), **event)
 
     every = -(-asked["steps"] // MOST_FRAMES)
@@ -180,9 +180,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
         classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
-    send_picture(
-        images, {"protocol": json.dumps(drawn)}, settings=drawn, classes=classes, seconds=seconds, warning=warning
-    )
+    send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")
 
 

@@ -14,7 +14,7 @@ from nanodiff.png import encode_png, make_grid, terminal_preview
 def test_pillow_reads_back_pixels_and_text(height, width):
     array = np.random.default_rng(0).integers(0, 256, (height, 2 * width, 3), np.uint8)[::-1, ::2]
     text = {"seed": "3", "protocol": '{"steps": 50, "name": "\\u56f3"}'}
-    data = encode_png(array, text)
+    data = encode_png(array, **text)
     Image.open(io.BytesIO(data)).verify()  # every chunk's checksum
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(np.asarray(image), array)

@@ -38,5 +38,5 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
 def test_published_sizes(preset, data, parameters):
     config = settings(preset)
     process = make_process(config, data)
-    model = empty_model(make_model_config(config, data, process.out_channels(data["channels"])))
+    model = empty_model(make_model_config(config, data, process.num_outputs * data["channels"]))
     assert sum(p.numel() for p in model.parameters()) == parameters

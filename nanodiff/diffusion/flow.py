@@ -79,6 +79,7 @@ class FlowMatching:
 
     kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]
+    num_outputs = 1  # of the network, per channel of x_t
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 25
@@ -88,9 +89,6 @@ class FlowMatching:
         """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
         s = self.timestep_shift
         return s * t / (1 + (s - 1) * t)
-
-    def out_channels(self, channels: int) -> int:
-        return channels
 
     def velocity(self, model, x_t, t, **cond):
         """v (N, C, H, W) fp32 at x_t and t (N,) in [0, 1]."""

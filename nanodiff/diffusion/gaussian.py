@@ -166,7 +166,7 @@ class GaussianDiffusion:
 
     def __post_init__(self):
         T = self.num_timesteps
-        self.learned_variance = self.variance.startswith("learned")
+        self.num_outputs = 2 if self.variance.startswith("learned") else 1  # of the network, per channel of x_t
         self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
         self.default_steps = T if self.objective == "x_prev" else min(25, T)
         self.set_betas(make_betas(self.noise_schedule, T), np.arange(T) * (self.t_end / T))
@@ -224,9 +224,6 @@ class GaussianDiffusion:
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
         process.set_betas(1 - alpha_bar / alpha_bar_prev, self.model_t[kept])
         return process
-
-    def out_channels(self, channels: int) -> int:
-        return channels * (2 if self.learned_variance else 1)
 
     def q_sample(self, x0, t, noise):
         """x_t ~ q(x_t | x_0) (Ho et al. eq. 4)."""
@@ -325,7 +322,7 @@ class GaussianDiffusion:
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
         mse = mean_flat((self.target(x0, x_t, t, noise) - prediction) ** 2)
-        if not self.learned_variance:
+        if self.num_outputs == 1:
             return {"loss": mse, "mse": mse}
         p = self.p_mean_variance(prediction.detach(), log_variance, x_t, t)
         vb = vb_scale * self.vb_term(p, x0, x_t, t)
