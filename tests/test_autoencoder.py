@@ -15,19 +15,19 @@ from nanodiff.models.autoencoder import AutoencoderKL, TinyAutoencoder, open_aut
 from nanodiff.safetensors import save_safetensors
 
 PUBLISHED_TAESD = Path(__file__).parents[2] / "shared" / "data" / "taef2_encoder.pth"
-KL_SHAPE = dict(widths=(8, 16, 16), blocks=1, latent_channels=3, groups=4)
+KL_SHAPE = dict(widths=(8, 16, 16), blocks=1, latent_channels=3, groups=4, quant_conv=True)
 KL_CONFIG = {"_class_name": "AutoencoderKL", "norm_num_groups": 4}
 
 
-@pytest.fixture(scope="module")
-def small_kl():
-    torch.manual_seed(0)
-    return AutoencoderKL(**KL_SHAPE).eval()
+@pytest.fixture
+def published_kl():
+    """Weights under diffusers' names."""
+    return rule_weights(golden("autoencoder_kl.json")["parameters"])
 
 
 def compvis(name):
-    """A diffusers name -> its name in CompVis' latent-diffusion, for 3 levels. Written from CompVis' model.py."""
-    name = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{2 - int(m[1])}", name).replace("down_blocks.", "down.")
+    """A diffusers name -> its name in CompVis' latent-diffusion, for 2 levels. Written from CompVis' model.py."""
+    name = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{1 - int(m[1])}", name).replace("down_blocks.", "down.")
     name = name.replace("mid_block.attentions.0.", "mid.attn_1.").replace("to_out.0", "proj_out")
     name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
     name = name.replace(".resnets.", ".block.").replace("downsamplers.0", "downsample")
@@ -54,10 +54,10 @@ def assert_same_model(a, b):
     assert all(torch.equal(w, b.state_dict()[name]) for name, w in a.state_dict().items())
 
 
-def test_autoencoder_kl_equals_diffusers(tmp_path):
+def test_autoencoder_kl_equals_diffusers(published_kl, tmp_path):
     figures = golden("autoencoder_kl.json")
     assert list(figures["config"]["block_out_channels"]) == [32, 64]
-    save_safetensors(rule_weights(figures["parameters"]), tmp_path / "diffusion_pytorch_model.safetensors")
+    save_safetensors(published_kl, tmp_path / "diffusion_pytorch_model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **figures["config"]}))
     ae = open_autoencoder(tmp_path)
     assert (ae.downsample, ae.latent_channels, ae.scale, ae.shift) == (2, 4, 0.18215, 0.0)
@@ -83,7 +83,7 @@ def test_published_sizes():
     """SD 1.5's VAE has 83,653,863 parameters; TAESD's encoder 1,222,532 and its decoder 1,222,531."""
     count = lambda module: sum(p.numel() for p in module.parameters())
     with torch.device("meta"):
-        vae, tiny = AutoencoderKL(), TinyAutoencoder()
+        vae, tiny = AutoencoderKL((128, 256, 512, 512), 2, 4, 32, True), TinyAutoencoder(4, False)
     assert count(vae) == 83_653_863
     assert (count(tiny.encoder), count(tiny.decoder)) == (1_222_532, 1_222_531)
     assert (vae.downsample, vae.latent_channels, vae.scale, vae.shift) == (8, 4, 0.18215, 0.0)
@@ -102,21 +102,22 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout, suffix", list(zip(LAYOUTS, [".safetensors", ".ckpt", ".pt"])))
-def test_layouts_give_one_model(small_kl, tmp_path, layout, suffix):
-    weights = LAYOUTS[layout](small_kl.state_dict())
+def test_layouts_give_one_model(published_kl, tmp_path, layout, suffix):
+    weights = LAYOUTS[layout](published_kl)
     path = tmp_path / f"vae{suffix}"
-    (tmp_path / "config.json").write_text(json.dumps(KL_CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(golden("autoencoder_kl.json")["config"]))
+    save_safetensors(published_kl, tmp_path / "diffusers.safetensors")
     if suffix == ".safetensors":
         save_safetensors(weights, path)
     else:
         torch.save({"state_dict": weights, "global_step": 3} if suffix == ".ckpt" else weights, path)
     ae = open_autoencoder(path)
-    assert_same_model(ae, small_kl)
+    assert_same_model(ae, open_autoencoder(tmp_path / "diffusers.safetensors"))
     assert ae.name == "vae" and ae.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_without_quant_convs_and_in_half_precision(tmp_path):
-    ae = AutoencoderKL(**KL_SHAPE, quant_conv=False).bfloat16()
+    ae = AutoencoderKL(**KL_SHAPE | {"quant_conv": False}).bfloat16()
     save_safetensors(ae.state_dict(), tmp_path / "vae.safetensors")
     config = {**KL_CONFIG, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -150,11 +151,11 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
     assert_same_model(open_autoencoder(folder), ae)
 
 
-def test_files_that_are_refused(small_kl, tmp_path):
+def test_files_that_are_refused(tmp_path):
     refused("no such file", open_autoencoder, tmp_path / "absent")
     refused("found no file ending in", open_autoencoder, tmp_path)
     vae, taesd, pickle = (tmp_path / name for name in ("vae.safetensors", "taesd_encoder.pth", "pickle.pt"))
-    save_safetensors(small_kl.state_dict(), vae)
+    save_safetensors(AutoencoderKL(**KL_SHAPE).state_dict(), vae)
     refused("groups|num_channels", open_autoencoder, vae)  # 32 without config.json, which 8 channels do not allow
     torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
     refused("neither an SD VAE nor both halves of a TAESD", open_autoencoder, taesd)
@@ -163,7 +164,7 @@ def test_files_that_are_refused(small_kl, tmp_path):
     refused("cannot be loaded safely", open_autoencoder, pickle)
 
 
-@pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4)], ids=["kl", "tiny"])
+@pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4, False)], ids=["kl", "tiny"])
 def test_shapes_and_slices(ae, monkeypatch):
     x = wave((5, 3, 16, 24))
     with torch.autocast("cpu", torch.bfloat16):
@@ -178,5 +179,5 @@ def test_shapes_and_slices(ae, monkeypatch):
 
 
 def test_tiny_decoder_clamps_latents():  # to 3 tanh(z / 3), in fp32 the same of 30 and of 300
-    ae, z = TinyAutoencoder(4), wave((1, 4, 2, 2)).sign()
+    ae, z = TinyAutoencoder(4, False), wave((1, 4, 2, 2)).sign()
     assert torch.equal(ae.decode(30 * z), ae.decode(300 * z))

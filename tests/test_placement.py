@@ -57,7 +57,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
     if latents:
         autoencoder.MAX_PIXELS[device.type] = 2**16
         tiny, kl = autoencoder.TinyAutoencoder, autoencoder.AutoencoderKL
-        vae = moved(tiny() if latents == "encoded" else kl((8, 8), 1, 4, 4))
+        vae = moved(tiny(4, False) if latents == "encoded" else kl((8, 8), 1, 4, 4, True))
         info = codecs.describe_latents(vae, "") | {"copies": 2}
         facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
         pixels = codecs.Latents(facts, device, vae)

@@ -53,10 +53,10 @@ def decode_png(data):
 
 
 def make_autoencoder(folder, seed=0, latent_channels=3):
-    """A folder with an SD VAE of random weights, as diffusers saves it: 4 pixels a side per latent."""
+    """A folder with an SD VAE of random weights and diffusers' file names: 4 pixels a side per latent."""
     folder.mkdir()
     torch.manual_seed(seed)
-    weights = AutoencoderKL(widths=(8, 16, 16), blocks=1, latent_channels=latent_channels, groups=4).state_dict()
+    weights = AutoencoderKL((8, 16, 16), 1, latent_channels, 4, True).state_dict()
     save_safetensors(weights, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", "norm_num_groups": 4}))
     return folder

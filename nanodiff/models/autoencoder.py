@@ -24,7 +24,7 @@ MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 
 
 class Autoencoder(nn.Module):
-    """Base class; a subclass has `moments(x) -> (mean, std)` and `reconstruct(z) -> x`."""
+    """Base class; a subclass has `encoder`, to latents of mean and log variance or mean alone, and `decoder`."""
 
     downsample = 8  # pixels per latent pixel, along a side
     scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
@@ -38,24 +38,32 @@ class Autoencoder(nn.Module):
         if H % self.downsample or W % self.downsample:
             raise UserError(f"image of {W}x{H} px: {self.name} needs multiples of {self.downsample} px")
         x = x.contiguous(memory_format=torch.channels_last)
-        batch = max(1, MAX_PIXELS[x.device.type] // (H * W))
-        means, stds = zip(*[self.moments(part) for part in x.split(batch)])
-        return torch.cat(means).float(), torch.cat(stds).float()
+        mean, *logvar = in_slices(self.encoder, x, H * W).chunk(self.parts, dim=1)
+        std = torch.exp(0.5 * logvar[0].clamp(-30, 20)) if logvar else torch.zeros_like(mean)
+        return mean, std
 
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """Latents (N, C, h, w) -> images (N, 3, 8h, 8w) in fp32; about [-1, 1], not clamped."""
-        pixels = z.shape[2] * z.shape[3] * self.downsample**2
-        batch = max(1, MAX_PIXELS[z.device.type] // pixels)
-        return torch.cat([self.reconstruct(part).float() for part in z.split(batch)])
+        return in_slices(self.decoder, z, z.shape[2] * z.shape[3] * self.downsample**2)
+
+
+def in_slices(network: nn.Module, x: torch.Tensor, pixels: int) -> torch.Tensor:
+    """network(x) in fp32, for MAX_PIXELS at a time; each row of x has `pixels`."""
+    batch = max(1, MAX_PIXELS[x.device.type] // pixels)
+    return torch.cat([network(part).float() for part in x.split(batch)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# AutoencoderKL: Rombach et al. 2022 (latent diffusion). Module names are diffusers'.
+# AutoencoderKL: Rombach et al. 2022 (latent diffusion)
 
 
-def conv3(c_in: int, c_out: int, padding: int = 1, **kwargs) -> nn.Conv2d:
-    return nn.Conv2d(c_in, c_out, 3, padding=padding, **kwargs)
+def conv3(c_in: int, c_out: int, **kwargs) -> nn.Conv2d:
+    return nn.Conv2d(c_in, c_out, 3, padding=1, **kwargs)
+
+
+def layer(c_in: int, c_out: int, groups: int) -> nn.Sequential:
+    return nn.Sequential(nn.GroupNorm(groups, c_in, eps=1e-6), nn.SiLU(), conv3(c_in, c_out))
 
 
 def named(**layers: nn.Module) -> nn.Sequential:
@@ -65,15 +73,12 @@ def named(**layers: nn.Module) -> nn.Sequential:
 class ResnetBlock(nn.Module):
     def __init__(self, c_in: int, c_out: int, groups: int):
         super().__init__()
-        self.norm1 = nn.GroupNorm(groups, c_in, eps=1e-6)
-        self.conv1 = conv3(c_in, c_out)
-        self.norm2 = nn.GroupNorm(groups, c_out, eps=1e-6)
-        self.conv2 = conv3(c_out, c_out)
-        self.conv_shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
+        self.layer1 = layer(c_in, c_out, groups)
+        self.layer2 = layer(c_out, c_out, groups)
+        self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
-        h = self.conv1(F.silu(self.norm1(x)))
-        return self.conv_shortcut(x) + self.conv2(F.silu(self.norm2(h)))
+        return self.shortcut(x) + self.layer2(self.layer1(x))
 
 
 class Attention(nn.Module):
@@ -81,93 +86,69 @@ class Attention(nn.Module):
 
     def __init__(self, channels: int, groups: int):
         super().__init__()
-        self.group_norm = nn.GroupNorm(groups, channels, eps=1e-6)
-        self.to_q = nn.Linear(channels, channels)
-        self.to_k = nn.Linear(channels, channels)
-        self.to_v = nn.Linear(channels, channels)
-        self.to_out = nn.Sequential(nn.Linear(channels, channels))
+        self.norm = nn.GroupNorm(groups, channels, eps=1e-6)
+        self.q = nn.Linear(channels, channels)
+        self.k = nn.Linear(channels, channels)
+        self.v = nn.Linear(channels, channels)
+        self.out = nn.Linear(channels, channels)
 
     def forward(self, x):
-        h = self.group_norm(x).flatten(2).mT[:, None]  # (N, 1 head, H*W, C)
-        h = F.scaled_dot_product_attention(self.to_q(h), self.to_k(h), self.to_v(h))
-        return x + self.to_out(h)[:, 0].mT.reshape(x.shape)
+        h = self.norm(x).flatten(2).mT[:, None]  # (N, 1 head, H*W, C)
+        h = F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h))
+        return x + self.out(h)[:, 0].mT.reshape(x.shape)
 
 
-class MidBlock(nn.Module):
-    def __init__(self, channels: int, groups: int):
-        super().__init__()
-        self.attentions = nn.ModuleList([Attention(channels, groups)])
-        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, groups) for _ in range(2))
-
-    def forward(self, x):
-        return self.resnets[1](self.attentions[0](self.resnets[0](x)))
+def middle(channels: int, groups: int) -> nn.Sequential:
+    block = lambda: ResnetBlock(channels, channels, groups)
+    return nn.Sequential(block(), Attention(channels, groups), block())
 
 
-def levels(widths, blocks: int, groups: int, name: str, resample) -> nn.Sequential:
-    """`blocks` residual blocks per width; after each width but the last, `resample(width)` under `name`."""
+def levels(widths, blocks: int, groups: int, resample) -> nn.Sequential:
+    """`blocks` residual blocks per width; after each width but the last, `resample(width)`."""
     out = nn.Sequential()
     c_in = widths[0]
     for i, width in enumerate(widths):
-        resnets = nn.Sequential()
+        level = nn.Sequential()
         for _ in range(blocks):
-            resnets.append(ResnetBlock(c_in, width, groups))
+            level.append(ResnetBlock(c_in, width, groups))
             c_in = width
-        level = named(resnets=resnets)
         if i < len(widths) - 1:
-            level.add_module(name, nn.Sequential(resample(width)))
+            level.add_module("resample", resample(width))
         out.append(level)
     return out
 
 
 class AutoencoderKL(Autoencoder):
-    """The VAE of Stable Diffusion; by default that of SD 1 and 2, 83.7 M parameters."""
+    """The VAE of Stable Diffusion. That of SD 1 and 2 has widths 128, 256, 512, 512, 2 blocks: 83.7 M parameters."""
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
-    def __init__(
-        self,
-        widths=(128, 256, 512, 512),
-        blocks=2,
-        latent_channels=4,
-        groups=32,
-        quant_conv=True,
-    ):
+    def __init__(self, widths, blocks: int, latent_channels: int, groups: int, quant_conv: bool):
         super().__init__()
         self.latent_channels = latent_channels
         self.downsample = 2 ** (len(widths) - 1)
-        down = lambda c: named(pad=nn.ZeroPad2d((0, 1, 0, 1)), conv=conv3(c, c, stride=2, padding=0))
-        up = lambda c: named(upsample=nn.Upsample(scale_factor=2), conv=conv3(c, c))
+        down = lambda c: nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
+        up = lambda c: nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))
+        conv1 = lambda c: nn.Conv2d(c, c, 1) if quant_conv else nn.Identity()  # SD 3 and FLUX do without
         first, last = widths[0], widths[-1]
         self.encoder = named(
             conv_in=conv3(3, first),
-            down_blocks=levels(widths, blocks, groups, "downsamplers", down),
-            mid_block=MidBlock(last, groups),
-            conv_norm_out=nn.GroupNorm(groups, last, eps=1e-6),
-            act=nn.SiLU(),
-            conv_out=conv3(last, 2 * latent_channels),
+            down_blocks=levels(widths, blocks, groups, down),
+            middle=middle(last, groups),
+            out=layer(last, 2 * latent_channels, groups),
+            quant_conv=conv1(2 * latent_channels),
         )
         self.decoder = named(
+            quant_conv=conv1(latent_channels),
             conv_in=conv3(latent_channels, last),
-            mid_block=MidBlock(last, groups),
-            up_blocks=levels(widths[::-1], blocks + 1, groups, "upsamplers", up),
-            conv_norm_out=nn.GroupNorm(groups, first, eps=1e-6),
-            act=nn.SiLU(),
-            conv_out=conv3(first, 3),
+            middle=middle(last, groups),
+            up_blocks=levels(widths[::-1], blocks + 1, groups, up),
+            out=layer(first, 3, groups),
         )
-        conv1 = lambda c: nn.Conv2d(c, c, 1) if quant_conv else nn.Identity()  # SD 3 and FLUX do without
-        self.quant_conv = conv1(2 * latent_channels)
-        self.post_quant_conv = conv1(latent_channels)
-
-    def moments(self, x):
-        mean, logvar = self.quant_conv(self.encoder(x)).chunk(2, dim=1)
-        return mean, torch.exp(0.5 * logvar.float().clamp(-30, 20))
-
-    def reconstruct(self, z):
-        return self.decoder(self.post_quant_conv(z))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# TinyAutoencoder: Bohan 2023, https://github.com/madebyollin/taesd. Module names are diffusers', without `layers`.
+# TinyAutoencoder: Bohan 2023, https://github.com/madebyollin/taesd
 
 
 class TinyBlock(nn.Module):
@@ -205,7 +186,7 @@ class TinyAutoencoder(Autoencoder):
 
     parts = 1
 
-    def __init__(self, latent_channels: int = 4, mid_pool: bool = False):
+    def __init__(self, latent_channels: int, mid_pool: bool):
         super().__init__()
         self.latent_channels = latent_channels
         width = 64
@@ -220,31 +201,39 @@ class TinyAutoencoder(Autoencoder):
             decoder += [*blocks(pool), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
         self.decoder = nn.Sequential(*decoder, TinyBlock(width), conv3(width, 3))
 
-    def moments(self, x):
-        mean = self.encoder(x * 0.5 + 0.5)
-        return mean, torch.zeros_like(mean)
+    def encode(self, x):
+        return super().encode(x * 0.5 + 0.5)
 
-    def reconstruct(self, z):
+    def decode(self, z):
         z = torch.tanh(z / 3) * 3  # smoothly into (-3, 3), where the decoder was trained
-        return self.decoder(z) * 2 - 1
+        return super().decode(z) * 2 - 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Weight files
 
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-RENAMES = [  # from CompVis' names, TAESD's, and diffusers' before 0.18 (SD 1.5's VAE), to the names above
+RENAMES = [  # from CompVis' names, TAESD's, diffusers', and diffusers' before 0.18 (SD 1.5's VAE), to the names above
     (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
     (r"^(encoder|decoder)\.layers\.", r"\1."),
-    (r"\.(down|up)\.(\d+)\.block\.", r".\1_blocks.\2.resnets."),
-    (r"\.(down|up)\.(\d+)\.\1sample\.", r".\1_blocks.\2.\1samplers.0."),
-    (r"\.mid\.block_(\d)\.", lambda m: f".mid_block.resnets.{int(m[1]) - 1}."),
-    (r"\.mid\.attn_1\.", ".mid_block.attentions.0."),
-    (r"\.attentions\.0\.norm\.", ".attentions.0.group_norm."),
-    (r"\.attentions\.0\.(q|k|v)(uery|ey|alue)?\.", r".attentions.0.to_\1."),
-    (r"\.attentions\.0\.proj_(attn|out)\.", ".attentions.0.to_out.0."),
-    (r"\.nin_shortcut\.", ".conv_shortcut."),
-    (r"\.norm_out\.", ".conv_norm_out."),
+    (r"^quant_conv\.", "encoder.quant_conv."),
+    (r"^post_quant_conv\.", "decoder.quant_conv."),
+    (r"\.(down|up)\.", r".\1_blocks."),
+    (r"_blocks\.(\d)\.(block|resnets)\.", r"_blocks.\1."),
+    (r"\.(down|up)sample(rs\.0)?\.conv\.", ".resample.1."),
+    (r"\.(mid\.block_1|mid_block\.resnets\.0)\.", ".middle.0."),
+    (r"\.(mid\.attn_1|mid_block\.attentions\.0)\.", ".middle.1."),
+    (r"\.(mid\.block_2|mid_block\.resnets\.1)\.", ".middle.2."),
+    (r"\.group_norm\.", ".norm."),
+    (r"\.(query|to_q)\.", ".q."),
+    (r"\.(key|to_k)\.", ".k."),
+    (r"\.(value|to_v)\.", ".v."),
+    (r"\.(proj_attn|proj_out|to_out\.0)\.", ".out."),
+    (r"\.(nin|conv)_shortcut\.", ".shortcut."),
+    (r"\.norm([12])\.", r".layer\1.0."),
+    (r"\.conv([12])\.", r".layer\1.2."),
+    (r"\.(conv_)?norm_out\.", ".out.0."),
+    (r"\.conv_out\.", ".out.2."),
 ]
 
 
@@ -304,19 +293,17 @@ def find_weights(path: Path) -> dict[str, Path]:
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename weights of any published layout to the names above; drop those of other networks."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
-    levels_up = {name.split(".")[2] for name in weights if name.startswith("decoder.up.")}
-    finest = len(levels_up) - 1
+    finest = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
     renamed = {}
     for name, w in weights.items():
-        if not name.startswith(("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")):
-            continue
         # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
         name = re.sub(r"\.up\.(\d+)\.", lambda m: f".up.{finest - int(m[1])}.", name)
         for pattern, ours in RENAMES:
             name = re.sub(pattern, ours, name)
-        if ".attentions.0.to_" in name and w.ndim == 4:  # CompVis': 1x1 convolutions
+        if ".middle.1." in name and w.ndim == 4:  # CompVis': 1x1 convolutions
             w = w.flatten(1)
-        renamed[name] = w
+        if name.startswith(("encoder.", "decoder.")):
+            renamed[name] = w
     return renamed
 
 
@@ -327,8 +314,8 @@ def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
         has_pool = any(".pool." in name for name in weights)
         return TinyAutoencoder(latent_channels, has_pool)
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
-    pattern = r"encoder\.down_blocks\.(\d)\.resnets\.(\d)\.conv1\.weight"
+    pattern = r"encoder\.down_blocks\.\d\.\d\.layer1\.2\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
-    widths = [len(weights[name]) for name in convs if ".resnets.0." in name]
+    widths = [len(weights[name]) for name in convs if ".0.layer1." in name]
     blocks = len(convs) // len(widths)
-    return AutoencoderKL(widths, blocks, latent_channels, groups, quant_conv="quant_conv.weight" in weights)
+    return AutoencoderKL(widths, blocks, latent_channels, groups, quant_conv="encoder.quant_conv.weight" in weights)
