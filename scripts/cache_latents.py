@@ -10,8 +10,6 @@ one to a hidden folder, renamed at the end: after a kill the same command resume
 
 import contextlib
 import json
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ import torch.nn.functional as F
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, GIVEN, from_stored, to_model_range
-from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
+from nanodiff.data.dataset import DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.device import init_device
@@ -50,13 +48,7 @@ source = open_dataset(data)
 splits = {split: source if split == source.split else open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
-writer = DatasetWriter(
-    name or f"{source.path.name}_{encoder.name}",
-    source.class_names,
-    source=source.name,
-    seed=source.meta["seed"],
-    overwrite=overwrite,
-)
+writer = DatasetWriter(name or f"{source.path.name}_{encoder.name}", source.class_names, overwrite)
 stack = contextlib.ExitStack()
 if rank == 0:
     stack.enter_context(writer)
@@ -69,18 +61,11 @@ latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
 
 
-class Shard(NamedTuple):
-    dataset: Dataset
-    rows: np.ndarray
-    file: Path
-    note: Path  # written when the shard is finished: its entry in meta.json and its statistics
-
-
-shards = []
+shards = []  # the note is written when the shard is finished: its entry in meta.json and its statistics
 for split, dataset in splits.items():
     for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
-        file = writer.parts / f"{split}_images_{k:03d}.npy"
-        shards.append(Shard(dataset, rows, file, writer.parts / "notes" / f"{split}_{k:03d}.json"))
+        note = writer.parts / "notes" / f"{split}_{k:03d}.json"
+        shards.append((dataset, rows, writer.parts / f"{split}_images_{k:03d}.npy", note))
 
 if rank == 0:
     plan = {
@@ -89,8 +74,8 @@ if rank == 0:
         "flip": flip,
     }
     writer.resume(plan)
-    todo = [shard for shard in shards if not shard.note.is_file()]
-    num_todo = sum(len(shard.rows) for shard in todo)
+    todo = [rows for _, rows, _, note in shards if not note.is_file()]
+    num_todo = sum(map(len, todo))
     num_images = sum(len(dataset) for dataset in splits.values())
     print0(f"{num_images:,} images of {data!r}, {num_todo:,} to encode in {len(todo)} shards")
 if world > 1:
@@ -100,13 +85,13 @@ if world > 1:
 # ---------------------------------------------------------------------------------------------------------------------
 # Encode: each rank encodes its shards. A shard is done once its note is on the disk.
 
-mine = [shard for shard in shards[rank::world] if not shard.note.is_file()]
-with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as bar:
-    for shard in mine:
+mine = [shard for shard in shards[rank::world] if not shard[-1].is_file()]
+with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as bar:
+    for dataset, rows, file, note in mine:
         encoded = []  # (B, channels, h, w) fp16
         sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
-        for ids in in_batches(shard.rows, batch_size):
-            images, cond = shard.dataset.rows(ids)
+        for ids in in_batches(rows, batch_size):
+            images, cond = dataset.rows(ids)
             images = to_model_range(torch.from_numpy(images).to(device))
             blocks = []
             for x in [images, images.flip(3)][:copies]:
@@ -122,15 +107,14 @@ with Progress(sum(len(shard.rows) for shard in mine), "images", "encoding") as b
             bar.update(len(ids))
         latents = np.concatenate(encoded)
         if not np.isfinite(latents).all():
-            which = f"{shard.dataset.split} {shard.rows[0]}..{shard.rows[-1]}"
+            which = f"{dataset.split} {rows[0]}..{rows[-1]}"
             raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
-        note = {
-            "shape": latents.shape,
-            "entry": write_shard(shard.file, latents, shard.dataset.captions(shard.rows)),
+        facts = {
+            "shard": write_shard(file, latents, dataset.captions(rows)),
             "sums": sums.tolist(),
             "count": latents[:, 0].size * copies,
         }
-        write_note(shard.note, note)
+        write_note(note, facts)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels, vectors, statistics, the name
@@ -142,12 +126,12 @@ if rank == 0:
     writer.meta |= {"kind": "latents", "resolution": latent_size}
     writer.meta |= {name: source.meta[name] for name in (*FILES, *GIVEN) if name in source.meta}
     sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
-    for shard in shards:
-        note = json.loads(shard.note.read_bytes())
-        writer.add(shard.dataset.split, note["shape"], [note["entry"]], **shard.dataset.cond(shard.rows))
-        if shard.dataset.split == "train":
-            sums += torch.tensor(note["sums"], dtype=torch.float64)
-            count += note["count"]
+    for dataset, rows, _, note in shards:
+        facts = json.loads(note.read_bytes())
+        writer.add(dataset.split, facts["shard"], **dataset.cond(rows))
+        if dataset.split == "train":
+            sums += torch.tensor(facts["sums"], dtype=torch.float64)
+            count += facts["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
     latents = describe_latents(encoder, autoencoder) | {"source": source.name, "copies": copies}

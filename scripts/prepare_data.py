@@ -91,7 +91,7 @@ if not name:
 # Read, decode and write the images, part by part
 
 start = time.perf_counter()
-with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) as writer:
+with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     images_in = open_source(source, path, options)
     class_names = images_in.class_names
     if classes:  # keep only their images, numbered 0, 1, ... in the source's order
@@ -99,7 +99,8 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
         class_names = [class_names[number] for number in numbers]
         items = images_in.items
         images_in.items = (item._replace(label=numbers.index(item.label)) for item in items if item.label in numbers)
-    writer.meta |= {"class_names": class_names, "resolution": resolution} | images_in.meta
+    writer.meta |= {"source": source, "seed": seed, "class_names": class_names, "resolution": resolution}
+    writer.meta |= images_in.meta
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
@@ -119,7 +120,7 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
             for group in note["groups"]:
                 per_class.update(group["y"])
                 cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
-                writer.add(group["split"], group["shape"], [group["shard"]], group["y"], **cond)
+                writer.add(group["split"], group["shard"], y=group["y"], **cond)
             skipped += note["skipped"]
             counts.update(note["counts"])
             bar.update(note["counts"]["items"])
@@ -136,15 +137,13 @@ with dataset.DatasetWriter(name, source=source, seed=seed, overwrite=overwrite) 
     if class_names:
         found = [f"{one} {per_class[label]:,}" for label, one in enumerate(class_names)]
         print0(f"classes: {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}")
-    if not writer.num_images["train"]:
-        raise UserError(f"path={path!r} holds no image that can be read for training")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made
 
 dt = time.perf_counter() - start
 made = dataset.open_dataset(writer.path)
-numbers = " + ".join(f"{number:,} {split}" for split, number in writer.num_images.items() if number)
+numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in made.meta["splits"].items())
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
 labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
 if pairs:

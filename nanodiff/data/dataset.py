@@ -252,7 +252,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
 
 def make_shapes(name: str) -> None:
     """Draw an embedded set, or wait for the process that is drawing it."""
-    with DatasetWriter(name, CLASS_NAMES, source="upright shapes", wait=True) as writer:
+    with DatasetWriter(name, CLASS_NAMES, wait=True) as writer:
         if is_set(writer.path):
             return
         for split in SPLITS:
@@ -348,34 +348,30 @@ def write_shard(path: Path, images: np.ndarray, captions: list[str]) -> dict:
 
 
 class Part(NamedTuple):
-    """Images of one size whose shards are written."""
+    """A shard that is written, and the conditions of its images."""
 
     split: str
-    size: tuple[int, int]  # (H, W)
-    shards: list[dict]  # entries of meta.json
+    shard: dict  # its entry in meta.json
     rows: dict[str, np.ndarray]  # name of a condition -> (n, ...), as stored
+
+    def aspect(self) -> float:
+        """Width / height."""
+        height, width = self.shard.get("size", (1, 1))
+        return width / height
 
 
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
-    images: class_names ([] = unlabelled), resolution (0 = that of the images), given (channels and scaling of second
-    images, whose channels stand behind those of the images).
+    images: class_names ([] = unlabelled), resolution (0 = that of the images), given_channels and given_scaling of
+    second images (whose channels stand behind those of the images), where the images are from.
 
     Refuses to replace a set without `overwrite`, a folder that is no set, and the names of embedded sets. For these,
     `wait` waits for a set that another process is writing, and keeps it.
     """
 
-    def __init__(
-        self,
-        name,
-        class_names=(),
-        source="",
-        seed=0,
-        overwrite=False,
-        wait=False,
-    ):
+    def __init__(self, name, class_names=(), overwrite=False, wait=False):
         self.path = path = set_path(name)
         self.parts = path.with_name(f".{path.name}.parts")  # see resume
         self.overwrite = overwrite
@@ -384,12 +380,9 @@ class DatasetWriter:
             "kind": "images",
             "channels": 0,
             "resolution": 0,
-            "source": source,
-            "seed": seed,
             "class_names": list(class_names),
             "splits": {},
         }
-        self.num_images = dict.fromkeys(SPLITS, 0)
         self._parts = []
 
     def __enter__(self):
@@ -420,40 +413,38 @@ class DatasetWriter:
         write_atomic(plan_file, text)
 
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
-        """Write (n, C, H, W) images of one of the buckets, and a row for each of every condition: labels y (n,) below
-        len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        if len(images) == 0:
-            return
+        """Write (n, C, H, W) images, n > 0, of one of the buckets, and a row for each of every condition: labels y (n,)
+        below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
         assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
-        per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
-        number = sum(len(part.shards) for part in self._parts if part.split == split)
-        shards = []
-        for k, shard in enumerate(in_batches(images, per_shard), number):
-            shards.append(write_npy(self.folder / f"{split}_images_{k:03d}.npy", shard))
-        self.add(split, images.shape, shards, y, **cond)
-
-    def add(self, split: str, shape: tuple, shards: list[dict], y=None, **cond) -> None:
-        """Add images of this shape (n, C, H, W) whose shards are in the folder, and their conditions."""
-        num_images, channels, height, width = shape
-        if not self._parts:
-            self.meta["channels"] = channels - self.meta.get("given_channels", 0)
-            self.meta["resolution"] = self.meta["resolution"] or height
-        if self.meta["class_names"]:
+        if y is not None:
             cond["y"] = y
+        per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
+        for ids in in_batches(np.arange(len(images)), per_shard):
+            number = sum(part.split == split for part in self._parts)
+            shard = write_npy(self.folder / f"{split}_images_{number:03d}.npy", images[ids])
+            self.add(split, shard, **{name: np.asarray(x)[ids] for name, x in cond.items()})
+
+    def add(self, split: str, shard: dict, **cond) -> None:
+        """Add a shard that is in the folder, by its entry in meta.json, and the conditions of its images."""
+        if not self.meta["class_names"]:
+            cond.pop("y", None)
         rows = {name: to_stored(name, x, self.meta) for name, x in cond.items()}
-        assert all(len(x) == num_images for x in rows.values())
-        self._parts.append(Part(split, (height, width), shards, rows))
-        self.num_images[split] += num_images
+        assert all(len(x) == shard["num_images"] for x in rows.values())
+        self._parts.append(Part(split, shard, rows))
 
     def _finish(self) -> None:
-        assert self.num_images["train"], "no images were appended"
-        parts = sorted(self._parts, key=lambda part: (part.size[1] / part.size[0], part.size))  # tall ones first
+        parts = sorted(self._parts, key=Part.aspect)  # tall ones first
+        if not any(part.split == "train" for part in parts):
+            raise UserError(f"data set {self.path.name!r} would hold no image to train on")
+        _, channels, height, _ = np.load(self.folder / parts[0].shard["file"], mmap_mode="r").shape
+        self.meta["channels"] = channels - self.meta.get("given_channels", 0)
+        self.meta["resolution"] = self.meta["resolution"] or height
         for split in SPLITS:
             inside = [part for part in parts if part.split == split]
             if not inside:
                 continue
-            shards = [shard for part in inside for shard in part.shards]
-            entry = {"num_images": self.num_images[split], "labels": None, "shards": shards}
+            shards = [part.shard for part in inside]
+            entry = {"num_images": sum(shard["num_images"] for shard in shards), "labels": None, "shards": shards}
             rows = {name: [part.rows[name] for part in inside] for name in inside[0].rows}
             for name, arrays in rows.items():
                 file = self.folder / f"{split}_{FILES[name]}.npy"

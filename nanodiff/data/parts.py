@@ -103,5 +103,6 @@ def write_part(task: tuple, sizes: list, folder: Path) -> dict:
             "rows": [item.row for item in members],
         }
         groups.append(group)
-    write_note(file, {"counts": counts, "skipped": skipped, "groups": groups})
-    return json.loads(file.read_bytes())
+    note = {"counts": counts, "skipped": skipped, "groups": groups}
+    write_note(file, note)
+    return note
