@@ -109,7 +109,7 @@ MISTAKES = [
     ((*EVAL, "--metric=class_accuracy", "--samples=s.npz", "--data=tiny"), "s.npz has no classes"),
     ((*EVAL, "--model=a", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
     (("report", "b"), "nearest tags: "),
-    (("report", "empty"), "no config.json"),
+    (("report", "empty"), "empty/config.json"),
     (("report", "a", "--out=no/page.html"), "folder that exists"),
     # adapters
     ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),

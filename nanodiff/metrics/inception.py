@@ -41,17 +41,17 @@ class Inception(Network):
         self.Conv2d_3b_1x1 = Conv(64, 80, 1)
         self.Conv2d_4a_3x3 = Conv(80, 192, 3, padding=0)
         self.pool_2 = nn.MaxPool2d(3, stride=2)  # (N, 192, 35, 35)
-        self.Mixed_5b = Mixed(192, A, AVERAGE_POOL, 32)
-        self.Mixed_5c = Mixed(256, A, AVERAGE_POOL, 64)
-        self.Mixed_5d = Mixed(288, A, AVERAGE_POOL, 64)
-        self.Mixed_6a = Mixed(288, B, HALVING_POOL)  # (N, 768, 17, 17)
-        self.Mixed_6b = Mixed(768, C(128), AVERAGE_POOL, 192)
-        self.Mixed_6c = Mixed(768, C(160), AVERAGE_POOL, 192)
-        self.Mixed_6d = Mixed(768, C(160), AVERAGE_POOL, 192)
-        self.Mixed_6e = Mixed(768, C(192), AVERAGE_POOL, 192)
-        self.Mixed_7a = Mixed(768, D, HALVING_POOL)  # (N, 1280, 8, 8)
-        self.Mixed_7b = Mixed(1280, E, AVERAGE_POOL, 192)
-        self.Mixed_7c = Mixed(2048, E, MAX_POOL, 192)  # a slip of 2015, now part of the FID's definition
+        self.Mixed_5b = Mixed(192, A, pool_width=32)
+        self.Mixed_5c = Mixed(256, A, pool_width=64)
+        self.Mixed_5d = Mixed(288, A, pool_width=64)
+        self.Mixed_6a = Mixed(288, B, HALVING_POOL, 0)  # (N, 768, 17, 17)
+        self.Mixed_6b = Mixed(768, C(128))
+        self.Mixed_6c = Mixed(768, C(160))
+        self.Mixed_6d = Mixed(768, C(160))
+        self.Mixed_6e = Mixed(768, C(192))
+        self.Mixed_7a = Mixed(768, D, HALVING_POOL, 0)  # (N, 1280, 8, 8)
+        self.Mixed_7b = Mixed(1280, E)
+        self.Mixed_7c = Mixed(2048, E, MAX_POOL)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,31 +97,29 @@ HALVING_POOL = nn.MaxPool2d(3, stride=2)
 class Mixed(nn.Module):
     """Branches side by side, concatenated along channels, the pooled input last.
 
-    `branches`: name -> chain of (n_out, kernel[, stride]); kernel "fork" is a 1x3 and a 3x1 convolution side by side.
+    `branches`: name -> chain of (n_out, kernel[, stride, padding]); kernel "fork" is a 1x3 and a 3x1 convolution side
+    by side.
     `pool_width`: channels of a 1x1 convolution after the pool, 0 = none.
     """
 
-    def __init__(self, n_in, branches, pool, pool_width=0):
+    def __init__(self, n_in, branches, pool=AVERAGE_POOL, pool_width=192):
         super().__init__()
         self.pool = pool
         self.chains = []  # one per branch: a list of steps, each the names of its convolutions
         for branch, chain in branches.items():
             width = n_in
             steps = []
-            for i, (n_out, kernel, *has_stride) in enumerate(chain, start=1):
-                stride, padding = (2, 0) if has_stride else (1, "same")
+            for i, (n_out, kernel, *moves) in enumerate(chain, start=1):
                 name = f"branch{branch}_{i}" if len(chain) > 1 else f"branch{branch}"
                 kernels = {name: kernel}
                 if kernel == "fork":
                     kernels = {name + "a": (1, 3), name + "b": (3, 1)}
                 for key, size in kernels.items():
-                    self.add_module(key, Conv(width, n_out, size, stride, padding))
+                    self.add_module(key, Conv(width, n_out, size, *moves))
                 steps.append(list(kernels))
                 width = n_out
             self.chains.append(steps)
-        self.branch_pool = nn.Identity()
-        if pool_width:
-            self.branch_pool = Conv(n_in, pool_width, 1)
+        self.branch_pool = Conv(n_in, pool_width, 1) if pool_width else nn.Identity()
 
     def forward(self, x):
         outputs = []
@@ -142,12 +140,12 @@ A = {
     "3x3dbl": [(64, 1), (96, 3), (96, 3)],
 }
 B = {
-    "3x3": [(384, 3, 2)],
-    "3x3dbl": [(64, 1), (96, 3), (96, 3, 2)],
+    "3x3": [(384, 3, 2, 0)],
+    "3x3dbl": [(64, 1), (96, 3), (96, 3, 2, 0)],
 }
 D = {
-    "3x3": [(192, 1), (320, 3, 2)],
-    "7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)],
+    "3x3": [(192, 1), (320, 3, 2, 0)],
+    "7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2, 0)],
 }
 E = {
     "1x1": [(320, 1)],
