@@ -7,6 +7,7 @@ import json
 import mmap
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanodiff.common import UserError
@@ -42,6 +43,11 @@ def described(meta: dict) -> dict[str, str]:
     return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
 
 
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    flat = tensor.detach().cpu().contiguous().flatten()  # a 0-dim tensor has no view as bytes
+    return flat.view(torch.uint8).numpy()
+
+
 def save_safetensors(
     tensors: dict[str, torch.Tensor],
     path: str | Path,
@@ -71,8 +77,7 @@ def save_safetensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            flat = tensors[name].detach().cpu().contiguous().flatten()  # a 0-dim tensor has no view as bytes
-            file.write(flat.view(torch.uint8).numpy())
+            file.write(as_bytes(tensors[name]))
 
 
 def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

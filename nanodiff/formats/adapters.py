@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, base_dir
-from nanodiff.safetensors import described, save_safetensors
+from nanodiff.safetensors import as_bytes, described, save_safetensors
 
 # peft's names: prefix, module, suffix
 PREFIX = "base_model.model."
@@ -23,8 +23,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
-        flat = x.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(as_bytes(x))
     return digest.hexdigest()
 
 

@@ -19,12 +19,12 @@ from nanodiff.common import UserError, base_dir, nearest, print0
 from nanodiff.conditions import droppable
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import OBJECTIVES, make_process
-from nanodiff.files import load_tensors, reading, sha256_of, why_corrupt
+from nanodiff.files import load_tensors, reading, sha256_of
 from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import MISSING, read_published
 from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.safetensors import load_safetensors
-from nanodiff.training.checkpoint import find_weights, list_checkpoints, read_best
+from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_meta, read_best
 
 WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
@@ -61,11 +61,6 @@ class Loaded:
         return self.data["class_names"][: self.num_classes]
 
     @property
-    def has_condition(self) -> bool:
-        """Does it take labels, vectors or another condition that training drops?"""
-        return bool(droppable(self.model.config))
-
-    @property
     def title(self) -> str:
         """Identifies the weights in a sentence."""
         name = self.run_dir.name if self.run_dir else Path(self.source).name
@@ -75,7 +70,7 @@ class Loaded:
     @property
     def why_unguided(self) -> str:
         """Why it cannot guide itself away from its null condition; "" if it can."""
-        return why_unguided(self.config, self.has_condition, self.step)
+        return why_unguided(self.config, bool(droppable(self.model.config)), self.step)
 
     @property
     def device(self) -> torch.device:
@@ -248,6 +243,6 @@ def read_meta(name: str) -> dict:
 def newest_meta(run_dir: Path) -> dict:
     """The newest checkpoint's meta; {} for a run without a readable one."""
     for _, checkpoint in reversed(list_checkpoints(run_dir)):
-        if not why_corrupt(checkpoint, hashes=False):
-            return read_file(checkpoint / "model.safetensors", {})[0]
+        with suppress(UserError):
+            return load_meta(checkpoint)
     return {}

@@ -18,7 +18,6 @@ from nanodiff.formats.load import (
     read,
     read_file,
     read_meta,
-    run_of,
     split_options,
 )
 from nanodiff.models.build import load_weights, model_settings, stored_config
@@ -63,14 +62,9 @@ def inherited(config) -> dict:
     if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
         theirs = theirs | ({} if own else {"guided_from": 0.0})
         names += ["guided_from", "cfg_scale", "cfg_interval"]
-    if own or is_adapter_file(meta):
+    if own or "sha256" in meta:  # a file of adapters, which is continued; a run of them is a model like any other
         names += LORA
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
-
-
-def is_adapter_file(meta: dict) -> bool:
-    """Adapters in a file are continued; a run of adapters is a model like any other."""
-    return "lora" in meta and not run_of(meta["path"])
 
 
 def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
@@ -87,7 +81,7 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
         adapters = meta
     elif is_map or not meta:
         found = find(config["init_from"])
-        if config["lora_rank"] and is_adapter_file(read_file(*found)[0]):
+        if config["lora_rank"] and "sha256" in read_file(*found)[0]:
             adapters, tensors = read_file(*found)
         else:
             source = build(*read(*found), device if is_map else "cpu")
@@ -191,19 +185,11 @@ def check_shape(model, loaded: Loaded) -> None:
 
 def warn_of_process(loaded: Loaded, config: dict) -> None:
     """Print what the model must relearn, if its process differs from that of the settings `config`."""
-    keys = []
-    if loaded.config["objective"].replace("_map", "") != config["objective"].replace("_map", ""):
-        keys = ["objective"]
-    if not loaded.process.is_gaussian:
-        keys += ["time_input"]
-    else:
-        keys += ["noise_schedule", "num_timesteps", "variance"]
-        if loaded.config["num_timesteps"] != 1000:  # else rescaling changes nothing
-            keys += ["rescale_timesteps"]
     differing = []
-    for key in keys:
-        if loaded.config.get(key, config[key]) != config[key]:
-            differing.append(f"{key}={loaded.config[key]}")
+    for key in ("objective", "time_input", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps"):
+        theirs = loaded.config.get(key, config[key])
+        if str(theirs).replace("_map", "") != str(config[key]).replace("_map", ""):  # a flow map knows its flow
+            differing.append(f"{key}={theirs}")
     if differing:
         print0(f"warning: {loaded.source} was trained with {', '.join(differing)}: it must relearn what it predicts")
 

@@ -68,8 +68,13 @@ class DiTConfig(Conditioned):
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
 
     @property
+    def grid(self) -> int:
+        """Tokens on a side."""
+        return self.image_size // self.patch_size
+
+    @property
     def num_tokens(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
+        return self.grid**2
 
     @property
     def side_unit(self) -> int:
@@ -96,11 +101,10 @@ def token_angles(
 
     A square of G tokens on a side counts from 0 to G-1; rectangles are centred on the same point.
     """
-    grid = config.image_size // config.patch_size
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # MPS has no float64
     count = functools.partial(torch.arange, dtype=dtype, device=device)
-    down = count(rows) + (grid - rows) / 2
-    across = count(cols) + (grid - cols) / 2
+    down = count(rows) + (config.grid - rows) / 2
+    across = count(cols) + (config.grid - cols) / 2
     places = torch.cartesian_prod(down, across)  # (T, 2)
     freqs = base ** -(count(dim) / dim)
     return places[:, :, None] * freqs
@@ -116,26 +120,19 @@ def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tor
 
 def sincos_table(config: DiTConfig) -> torch.Tensor:
     """position_table of a square image."""
-    grid = config.image_size // config.patch_size
-    return position_table(config, grid, grid)
+    return position_table(config, config.grid, config.grid)
 
 
 def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's sin and cos, (T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the rest.
+    """RoPE's sin and cos, (L + T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the
+    rest. The L = vector_len tokens before the image's have no position: they are rotated by the angle 0.
 
     Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
     """
     head_dim = config.width // config.heads
     angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device)
-    angles = angles.flatten(1)[:, None, None]
+    angles = F.pad(angles.flatten(1), (0, 0, config.vector_len, 0))[:, None, None]
     return angles.sin().float(), angles.cos().float()
-
-
-def not_rotated(rotation: tuple[torch.Tensor, torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rotation_table with `count` tokens before the image's: having no position, they are rotated by the angle 0."""
-    sin, cos = rotation
-    padding = sin.new_zeros(count, *sin.shape[1:])
-    return torch.cat([padding, sin]), torch.cat([padding + 1, cos])
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -322,7 +319,6 @@ class DiT(nn.Module):
         if cfg.vector_len:  # tokens before the image's (Bao et al. 2022, arXiv:2209.12152), dropped at the end
             tokens = vectors.float() + self.vector_position
             x = torch.cat([tokens.to(stream), x], dim=1)  # (N, L + T, C)
-            rotation = not_rotated(rotation, cfg.vector_len)
         elif cfg.vector_dim:
             c = c + vectors
         c = F.silu(c)  # adaLN's activation, the same in every block
