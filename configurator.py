@@ -20,20 +20,19 @@ a comma string: (0.99, 0.999) is "0.99,0.999". A mistake prints one line, "error
 
 import ast
 import difflib
-import io
 import operator
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
-import tokenize
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
-KINDS = {"bool": "True or False", "int": "an integer", "float": "a finite number", "str": "a string"}
+KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
 WORDS = {"True": True, "true": True, "False": False, "false": False}
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -41,27 +40,15 @@ COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
-ONLY = re.compile(r"Only (\w+)(?:=([\w|]+)| ([<>]=? \d+))")
+ONLY = re.compile(r"Only (\w+)(=[\w|]+| [<>]=? \d+)")
 
 
 class Setting(NamedTuple):
     default: bool | int | float | str
-    kind: str  # a key of KINDS
-    rule: str  # "" if the comment starts with none
-    comment: list[str]  # its lines
+    rule: str  # "" if the comment begins with none
+    comment: str
     heading: list[str]  # lines of comment above the setting
-    only: tuple[str, str] | None  # ("arch", "unet|dit") or ("rank", "> 0"): used only with such values of that setting
-
-    @property
-    def accepted(self) -> str:
-        return f"{KINDS[self.kind]}, {self.rule}" if self.rule else KINDS[self.kind]
-
-
-def find_rule(comment: str) -> str:
-    """The rule that a comment begins with, or ""."""
-    match = RULE.match(comment)
-    assert match or not comment.startswith((">", "<", "[")), f"cannot read the rule of the comment {comment!r}"
-    return match[1] if match else ""
+    only: tuple[str, str] | None  # ("arch", "=unet|dit") or ("rank", " > 0"): used only with these values of the first
 
 
 def satisfies(value, rule: str) -> bool:
@@ -73,43 +60,47 @@ def satisfies_part(value, part: str) -> bool:
     signs = re.findall(r"[<>]=?|[\[\]()]", part)
     if not signs:  # a plain value
         return value == (part.strip('"') if isinstance(value, str) else literal(part))
-    number = literal(str(value))
-    if type(number) not in (int, float):
-        return False
     bounds = [float(text) for text in re.findall(NUMBER, part)]
-    return all(COMPARE[sign](number, bound) for sign, bound in zip(signs, bounds))
+    with suppress(ValueError):
+        return all(COMPARE[sign](float(value), bound) for sign, bound in zip(signs, bounds))
+    return False  # a word
 
 
 def literal(text: str):
     """Command-line text of a setting that is not a string -> bool, int, float, or unchanged."""
-    if text in WORDS:
-        return WORDS[text]
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return text
+    return WORDS.get(text, text)
 
 
-def cast(kind: str, value):
+def cast(kind: type, value):
     """Convert to the setting's type; None if that would lose information or be a guess."""
+    if kind is bool:
+        return bool(value) if value in (0, 1) else None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if kind == "bool":
-        return bool(value) if isinstance(value, bool) or (is_number and value in (0, 1)) else None
-    if kind == "int":  # 1e6 is an integer, 1.5 and inf are not
+    if kind is int:  # 1e6 is an integer, 1.5 and inf are not
         return int(value) if is_number and value % 1 == 0 and abs(value) < 2**63 else None
-    if kind == "float":  # false for inf, nan and 10**400
+    if kind is float:  # false for inf, nan and 10**400
         return float(value) if is_number and abs(value) <= sys.float_info.max else None
-    if isinstance(value, list | tuple):  # flat: a comma string cannot nest
-        items = [None if isinstance(item, list | tuple) else cast("str", item) for item in value]
+    if isinstance(value, list | tuple):
+        items = [cast(str, item) for item in value]
         return None if None in items else ",".join(items)
     return str(value) if is_number or isinstance(value, str | Path) else None
 
 
-def check(name: str, setting: Setting, value, where: str = ""):
-    """The value that the setting gets. Raises ValueError with the line for the user."""
-    result = cast(setting.kind, value)
-    if result is None or (setting.rule and not satisfies(result, setting.rule)):
-        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {setting.accepted}")
+def check(settings: dict[str, Setting], name: str, value, where: str = ""):
+    """The value that the setting gets, which may be given as text. Raises ValueError with the line for the user."""
+    if name not in settings:
+        near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
+        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help lists all")
+    rule, kind = settings[name].rule, type(settings[name].default)
+    if isinstance(value, str) and kind is not str:
+        value = literal(value)
+    result = cast(kind, value)
+    if result is None or (rule and not satisfies(result, rule)):
+        accepted = f"{KINDS[kind]}, {rule}" if rule else KINDS[kind]
+        raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
     return result
 
 
@@ -122,83 +113,56 @@ class Config(dict):
 
 def read_settings(globals_: dict) -> dict[str, Setting]:
     """The settings of the calling script in file order: its plain assignments up to the call of configure."""
-    source = Path(globals_["__file__"]).read_text(encoding="utf-8")
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
-    comments = {t.start[0]: re.sub(r"\{(\w+)\}", table, t.string) for t in tokens if t.type == tokenize.COMMENT}
-    settings = {}
-    last_row = 0
-    only = None
-    for node in ast.parse(source).body:
-        if any(isinstance(n, ast.Name) and n.id == "configure" for n in ast.walk(node)):
-            break
-        above, last_row = range(last_row + 1, node.lineno), node.end_lineno
-        if not isinstance(node, ast.Assign):
+    settings, heading, only = {}, [], None
+    for line in re.sub(r"\n#   +", " ", source).splitlines():  # each comment in one line
+        if line.startswith("# "):
+            heading.append(line.strip("#- "))
             continue
-        name = ast.unparse(node.targets[0])
-        default = globals_.get(name, ...)  # tuples, attributes and items are not in it
-        if name.startswith("_") or not isinstance(default, bool | int | float | str):
-            continue
-        kind = type(default).__name__
-        comment = [comments.get(last_row, "").strip("# ")]
-        while comments.get(last_row + 1, "").startswith("#   "):
-            last_row += 1
-            comment.append(comments[last_row].strip("# "))
-        heading = []
-        for row in above:  # to the last row without a comment, comments are for readers of the source
-            heading = [*heading, comments[row].strip("#-= ")] if row in comments else []
-        heading = [line for line in heading if line]
-        if heading:
-            condition = ONLY.search(" ".join(heading))
-            only = condition and (condition[1], condition[2] or condition[3])
-        settings[name] = Setting(default, kind, find_rule(comment[0]), comment, heading, only)
-        check(name, settings[name], default, "default: ")
+        name, _, rest = line.partition(" = ")
+        default = globals_.get(name)
+        if isinstance(default, bool | int | float | str) and not name.startswith("_"):
+            comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
+            rule = RULE.match(comment)
+            if heading:
+                condition = ONLY.search(" ".join(heading))
+                only = condition and condition.groups()
+            settings[name] = Setting(default, rule[1] if rule else "", comment, heading, only)
+            check(settings, name, default)
+        heading = []  # comments with a blank line below are for readers of the source
     return settings
-
-
-def lookup(settings: dict[str, Setting], name: str, where: str = "") -> Setting:
-    """The setting of that name. Raises ValueError with the nearest names."""
-    if name not in settings:
-        near = difflib.get_close_matches(name.replace("-", "_"), settings, n=3, cutoff=0.5) or ["none (see --help)"]
-        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}")
-    return settings[name]
 
 
 def read_preset(settings: dict[str, Setting], path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
-    found = [p for p in (Path(path), Path(__file__).parent / path) if os.path.isfile(p)]  # False for overlong names
-    if not found:
-        raise ValueError(f"preset {path!r} not found, here or in the repository")
     values = {}
     try:
-        nodes = ast.parse(found[0].read_bytes(), path).body
+        found = Path(path) if Path(path).is_file() else Path(__file__).parent / path
+        nodes = ast.parse(found.read_bytes(), path).body
     except (SyntaxError, ValueError, OSError) as error:
         raise ValueError(f"preset {path!r}: {error}") from None
     for node in nodes:
         where = f"preset {path!r} line {node.lineno}: "
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         try:
             (target,) = node.targets
             name, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
             raise ValueError(f"{where}only assignments of literals are accepted, such as depth = 12") from None
-        values[name] = check(name, lookup(settings, name, where), value, where)
+        values[name] = check(settings, name, value, where)
     return values
 
 
 def read_argument(settings: dict[str, Setting], arg: str) -> dict:
-    """{name: value} of one argument of the command line."""
-    if not arg.startswith("-") and arg.endswith(".py"):
+    """{name: value} of one argument of the command line. --name alone is --name=True."""
+    if arg.startswith("--"):
+        name, equals, text = arg[2:].partition("=")
+        return {name: check(settings, name, text if equals else True)}
+    if arg.endswith(".py"):
         return read_preset(settings, arg)
-    if not arg.startswith("--"):
-        raise ValueError(f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py")
-    name, equals, text = arg[2:].partition("=")
-    setting = lookup(settings, name)
-    if not equals and setting.kind != "bool":
-        raise ValueError(f"--{name} needs a value, --{name}=...; accepted: {setting.accepted}")
-    value = text if setting.kind == "str" else literal(text)
-    return {name: check(name, setting, value if equals else True)}
+    raise ValueError(f"argument {arg!r} is not accepted; accepted: --key=value, or a preset that ends in .py")
 
 
 def check_used(settings: dict[str, Setting], config: Config) -> None:
@@ -207,26 +171,22 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
         if not setting.only or config[name] == setting.default:
             continue
         key, rule = setting.only
-        if satisfies(config[key], rule):
+        if satisfies(config[key], rule.lstrip("= ")):
             continue
         if name in config.given:
-            condition = f"{key} {rule}" if rule[0] in COMPARE else f"{key}={rule}"
-            used = f"only {condition} uses it, and {key}={config[key]!r}"
+            used = f"only {key}{rule} uses it, and {key}={config[key]!r}"
             raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
         config[name] = setting.default
 
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
-    """Usage, and three examples: the docstring's second paragraph. Then the settings, as wide as the terminal."""
+    """Usage and the script's docstring, with its examples. Then the settings, as wide as the terminal."""
     script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
-    title, *more = globals_["__doc__"].strip().split("\n\n")
-    lines = [f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)", "", title]
-    for examples in more[:1]:
-        lines += ["", *examples.splitlines()[:3]]
-    lines += ["", "settings, with default and type; accepted values, if limited, a colon, the meaning:"]
+    lines = [f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)", globals_["__doc__"]]
+    lines.append("settings, with default and type; accepted values, if limited, a colon, the meaning:")
     for name, s in settings.items():
         lines += ["", *s.heading] if s.heading else []
-        text = " ".join([f"  {f'--{name}={s.default}':<28} {s.kind:<5}", *s.comment])
+        text = f"  {f'--{name}={s.default}':<28} {type(s.default).__name__:<5} {s.comment}"
         lines.append(textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=" " * 37))
     return "\n".join(lines)
 
@@ -239,12 +199,11 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
     """
     settings = read_settings(globals_)
     argv = sys.argv[1:] if argv is None else argv
-    show = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
+    is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        try:
-            show(help_text(settings, globals_), flush=True)
-        except BrokenPipeError:  # --help | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+        if is_first:
+            print(help_text(settings, globals_))
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults, config.given = dict(config), {}
@@ -256,7 +215,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
             config.update(inherited(config) | config.given)
         check_used(settings, config)
     except ValueError as error:
-        show(f"error: {error}", file=sys.stderr, flush=True)
+        if is_first:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     globals_.update(config)
     return config

@@ -118,8 +118,8 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
 
 def read_request(body: bytes) -> dict:
     """The fields of form.py from a request's JSON, checked as settings are; from_image as bytes."""
-    asked = json.loads(body)
-    asked = {name: check(name, setting, asked.get(name)) for name, setting in read_settings(vars(form)).items()}
+    asked, settings = json.loads(body), read_settings(vars(form))
+    asked = {name: check(settings, name, asked.get(name)) for name in settings}
     return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
 
 

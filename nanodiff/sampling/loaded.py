@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from configurator import check, lookup, read_settings
+from configurator import check, read_settings
 from nanodiff.common import UserError, in_batches
 from nanodiff.conditions import FIELDS
 from nanodiff.data.codec import load_codec
@@ -90,7 +90,7 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
             for name, value in ({"classes": classes} | given).items():
                 if name in ("from_images", "mask", *READERS):
                     value = as_file(value, Path(folder, name))
-                asked[name] = check(name, lookup(settings, name), value)
+                asked[name] = check(settings, name, value)
             samples = open_samples(loaded, **asked)
         except ValueError as error:
             raise UserError(str(error).replace(f"{folder}/", "")) from error
