@@ -39,7 +39,7 @@ from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
-from nanodiff.web.report import LiveReport
+from nanodiff.web.report import refresh_report
 
 model = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
@@ -289,5 +289,5 @@ if rank == 0 and folder:
     except OSError as e:
         print0(f"warning: cannot write {path}: {e.strerror}")
     if loaded:
-        LiveReport(loaded.run_dir).refresh(last=True)
+        refresh_report(loaded.run_dir)
 leave_together()

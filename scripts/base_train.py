@@ -55,7 +55,7 @@ from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, Optimizer, param_groups
 from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
-from nanodiff.web.report import LiveReport
+from nanodiff.web.report import refresh_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
@@ -374,7 +374,7 @@ described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations
 log = RunLog(run, run_dir, device, described, step, progress)
 if ddp_rank == 0:
     write_best(run_dir, progress["best"])
-report = LiveReport(run_dir)
+report_due = 0.0  # when report.html is next written, by time.monotonic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
@@ -493,7 +493,7 @@ while True:
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
-        report.refresh(leaving)
+        report_due = refresh_report(run_dir, 0.0 if leaving else report_due)
     if leaving:
         break
 

@@ -320,21 +320,14 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
     write_atomic(path, page.encode())
 
 
-class LiveReport:
-    """Keeps run_dir/report.html up to date, in at most 1% of the run's time. Never raises: neither a bug here nor a
-    full disk is a reason to end hours of training."""
-
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
-        self.due = 0.0
-
-    def refresh(self, last: bool = False) -> None:
-        """Write the report, unless it was written lately and this is not the last."""
-        start = time.monotonic()
-        if start < self.due and not last:
-            return
-        try:
-            write_report([self.run_dir], self.run_dir / "report.html")
-        except Exception as e:
-            print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(self.run_dir))}")
-        self.due = start + 100 * (time.monotonic() - start)  # writing takes seconds for long logs
+def refresh_report(run_dir: Path, due: float = 0.0) -> float:
+    """Write run_dir/report.html, but not before `due`; return when the next is due, so that reports take at most 1% of
+    a run's time. Never raises: neither a bug here nor a full disk is a reason to end hours of training."""
+    start = time.monotonic()
+    if start < due:
+        return due
+    try:
+        write_report([run_dir], run_dir / "report.html")
+    except Exception as e:
+        print0(f"no report: {type(e).__name__}: {e}; see python -m scripts.report {shlex.quote(str(run_dir))}")
+    return start + 100 * (time.monotonic() - start)  # writing takes seconds for long logs
