@@ -9,22 +9,21 @@ one to a hidden folder, renamed at the end: after a kill the same command resume
 """
 
 import contextlib
-import json
+import functools
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from configurator import configure
-from nanodiff.common import Progress, UserError, get_dist, in_batches, print0
+from nanodiff.common import UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, GIVEN, from_stored, to_model_range
-from nanodiff.data.dataset import DatasetWriter, open_dataset, write_shard
+from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.device import init_device
-from nanodiff.dist import collective, leave_together
-from nanodiff.files import sha256_of
+from nanodiff.dist import gather_batches, leave_together, wait_for_first_rank
+from nanodiff.files import read_json, sha256_of
 from nanodiff.models.autoencoder import open_autoencoder
 
 data = ""  # name of an image set, or the path of its folder
@@ -42,10 +41,9 @@ config = configure(globals())
 
 if not data or not autoencoder:
     raise UserError("give --data=NAME of an image set and --autoencoder=PATH of its weights")
-rank, _, world = get_dist()
+rank = get_dist()[0]
 device = init_device(device_type)
 source = open_dataset(data)
-splits = {split: source if split == source.split else open_dataset(data, split) for split in source.meta["splits"]}
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
 writer = DatasetWriter(name or f"{source.path.name}_{encoder.name}", source.class_names, overwrite)
@@ -60,13 +58,6 @@ latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
 
-
-shards = []  # the note is written when the shard is finished: its entry in meta.json and its statistics
-for split, dataset in splits.items():
-    for k, rows in enumerate(dataset.batches(np.arange(len(dataset)), per_shard)):
-        note = writer.parts / "notes" / f"{split}_{k:03d}.json"
-        shards.append((dataset, rows, writer.parts / f"{split}_images_{k:03d}.npy", note))
-
 if rank == 0:
     plan = {
         "source": sha256_of(source.path / "meta.json"),
@@ -74,64 +65,67 @@ if rank == 0:
         "flip": flip,
     }
     writer.resume(plan)
-    todo = [rows for _, rows, _, note in shards if not note.is_file()]
-    num_todo = sum(map(len, todo))
-    num_images = sum(len(dataset) for dataset in splits.values())
-    print0(f"{num_images:,} images of {data!r}, {num_todo:,} to encode in {len(todo)} shards")
-if world > 1:
-    with collective("the wait for the plan"):
-        dist.barrier()
+    finished = len([*writer.parts.glob("notes/*[0-9].json")])
+    print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
+wait_for_first_rank()
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Encode: each rank encodes its shards. A shard is done once its note is on the disk.
+# Encode: each rank encodes its shards
 
-mine = [shard for shard in shards[rank::world] if not shard[-1].is_file()]
-with Progress(sum(len(rows) for _, rows, _, _ in mine), "images", "encoding") as bar:
-    for dataset, rows, file, note in mine:
-        encoded = []  # (B, channels, h, w) fp16
-        sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
-        for ids in in_batches(rows, batch_size):
-            images, cond = dataset.rows(ids)
-            images = to_model_range(torch.from_numpy(images).to(device))
-            blocks = []
-            for x in [images, images.flip(3)][:copies]:
-                mean, std = encoder.encode(x)  # (B, C, h, w) fp32
-                blocks += [mean, std][: encoder.parts]
-                mean, std = mean.cpu().double(), std.cpu().double()
-                sums[0] += mean.sum((0, 2, 3))
-                sums[1] += (mean**2 + std**2).sum((0, 2, 3))
-            if second:
-                given = from_stored(cond, {}, device=device)["given"]
-                blocks.append(F.interpolate(given, mean.shape[2:], mode="area"))
-            encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
-            bar.update(len(ids))
-        latents = np.concatenate(encoded)
-        if not np.isfinite(latents).all():
-            which = f"{dataset.split} {rows[0]}..{rows[-1]}"
-            raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
-        facts = {
-            "shard": write_shard(file, latents, dataset.captions(rows)),
-            "sums": sums.tolist(),
-            "count": latents[:, 0].size * copies,
-        }
-        write_note(note, facts)
+
+def encode(dataset: Dataset, rows: np.ndarray) -> dict:
+    """Make the shard of these images -> its note: its entry in meta.json and its statistics. It is finished once its
+    note is on the disk."""
+    name = f"{dataset.split}_images_{rows[0]:08d}"
+    note = writer.parts / "notes" / f"{name}.json"
+    if note.is_file():
+        return read_json(note)
+    encoded = []  # (B, channels, h, w) fp16
+    sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
+    for ids in in_batches(rows, batch_size):
+        images, cond = dataset.rows(ids)
+        images = to_model_range(torch.from_numpy(images).to(device))
+        blocks = []
+        for x in [images, images.flip(3)][:copies]:
+            mean, std = encoder.encode(x)  # (B, C, h, w) fp32
+            blocks += [mean, std][: encoder.parts]
+            mean, std = mean.cpu().double(), std.cpu().double()
+            sums[0] += mean.sum((0, 2, 3))
+            sums[1] += (mean**2 + std**2).sum((0, 2, 3))
+        if second:
+            given = from_stored(cond, {}, device=device)["given"]
+            blocks.append(F.interpolate(given, mean.shape[2:], mode="area"))
+        encoded.append(torch.cat(blocks, 1).half().cpu().numpy())
+    latents = np.concatenate(encoded)
+    if not np.isfinite(latents).all():
+        which = f"{dataset.split} {rows[0]}..{rows[-1]}"
+        raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
+    facts = {
+        "shard": write_shard(writer.parts / f"{name}.npy", latents, dataset.captions(rows)),
+        "sums": sums.tolist(),
+        "count": latents[:, 0].size * copies,
+    }
+    write_note(note, facts)
+    return facts
+
+
+sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
+for split in source.meta["splits"]:
+    dataset = open_dataset(data, split)
+    batches = dataset.batches(np.arange(len(dataset)), per_shard)
+    notes = gather_batches(functools.partial(encode, dataset), batches, f"encoding {split}")  # [] on other ranks
+    for rows, facts in zip(batches, notes):
+        writer.add(split, facts["shard"], **dataset.cond(rows))
+        if split == "train":
+            sums += torch.tensor(facts["sums"], dtype=torch.float64)
+            count += facts["count"]
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Labels, vectors, statistics, the name
+# Statistics, the name
 
-if world > 1:
-    with collective("the wait for the other ranks' shards"):
-        dist.barrier()
 if rank == 0:
     writer.meta |= {"kind": "latents", "resolution": latent_size}
     writer.meta |= {name: source.meta[name] for name in (*FILES, *GIVEN) if name in source.meta}
-    sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
-    for dataset, rows, _, note in shards:
-        facts = json.loads(note.read_bytes())
-        writer.add(dataset.split, facts["shard"], **dataset.cond(rows))
-        if dataset.split == "train":
-            sums += torch.tensor(facts["sums"], dtype=torch.float64)
-            count += facts["count"]
     mean, square = sums / count
     std = (square - mean**2).clamp(min=1e-12).sqrt()
     latents = describe_latents(encoder, autoencoder) | {"source": source.name, "copies": copies}
@@ -140,6 +134,6 @@ if rank == 0:
     writer.meta["latents"] = latents
     stack.close()
     shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
-    print0(f"made {writer.path}: {num_images:,} latents of {shape}")
+    print0(f"made {writer.path}: latents of {shape}")
     print0(f"train on it: python -m scripts.base_train --data={writer.path.name}")
 leave_together()

@@ -33,14 +33,14 @@ def test_killed_runs_and_two_ranks_make_the_same_set(base, vae, run_script):
         args = ("--data=tiny", f"--autoencoder={vae}", f"--name={name}", "--device_type=cpu", "--batch_size=2")
         running = Started("cache_latents", *args, ranks=ranks)
         parts = base / "data" / f".{name}.parts"
-        while not list(parts.glob("notes/train_???.json")):
+        while not list(parts.glob("notes/train_*.json")):
             assert not any(running.codes())
             time.sleep(0.002)
         running.kill()
-        done = len(list(parts.glob("notes/*_???.json")))
+        done = len(list(parts.glob("notes/*_*.json")))
         assert 1 <= done < 5, "it was not killed in time"
         out = run_process("cache_latents", *args, ranks=3 - ranks).stdout
-        assert f" in {5 - done} shards" in out
+        assert f"{done} shards of them are finished" in out
         assert files(base, name) == files(base, "whole")
 
 
