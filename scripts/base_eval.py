@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from configurator import configure
 from nanodiff.common import UserError, get_dist, print0
@@ -141,8 +140,7 @@ elif metric == "bpd":
     with autocast:
         terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size)
     result["timesteps"] = loaded.process.num_timesteps
-    for key in [key for key in terms if key.endswith("bpd")]:
-        result[key] = terms.pop(key)
+    result |= {key: terms.pop(key) for key in ("total_bpd", "prior_bpd")}
     if rank == 0 and loaded.run_dir:
         path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
         np.savez(path, **terms)
@@ -170,15 +168,17 @@ else:
         counts = steps.split(",")
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
-        asked = [config | {"sampler": chosen, "steps": int(n)} for chosen in sampler.split(",") for n in counts]
-        plan = [settings_for(loaded, **settings) for settings in asked]
-        config |= plan[0].named if len(plan) == 1 else plan[0].guidance
-        config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
-        measured = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
-        if measured.codec.undecodable:
-            raise UserError(f"metric={metric}: {measured.codec.undecodable}")
-        plan = [replace(measured, settings=settings) for settings in plan]
+        drawn = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
+        if drawn.codec.undecodable:
+            raise UserError(f"metric={metric}: {drawn.codec.undecodable}")
+        plan = []
+        for chosen in sampler.split(","):
+            for count in counts:
+                settings = settings_for(loaded, **config | {"sampler": chosen, "steps": int(count)})
+                plan.append(replace(drawn, settings=settings))
         measured = plan[0]
+        config |= settings.named if len(plan) == 1 else settings.guidance
+        config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
         names = loaded.class_names
         result |= {"batch_size": batch_size}
     result |= measured.protocol | {"num_images": num_images}
@@ -187,7 +187,7 @@ else:
     if not is_distance and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
     has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes and not reference
-    labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
+    labels = measured.labels(np.arange(num_images)).numpy()  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)
         result["data"] = dataset.name
@@ -197,7 +197,7 @@ else:
         if measured.shape != shape and measured.shape[1:] not in dataset.buckets:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
         if has_classes and names:  # number the classes as the data set does
-            labels = torch.tensor(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
+            labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
     batches = measured.batches(np.arange(num_images), batch_size)
 
     if metric != "well_formed":
@@ -216,14 +216,14 @@ else:
 
     def judged(images_of, batches, labels) -> dict:
         """Figures of images with these labels, on the first rank; {} on the others."""
-        row = {}
         if metric == "well_formed":
             images = gather_batches(images_of, batches, "samples")
-            return measure_form(np.concatenate(images), labels) if rank == 0 else row
+            return measure_form(np.concatenate(images), labels) if images else {}
+        row = {}
         found = metrics.collect_features(images_of, batches, network, "samples")
-        if rank == 0 and is_distance:
+        if found and is_distance:
             row |= metrics.compare(metric, found, known)
-        if rank == 0 and has_classes and network.num_classes:
+        if found and has_classes and network.num_classes:
             is_right = found.logits.argmax(1).numpy() == labels
             row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
         return row
@@ -233,7 +233,7 @@ else:
     for measured in plan:
         row = {key: measured.protocol[key] for key in varied}
         with autocast:
-            row |= judged(measured.images, batches, labels.numpy())
+            row |= judged(measured.images, batches, labels)
         if bad := int(over_ranks(measured.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
         rows.append(row)
@@ -270,9 +270,8 @@ for row in result.get("rows", [result]):
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
-if result.get("reference"):
-    words.append(f"against {result['reference']}")
-print0(", ".join(word for word in words if word))
+words.append("reference" in result and f"against {result['reference']}")
+print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name

@@ -99,8 +99,7 @@ config |= settings.named  # the output's name says what differs from the run's o
 config.defaults |= settings_for(loaded, weak_model=weak_model).named
 if codec.undecodable:
     print0(f"latents are shown as they are: {codec.undecodable}")
-is_mixed = samples.is_mixed  # each row of the grid has one shape
-if is_mixed and npz:
+if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
@@ -119,7 +118,7 @@ latents = {} if codec.undecodable else codec.description.get("latents", {})
 protocol = loaded.described() | samples.protocol
 protocol |= {
     "data": loaded.data["name"],
-    "size": size or ("as the data's" if is_mixed else f"{codec.image_size}x{codec.image_size}"),
+    "size": size or ("as the data's" if samples.is_mixed else f"{codec.image_size}x{codec.image_size}"),
     "eta": eta,
     **(samples.given.described if samples.given else {}),
     "cfg_channels": cfg_channels or "all",

@@ -19,6 +19,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,17 +28,16 @@ import torch.nn.functional as F
 import nanodiff
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
-from nanodiff.conditions import FACTS
 from nanodiff.data.decode import decode, open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
-from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_meta, shipped
+from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, parse_classes
 from nanodiff.sampling.given import start_from
-from nanodiff.sampling.loaded import open_samples, own_settings, settings_for
+from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
@@ -80,19 +80,16 @@ def describe_run(path: Path) -> dict:
         emas = [*map(str, meta["ema_rates"]), "raw"]
         weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
     with reading(path, "was trained by another version"):
-        config = meta["config"]
-        num_classes = meta["model_config"]["num_classes"]
-        has_condition = any(meta["model_config"].get(name) for name in FACTS)
-        is_guided = not why_unguided(config, has_condition, meta["step"])
-        process = make_process(config, meta["data"])
-        own = own_settings(config, process) | ({} if is_guided else {"cfg_scale": 1})
+        config, data = meta["config"], meta["data"]
+        model = SimpleNamespace(config=stored_config(meta))  # all that is asked of it
+        loaded = Loaded(model, make_process(config, data), config, data, meta["step"], str(path), "", path)
         return {
             "weights": weights,
-            "classes": meta["data"]["class_names"] if num_classes else [],
-            "is_guided": is_guided,
-            "samplers": ["auto", *process.samplers],
+            "classes": loaded.class_names,
+            "is_guided": not loaded.why_unguided,
+            "samplers": [*loaded.process.samplers],
             "time": path.stat().st_mtime,
-        } | own
+        } | settings_for(loaded).named
 
 
 def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:

@@ -305,16 +305,16 @@ def test_what_is_there_is_not_drawn_again(draw, run_script, tmp_path, monkeypatc
 
 
 def test_images_that_are_not_finite_are_counted(draw, monkeypatch, capsys):
-    sample_images = drawing.sample_images
+    sample = drawing.ModelSamples.sample
 
-    def spoiled(model, process, settings, noise, cond, **more):
-        x0 = sample_images(model, process, settings, noise, cond, **more)
+    def spoiled(samples, noise, cond, **more):
+        x0 = sample(samples, noise, cond, **more)
         if x0.shape[1:] == (3, 16, 16):
             is_spoiled = [int(label) in (1, 4) for label in cond["y"]]
             x0[is_spoiled, 0, 3, 3] = float("nan" if len(x0) > 1 else "inf")
         return x0
 
-    monkeypatch.setattr(drawing, "sample_images", spoiled)
+    monkeypatch.setattr(drawing.ModelSamples, "sample", spoiled)
     draw("--num_images=5", "--batch_size=2")
     assert "warning: 2 of the images drawn are not finite" in capsys.readouterr().out
 

@@ -136,10 +136,10 @@ def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(flow, run
 def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     offered = describe_run(flow)
     assert offered["weights"] == [(1, "0.999"), (1, "raw"), (0, "0.999"), (0, "raw")]
-    assert offered["samplers"] == ["auto", "euler", "heun", "sde"] and offered["is_guided"]
+    assert offered["samplers"] == ["euler", "heun", "sde"] and offered["is_guided"]
     assert offered["classes"] == list(CLASS_NAMES)
     eps = make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--class_cond=False")
-    facts = {"samplers": ["auto", "ddpm", "ddim", "dpm++"], "classes": [], "is_guided": False, "cfg_scale": 1}
+    facts = {"samplers": ["ddpm", "ddim", "dpm++"], "classes": [], "is_guided": False, "cfg_scale": 1}
     assert facts.items() <= describe_run(eps).items()
     (eps.parent / "broken" / "checkpoints" / "step_000001").mkdir(parents=True)
     (eps.parent / "not a run").mkdir()
@@ -235,7 +235,7 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         browser.open(f"http://127.0.0.1:{server.server_port}/")
         browser.wait("document.querySelectorAll('.chip').length == 8")
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
-        assert browser.run("return field.cfg_scale.value + field.sampler.value") == "2auto"
+        assert browser.run("return field.cfg_scale.value + field.sampler.value") == "2heun"
         # by keyboard: circle and triangle, six images in five steps
         for number in (0, 3):
             browser.run(f"document.querySelectorAll('.chip input')[{number}].focus()")

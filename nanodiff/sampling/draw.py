@@ -85,12 +85,6 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
     return shape
 
 
-def sample_images(model, process, settings: SampleSettings, noise, cond, **more) -> torch.Tensor:
-    """x0 (N, C, H, W) from noise; `more`: generator, progress, known of process.sample."""
-    denoiser = make_denoiser(model, cond, settings)
-    return process.sample(denoiser, noise, settings.steps, settings.sampler, eta=settings.eta, **more)
-
-
 @dataclass
 class ModelSamples:
     """Samples of a model, drawn on demand. Sample i depends only on (seed, i) and its conditions, in every script. The
@@ -150,7 +144,8 @@ class ModelSamples:
         noise = torch.zeros(1, config.in_channels, 1, 1)
         known = Known(noise, self.given.strength if self.given else 1.0, torch.zeros(1, dtype=torch.bool))
         settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
-        sample_images(stand_in, self.process, settings, noise, some_conditions(config, 1), known=known)
+        dummy = replace(self, model=stand_in, settings=settings)
+        dummy.sample(noise, some_conditions(config, 1), known=known)
         return sum(num_images)
 
     @property
@@ -180,6 +175,12 @@ class ModelSamples:
         """Consecutive ids from 0 on, in batches of one shape."""
         return in_batches(ids, math.gcd(8, batch_size) if self.is_mixed else batch_size)
 
+    def sample(self, noise, cond: dict, **more) -> torch.Tensor:
+        """x0 (N, C, H, W) from noise; `more`: generator, progress and known of process.sample."""
+        how = self.settings
+        denoiser = make_denoiser(self.model, cond, how)
+        return self.process.sample(denoiser, noise, how.steps, how.sampler, eta=how.eta, **more)
+
     def draw(self, ids, on_step=None) -> torch.Tensor:
         """x0 (n, C, H, W) of samples `ids` of one shape, in [-1, 1], or latents.
 
@@ -197,8 +198,7 @@ class ModelSamples:
             known = Known(x0, self.given.strength, self.given.mask.to(device))
         generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
         noise = generator.randn((len(ids), *shape), device)
-        more = {"generator": generator, "progress": on_step, "known": known}
-        x0 = sample_images(self.model, self.process, self.settings, noise, cond, **more)
+        x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)
         is_finite = x0.isfinite().flatten(1).all(1)  # (n,)
         self.not_finite += int((~is_finite).sum())
         return x0

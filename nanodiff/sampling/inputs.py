@@ -148,8 +148,9 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     path = Path(where).expanduser()
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
-        fault = "is neither" if path.exists() else "is not there"
-        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
+        raise UserError(
+            f"{setting}={where!r} is not there or neither; accepted: an .npz file, a folder of images, an .npy"
+        )
     return open_source(kind, str(path), Options(val_fraction=0, range=range))
 
 
@@ -161,7 +162,7 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
         print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
     if not known or not names:
         return items, None
-    labels = np.array([item.label for item in items], np.int64)
+    labels = np.array([item.label for item in items])
     if Path(where).expanduser().is_dir():  # classes go by name
         labels = np.array(match_labels(names, known, f"{setting}={where!r}"))[labels]
     elif len(names) > len(known):

@@ -20,27 +20,23 @@ from nanodiff.sampling.given import read_from_images, start_from
 from nanodiff.sampling.inputs import READERS, open_inputs
 
 
-def own_settings(config: dict, process) -> dict:
-    """How a run with these settings draws its grids. A published file has no such settings: 50 steps, guidance 2."""
-    return {
+def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
+    """SampleSettings that settings of scripts/sample.py ask for, by default the run's own."""
+    asked = vars(taken) | asked
+    config, process = loaded.config, loaded.process
+    own = {  # a published file has none: 50 steps, guidance 2
         "steps": config.get("sample_steps", min(50, getattr(process, "num_timesteps", 50))) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
         "cfg_scale": config.get("cfg_scale", 2.0),
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
-
-
-def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
-    """SampleSettings that settings of scripts/sample.py ask for, by default the run's own."""
-    asked = vars(taken) | asked
-    own = own_settings(loaded.config, loaded.process)
     fault = loaded.why_unguided
     if weak_model is not None:
         fault, own["cfg_scale"] = "", 2.0
     given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
     own |= given
     steps = asked["respacing"] or own["steps"]
-    sampler = choose_sampler(loaded.process, own["sampler"], steps, asked["eta"])
+    sampler = choose_sampler(process, own["sampler"], steps, asked["eta"])
     guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], fault, given)
     return SampleSettings(steps, sampler, *guidance, asked["eta"], weak_model, asked["cfg_channels"])
 
