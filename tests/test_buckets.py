@@ -10,7 +10,7 @@ import torch
 from conftest import base_train_settings, refused
 from PIL import Image
 from test_sample_web import drawn, picture
-from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses, make_autoencoder
+from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses
 
 from nanodiff.common import base_dir
 from nanodiff.data.buckets import choose_sizes
@@ -190,15 +190,6 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, dr
     np.save(tmp_path / "rows.npy", np.eye(26))
     more = ("--model=told", "--size=12x20", "--num_images=8", f"--vectors={tmp_path / 'rows.npy'}")
     assert draw(*more)[0].shape == (8, 12, 20, 3)
-
-
-def test_latents_keep_the_buckets(base, photos, run_script, tmp_path):
-    vae = make_autoencoder(tmp_path / "vae")
-    run_script("cache_latents", "--data=photos", f"--autoencoder={vae}", "--name=latents", "--device_type=cpu")
-    latents = open_dataset("latents")
-    assert latents.buckets == {(h // 4, w // 4): bucket for (h, w), bucket in photos.buckets.items()}
-    assert verify(latents)[0] == verify(photos)[0] and (latents.labels(range(21)) == photos.labels(range(21))).all()
-    run_script("base_train", *RUN, "--patch_size=1", "--data=latents")  # how they compare: tests/test_pairs.py
 
 
 def test_a_model_must_divide_every_bucket(photos, run_script):

@@ -154,6 +154,8 @@ def test_captions_stay_with_their_images_in_buckets_and_latents(tmp_path, run_sc
     run_script("cache_latents", "--data=toy", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
     found = open_dataset("toy").captions(range(60))
     assert len(open_dataset("toy").buckets) == 2 and found == open_dataset("latents").captions(range(60))
+    of_latents = {(h // 4, w // 4): bucket for (h, w), bucket in open_dataset("toy").buckets.items()}
+    assert open_dataset("latents").buckets == of_latents
     for i, caption in enumerate(found):
         assert open_dataset("toy").images([i])[0, 0, 0, 0] == 4 * int(caption or 7)
 

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -166,10 +167,7 @@ def test_shapes_are_drawn_once_though_several_ask_at_once(base):
 
 
 def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
-    def unsupported(file, flags):
-        raise OSError(errno.ENOTSUP, "no locks")
-
-    monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
     with DatasetWriter("toy", "abcde", wait=True) as slow:
         slow.append("train", IMAGES, LABELS)
         write()  # another process is faster

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 from conftest import ROOT, refused
 from processes import Started, free_port, run_process
@@ -21,10 +22,22 @@ from nanodiff.training import checkpoint, resume
 TRAIN = [*TINY, "--num_iterations=60", "--log_every=1", "--save_every=2"]
 
 
+@pytest.fixture(autouse=True)
+def data(base):
+    make_data()
+
+
 def everything(base, tag, step=60):
     """What a run has made, without what depends on the clock."""
     lines = [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in metrics(base, tag)]
-    return weights(base, tag, step), lines
+    return {"weights": weights(base, tag, step), "lines": lines}
+
+
+def assert_close(base, tag, other):
+    """The losses of eight steps, none twice and none missing, are those of another run, up to rounding."""
+    ours, theirs = (np.array(everything(base, run, 8)["lines"]) for run in (tag, other))
+    assert ours[:, 0].tolist() == [*range(1, 9)]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
 def slow_fsync():
@@ -35,7 +48,6 @@ def slow_fsync():
 
 @pytest.mark.slow
 def test_kills_lose_nothing(base, run_script):
-    make_data()
     run_script("base_train", *TRAIN, "--model_tag=whole", "--save_every=0")
     checkpoints = base / "runs" / "killed" / "checkpoints"
     rng, in_save = random.Random(0), 0
@@ -49,14 +61,13 @@ def test_kills_lose_nothing(base, run_script):
         in_save += any(checkpoints.glob(".*"))
     assert in_save >= 2, "too few of the kills hit a save"
     run_script("base_train", *TRAIN, "--model_tag=killed")
-    (weights, lines), (expected_weights, expected_lines) = everything(base, "killed"), everything(base, "whole")
-    assert lines == expected_lines and [step for step, *_ in lines] == [*range(1, 61)]  # none twice, none missing
-    assert_identical(weights, expected_weights)
+    killed = everything(base, "killed")
+    assert [step for step, *_ in killed["lines"]] == [*range(1, 61)]  # none twice, none missing
+    assert_identical(killed, everything(base, "whole"))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000058", "step_000060"]  # nothing half done
 
 
 def test_a_damaged_shard_ends_the_run_before_it_is_saved(base, run_script):
-    make_data()
     shard = base / "data" / "tiny" / "train_images_000.npy"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -94,7 +105,6 @@ def inject(*faults):
 )
 def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, timeout, words):
     """They name what they waited for, within the timeout or at once; the newest checkpoint goes on with fewer ranks."""
-    make_data()
     before = partial(inject, ("1", 5, action))
     limit = {"NANODIFF_RANK_TIMEOUT": str(timeout)}
     running = Started("base_train", *SHORT, "--model_tag=a", ranks=2, before=before, **limit)
@@ -106,7 +116,7 @@ def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, tim
     assert re.search(rf"rank 0 of 2: the reduce-scatter of the gradients failed after [\d.]+ s .*({words})", last)
     assert float(re.search(r"after ([\d.]+) s", last)[1]) < timeout + 5
     run_script("base_train", *SHORT, "--model_tag=a")  # on one rank
-    assert [step for step, *_ in everything(base, "a", 8)[1]] == [*range(1, 9)]
+    assert [step for step, *_ in everything(base, "a", 8)["lines"]] == [*range(1, 9)]
 
 
 def slow_save(seconds):
@@ -118,7 +128,6 @@ def slow_save(seconds):
 @pytest.mark.slow
 def test_nobody_gives_up_waiting_for_a_save(base):
     """Two saves longer than the timeout, the second of them at the end."""
-    make_data()
     limit = {"NANODIFF_RANK_TIMEOUT": "4"}
     steps = ("--num_iterations=4", "--save_every=2", "--model_tag=a")
     run_process("base_train", *SHORT, *steps, ranks=2, before=partial(slow_save, 5), **limit)
@@ -145,14 +154,12 @@ def other_eyes(what):
 
 @pytest.mark.slow
 def test_all_ranks_open_the_checkpoint_that_the_first_has_found(base, run_script):
-    make_data()
     for tag in ("whole", "a"):
         run_process("base_train", *SHORT, "--num_iterations=4", "--warmdown_ratio=0", f"--model_tag={tag}", ranks=2)
     more = (*SHORT, "--warmdown_ratio=0", "--resume=changed")
     run_process("base_train", *more, "--model_tag=whole", ranks=2)
     run_process("base_train", *more, "--model_tag=a", ranks=2, before=partial(other_eyes, "stale"))
-    for ours, whole in zip(everything(base, "a", 8), everything(base, "whole", 8)):
-        assert_identical(ours, whole)
+    assert_identical(everything(base, "a", 8), everything(base, "whole", 8))
     done = run_process("base_train", *more, "--model_tag=a", ranks=2, check=False, before=partial(other_eyes, "gone"))
     line = "error: rank 1 of 2 cannot open .*step_000008, which rank 0 resumes from: no such file: .*optim.pt"
     assert done.returncode and re.search(line, done.stderr) and "Traceback" not in done.stderr, done.stderr
@@ -161,7 +168,6 @@ def test_all_ranks_open_the_checkpoint_that_the_first_has_found(base, run_script
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, fault", [(0, ("0", 4, "SIGHUP")), (2, ("1", 4, "SIGTERM"))])
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(base, run_script, ranks, fault):
-    make_data()
     args = [*SHORT, "--log_every=3"]
     done = run_process("base_train", *args, "--model_tag=a", ranks=ranks, before=partial(inject, fault))
     assert "after step 5: the same command resumes" in done.stdout, done.stderr
@@ -181,7 +187,6 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 @pytest.mark.slow
 def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(base, tmp_path):
     """By itself from the newest checkpoint, and by the same command after a signal: the end has the same bits."""
-    make_data()
     run_process("base_train", *SHORT, "--model_tag=whole", ranks=2)
     script = tmp_path / "faulty.py"
     script.write_text(TORCHRUN)
@@ -192,14 +197,12 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
     assert re.search(r"resumed from .*step_000004", done.stdout), done.stdout + done.stderr
     assert re.search(r"stopped by a signal after step [5-8]", done.stdout), done.stdout + done.stderr
     run_process("base_train", *SHORT, "--model_tag=a", ranks=2)
-    for ours, whole in zip(everything(base, "a", 8), everything(base, "whole", 8)):
-        assert_identical(ours, whole)
+    assert_identical(everything(base, "a", 8), everything(base, "whole", 8))
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
     """The same images in the same order and the same noise: the same losses."""
-    make_data()
     args = [*TRAIN, "--total_batch_size=16", "--warmup_ratio=0", "--warmdown_ratio=0", "--flip"]
     run_script("base_train", *args, "--num_iterations=8", "--model_tag=one")
     for steps, ranks, size in ((2, 1, 16), (4, 2, 4), (6, 4, 2), (8, 1, 8)):
@@ -208,16 +211,12 @@ def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
             run_script("base_train", *args, *more)
         else:
             run_process("base_train", *args, *more, ranks=ranks)
-    (_, one), (_, many) = everything(base, "one", 8), everything(base, "many", 8)
-    assert [step for step, *_ in many] == [*range(1, 9)]
-    for (_, *expected), (_, *got) in zip(one, many):
-        assert got == pytest.approx(expected, rel=1e-4)
+    assert_close(base, "many", "one")
 
 
 @pytest.mark.slow
 def test_two_nodes_train_the_same_model_as_one_process(base, run_script):
     """As runs/multinode.sh starts them: an agent on each node, which meet at the first."""
-    make_data()
     args = [*SHORT, "--model_tag=nodes"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GPUS": "1", "NNODES": "2"}
     env |= {"HEAD": f"127.0.0.1:{free_port()}"}
@@ -226,8 +225,7 @@ def test_two_nodes_train_the_same_model_as_one_process(base, run_script):
     ends = [(*node.communicate(timeout=200), node.returncode) for node in nodes]
     assert [code for *_, code in ends] == [0, 0], ends
     run_script("base_train", *SHORT, "--model_tag=one")
-    for (_, *expected), (_, *got) in zip(everything(base, "one", 8)[1], everything(base, "nodes", 8)[1]):
-        assert got == pytest.approx(expected, rel=1e-4)
+    assert_close(base, "nodes", "one")
 
 
 def no_file_beyond(size):
@@ -246,7 +244,6 @@ def starved(name, *args, kilobytes):
 
 @pytest.mark.slow
 def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
-    make_data()
     args = [*TRAIN, "--num_iterations=40", "--model_tag=a", "--resume=changed"]
     run_script("base_train", *args, "--num_iterations=2", "--warmdown_ratio=0")
     checkpoints = base / "runs" / "a" / "checkpoints"
@@ -257,14 +254,13 @@ def test_no_room_for_metrics_checkpoint_or_samples(base, run_script):
         assert [path.name for path in checkpoints.iterdir()] == ["step_000002"]
         assert not [*(base / "runs" / "a").glob(".*.*"), *(base / "runs" / "a" / "samples").iterdir()]
     run_script("base_train", *args, "--save_every=0")
-    assert [step for step, *_ in everything(base, "a", 40)[1]] == [*range(1, 41)]
+    assert [step for step, *_ in everything(base, "a", 40)["lines"]] == [*range(1, 41)]
 
 
 @pytest.mark.slow
 def test_no_room_for_a_data_set_or_latents(base, tmp_path, run_script):
     starved("prepare_data", "--source=shapes", "--name=mine", kilobytes=100)
-    assert [path.name for path in (base / "data").iterdir()] == [".mine.lock"]
-    make_data()
+    assert {path.name for path in (base / "data").iterdir()} == {".mine.lock", ".tiny.lock", "tiny"}
     args = ("--data=tiny", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
     starved("cache_latents", *args, kilobytes=2)
     assert not (base / "data" / "latents").exists()

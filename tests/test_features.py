@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -97,11 +98,8 @@ def test_features_are_those_of_one_network_in_a_file_of_reference_statistics(bas
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
-    def refuse(path):
-        raise OSError(30, "Read-only file system")
-
     make_data()
-    monkeypatch.setattr(cache, "writing", refuse)
+    monkeypatch.setattr(cache, "writing", Mock(side_effect=OSError(30, "Read-only file system")))
     assert reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
     assert "cannot be written" in capsys.readouterr().out
 

@@ -70,11 +70,7 @@ def test_the_known_part_has_the_noise_of_each_step(process):
     x0, noise = (torch.randn(2, 1, 4, 4, generator=generator) for _ in range(2))
     known = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool))
     seen = []
-
-    def denoiser(x_t, t, at):
-        seen.append(x_t.clone())
-        return torch.zeros_like(x_t)
-
+    denoiser = lambda x_t, t, at: seen.append(x_t.clone()) or torch.zeros_like(x_t)
     sampler = "ddim" if process.is_gaussian else "euler"
     process.sample(denoiser, noise, 5, sampler, known=known)
     assert len(seen) == 5

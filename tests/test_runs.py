@@ -1,0 +1,95 @@
+"""What runs/ holds: presets that the scripts know, stories that measure what they trained, captions that are true."""
+
+import ast
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT, base_train_settings
+
+from nanodiff.diffusion.process import make_process
+from nanodiff.models.build import empty_model, make_model_config
+from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
+
+RUNS = ROOT / "runs"
+PRESETS = sorted(path.name for path in RUNS.glob("*.py"))
+IMAGES = dict(kind="images", channels=3, resolution=32, num_classes=10)
+IMAGENET64 = IMAGES | dict(resolution=64, num_classes=1000)
+LATENTS = dict(kind="latents", channels=4, resolution=32, num_classes=1000)
+# In place of Python: writes down how it was called, and leaves a checkpoint where one was trained
+FAKE = r"""#!/bin/bash
+echo "$*" >> "$CALLS"
+[[ $* =~ base_train.*--model_tag=([a-z_0-9]+) ]] || exit 0
+mkdir -p "$NANODIFF_BASE_DIR/runs/${BASH_REMATCH[1]}/checkpoints/step_000007"
+"""
+BEFORE = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}  # arguments before those of base_train
+
+
+def settings(preset):
+    """base_train's settings with those of a preset, as its --help and command line read them."""
+    return base_train_settings(str(RUNS / preset))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_accepted_and_says_what_it_is(preset):
+    config = settings(preset)
+    assert config["model_tag"] == preset.removesuffix(".py")  # so that the run folder is where the docs say
+    assert ast.get_docstring(ast.parse((RUNS / preset).read_text()))
+
+
+@pytest.mark.parametrize(
+    "preset, data, parameters",
+    [
+        ("dit_imagenet256.py", LATENTS, 675_129_632 - 256 * 1152),  # theirs counts the fixed table of positions
+        ("iddpm_cifar10.py", IMAGES, 52_546_438),  # Nichol & Dhariwal 2021: 52.5 M
+        ("iddpm_imagenet64.py", IMAGENET64, 121_063_942),  # 120 M
+    ],
+)
+def test_published_sizes(preset, data, parameters):
+    config = settings(preset)
+    process = make_process(config, data)
+    model = empty_model(make_model_config(config, data, process.num_outputs * data["channels"]))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("story", "cpu cifar10 few_steps finetune miniseries pairs record speedrun words".split())
+def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
+    (tmp_path / "python3").write_text(FAKE)
+    (tmp_path / "python3").chmod(0o755)
+    env = os.environ | {"CALLS": str(tmp_path / "calls"), "NANODIFF_BASE_DIR": str(tmp_path)}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEPTHS": "2"}
+    before, given = BEFORE.get(story, []), "--model_tag=mine"
+    done = subprocess.run(["bash", ROOT / "runs" / f"{story}.sh", *before, given], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    (trained,) = [i for i, call in enumerate(calls) if given in call]
+    after = [call.replace(str(tmp_path), "") for call in calls[trained + 1 :]]
+    assert any("mine" in call for call in after)
+    default = {"miniseries": "mini_", "finetune": "with_cross ", "few_steps": "few_steps_cpu"}.get(story, f"{story}_")
+    assert not any(f"--model={default}" in call for call in after)
+    measured = [call for call in after if "measured_" in call]
+    assert all("/runs/mine/measured_step_000007.npz" in call for call in measured)
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_every_caption_is_true_by_the_search_that_grades(unseen):
+    images, captions = draw_captioned(24, seed=3, unseen=unseen)
+    found = recognise(images)
+    assert [caption(*one) for one in zip(*found)] == captions
+
+
+def test_pairs_to_ask_for_are_never_in_training():
+    pairs = []
+    for unseen in (False, True):
+        _, captions = draw_captioned(4000, seed=0, unseen=unseen)
+        pairs.append({tuple(text.split(",")[0].split()[1:]) for text in captions})  # (colour, shape)
+    seen, unseen = pairs
+    assert len(seen) == 40 and len(unseen) == 8 and not seen & unseen  # 6 colours and 8 shapes
+
+
+def test_words_are_one_hot_and_in_order():
+    captions = ["small red circle, top left", "large cyan dots, centre"]
+    vectors = one_hot_words(captions)
+    told = [" ".join(WORDS[i] for i in rows[rows.any(1)].argmax(1)) for rows in vectors]
+    assert told == [text.replace(",", "") for text in captions]
+    assert vectors.sum() == 9 and not vectors[1, 4].any()
