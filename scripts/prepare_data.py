@@ -24,6 +24,7 @@ from collections import Counter
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.data import dataset
+from nanodiff.data.decode import check_size
 from nanodiff.data.parts import make_parts
 from nanodiff.data.sources import SOURCES, Options, open_source, state_of  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
@@ -114,10 +115,13 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     free_mb = shutil.disk_usage(writer.folder).free / 1e6
     if need_mb > free_mb:
         raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
-    skipped, counts, per_class = [], Counter(), Counter()
+    skipped, counts, per_class, first = [], Counter(), Counter(), None
     with Progress(images_in.num_images, "images", "preparing") as bar:
         for note in make_parts(images_in, resolution, writer.folder, workers or cores):
             for group in note["groups"]:
+                first = first or group
+                if not images_in.sizes:
+                    check_size(group["name"], group["shape"][1:], first["name"], first["shape"][1:])
                 per_class.update(group["y"])
                 cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)

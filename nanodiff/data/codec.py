@@ -70,9 +70,7 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
             encoder = open_matching(autoencoder or info["path"], info).to(device)
             check_sides(dataset, encoder)
             info["parts"] = encoder.parts
-            wanted["kind"] = "images"
-            wanted["channels"] = 3
-            wanted["resolution"] *= encoder.downsample
+            wanted |= {"kind": "images", "channels": 3, "resolution": wanted["resolution"] * encoder.downsample}
         codec = Latents(description | {"latents": info}, device, encoder, autoencoder)
     if dataset is not None:
         found = describe_data(dataset)

@@ -34,7 +34,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
-from nanodiff.files import lock_file, publish_folder, reading, sha256_of, write_atomic, writing
+from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_atomic, writing
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -53,8 +53,8 @@ def set_path(name: str) -> Path:
     return data_dir() / name
 
 
-def is_set(folder: str | Path) -> bool:
-    return os.path.isfile(os.path.join(folder, "meta.json"))
+def is_set(folder: Path) -> bool:
+    return os.path.isfile(folder / "meta.json")  # False for overlong names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,48 +71,45 @@ class Dataset:
         self.path = path
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
+        self.meta = read_json(path / "meta.json")
+        # Check what costs nothing; map labels and vectors now, shards on first use
         with reading(path / "meta.json"):
-            self.meta = json.loads((path / "meta.json").read_bytes())
             if self.meta["format"] != FORMAT:
                 raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
-            self._open()
-
-    def _open(self) -> None:
-        """Check what costs nothing; map labels and vectors now, shards on first use."""
-        path, split = self.path, self.split
-        self.class_names = self.meta["class_names"]
-        self.num_classes = len(self.class_names)
-        self.channels = self.meta["channels"]
-        self.resolution = self.meta["resolution"]
-        if split not in self.meta["splits"]:
-            hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
-            splits = ", ".join(self.meta["splits"])
-            raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
-        part = self.meta["splits"][split]
-        self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
-        self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
-        self.num_images = part["num_images"]
-        self._shards = part["shards"]
-        self._ends = np.cumsum([entry["num_images"] for entry in self._shards])  # (shards,) index after the last image
-        if self._ends[-1] != len(self):
-            shards = f"{self._ends[-1]:,} images in shards of {split}"
-            raise UserError(f"{path}/meta.json is damaged: {shards}, {len(self):,} in all")
-        self.buckets = find_buckets(self._shards, self.resolution)
-        for entry in files_of(part):
-            with reading(path / entry["file"]):
-                found = (path / entry["file"]).stat().st_size
-            if found != entry["bytes"]:
-                wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
-                raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
-        self._folder = path.stat().st_ino
-        self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
-        files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
-        unlabelled = {"y": np.broadcast_to(np.int64(0), len(self))}
-        self._rows = unlabelled | {name: open_npy(path / file, len(self)) for name, file in files.items()}
-        labels = self._rows["y"]
-        if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
-            file = path / part["labels"]["file"]
-            raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
+            self.class_names = self.meta["class_names"]
+            self.num_classes = len(self.class_names)
+            self.channels = self.meta["channels"]
+            self.resolution = self.meta["resolution"]
+            if split not in self.meta["splits"]:
+                hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
+                splits = ", ".join(self.meta["splits"])
+                raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
+            part = self.meta["splits"][split]
+            self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+            self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
+            self.num_images = part["num_images"]
+            self._shards = part["shards"]
+            # (shards,) the index after the last image of each
+            self._ends = np.cumsum([entry["num_images"] for entry in self._shards])
+            if self._ends[-1] != len(self):
+                shards = f"{self._ends[-1]:,} images in shards of {split}"
+                raise UserError(f"{path}/meta.json is damaged: {shards}, {len(self):,} in all")
+            self.buckets = find_buckets(self._shards, self.resolution)
+            for entry in files_of(part):
+                with reading(path / entry["file"]):
+                    found = (path / entry["file"]).stat().st_size
+                if found != entry["bytes"]:
+                    wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
+                    raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
+            self._folder = path.stat().st_ino
+            self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
+            files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
+            unlabelled = {"y": np.broadcast_to(np.int64(0), len(self))}
+            self._rows = unlabelled | {name: open_npy(path / file, len(self)) for name, file in files.items()}
+            labels = self._rows["y"]
+            if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
+                file = path / part["labels"]["file"]
+                raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
 
     def _open_shard(self, k: int) -> np.ndarray:
         shard = open_npy(self.path / self._shards[k]["file"], self._shards[k]["num_images"])

@@ -63,8 +63,6 @@ def aspect_ratio(payload: str | bytes) -> float:
         with open_image(payload) as image:
             width, height = image.size
             lies_on_its_side = orientation(image) > 4
-    except UserError:
-        raise
     except Exception:  # Pillow raises nearly every kind on damaged files
         return math.nan
     return height / width if lies_on_its_side else width / height
@@ -138,9 +136,7 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
     if sizes:
         nearest = kept_area(image.width / image.height, sizes).argmax()
         image = center_crop(image, *sizes[nearest])
-    pixels = np.asarray(image)
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
+    pixels = np.asarray(image).reshape(image.height, image.width, -1)
     return pixels.transpose(2, 0, 1), side
 
 
@@ -198,14 +194,13 @@ def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]]
         done.append((item, side))
         if not sizes:
             first, _ = done[0]
-            check_size((item.name, image.shape), (first.name, first.payload.shape))
+            check_size(item.name, image.shape, first.name, first.payload.shape)
     return done, skipped
 
 
-def check_size(image: tuple[str, tuple], first: tuple[str, tuple]) -> None:
-    """Raise UserError unless an image, by its name and shape, is a square of the first image's size."""
-    name, (channels, height, width) = image
-    first_name, first_shape = first
-    if height != width or [channels, height, width] != list(first_shape):
+def check_size(name: str, shape: tuple, first_name: str, first_shape: tuple) -> None:
+    """Raise UserError unless an image, by its name and shape (C, H, W), is a square of the first image's size."""
+    _, height, width = shape
+    if height != width or tuple(shape) != tuple(first_shape):
         sizes = f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}"
         raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")

@@ -6,19 +6,18 @@ data/.<name>.parts/            renamed to data/<name> at the end
     notes/plan.json            what the set is made from; parts of another plan are made again
 """
 
-import functools
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from nanodiff.data.dataset import MAX_SHARD_BYTES, write_shard
-from nanodiff.data.decode import Item, check_size, decode_items
+from nanodiff.data.decode import Item, decode_items
 from nanodiff.data.sources import Source
-from nanodiff.files import fsync_dir, write_atomic
+from nanodiff.files import fsync_dir, read_json, write_atomic
 
 
 def images_per_part(num_images: int, image_bytes: int) -> int:
@@ -34,16 +33,18 @@ def write_note(file: Path, note: dict) -> None:
 
 def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
     """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
-    number of workers."""
-    tasks = enumerate(make_tasks(source, resolution))
-    work = functools.partial(write_part, sizes=source.sizes, folder=folder)
-    first = None
-    for note in ordered_map(work, tasks, workers):
-        if note["groups"] and not source.sizes:
-            here = note["groups"][0]["name"], note["groups"][0]["shape"][1:]
-            first = first or here
-            check_size(here, first)
-        yield note
+    number of workers: threads, each with two parts in flight, as most of the work leaves Python alone."""
+    pending = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for number, items in enumerate(make_tasks(source, resolution)):
+            pending.append(pool.submit(write_part, number, items, source.sizes, folder))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
@@ -61,27 +62,11 @@ def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
         yield task
 
 
-def ordered_map(function: Callable, tasks: Iterable, workers: int) -> Iterator:
-    """map() by threads, each with two tasks in flight: most of the work leaves Python alone."""
-    pending = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for task in tasks:
-            pending.append(pool.submit(function, task))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def write_part(task: tuple, sizes: list, folder: Path) -> dict:
+def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dict:
     """Decode, write and hash the items of a part, unless that is done -> its note."""
-    number, items = task
     file = folder / "notes" / f"{number:05d}.json"
     if file.is_file():
-        return json.loads(file.read_bytes())
+        return read_json(file)
     done, skipped = decode_items(items, sizes)
     counts = {"items": len(items), "enlarged": 0, "dark": 0}
     alike = {}  # (split, shape) -> items
