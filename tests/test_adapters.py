@@ -45,12 +45,6 @@ def adapters(base, tag, step=6):
     return load_safetensors(base / "runs" / tag / "adapters" / f"step_{step:06d}.safetensors")
 
 
-def assert_same(a, b, **close):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], msg=name, **(close or dict(rtol=0, atol=0)))
-
-
 def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
     assert_resumes(base, run_script, *TINY, "--device_batch_size=8")
     assert_identical(adapters(base, "parts")[0], adapters(base, "whole")[0])
@@ -59,7 +53,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical(base, old, run_script):
 @pytest.mark.slow
 def test_two_ranks_train_the_same_adapters_as_one(base, old, run_script):
     assert_ranks_agree(base, run_script, *TINY, "--weight_decay=0.1", "--lora_targets=qkv")
-    assert_same(adapters(base, "two")[0], adapters(base, "one")[0], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(adapters(base, "two")[0], adapters(base, "one")[0], rtol=1e-2, atol=1e-4)
 
 
 def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_script):
@@ -91,7 +85,7 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     run = load_run("a", "cpu")
     by_hand = build(*merge(*read(*find("old")), *read_adapters(str(file))), "cpu")
     for other in (by_hand, load_run(str(file), "cpu")):
-        assert_same(run.model.state_dict(), other.model.state_dict())
+        assert_identical(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
     assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
     images, labels, _ = draw("--model=a", "--num_images=9")
@@ -179,6 +173,6 @@ def test_training_goes_on_from_adapters(base, old, run_script):
     again = (*TINY, f"--init_from={file}", "--num_iterations=0", "--lora_alpha=8")  # the scale of the file is another
     run_script("base_train", *again, "--model_tag=second")
     first, second = (load_run(tag, "cpu").model.state_dict() for tag in ("first", "second"))
-    assert_same(first, second, rtol=0, atol=1e-6)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
     for more, fault in (("--lora_rank=3", "accepted: --lora_rank=2"), ("--lora_targets=qkv", "other layers")):
         refused(fault, run_script, "base_train", *again, more, "--model_tag=third")

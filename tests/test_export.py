@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import refused
 from test_load import CLASSIC, CONFIG, DIT, UNET, UPSAMPLER, write_run
-from tiny_runs import randomise
+from tiny_runs import assert_identical, randomise
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import from_diffusers, to_meta
@@ -28,12 +28,6 @@ def outputs(model, seed=1):
         return model(x, torch.tensor([3.5, 800.0]), torch.tensor([0, 1]) if c.num_classes else None)
 
 
-def assert_equal(given, wanted):
-    assert given.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert given[name].dtype == value.dtype and torch.equal(given[name], value), name
-
-
 @pytest.fixture
 def export(base, run_script):
     """export(run, *settings) -> path of what scripts/export.py wrote."""
@@ -48,7 +42,7 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
     path = export("a")
     refused("is there already", export, "a")
     export("a", "--overwrite")
-    assert_equal(safetensors.load_file(path), load_safetensors(checkpoint / "ema_0.99.safetensors")[0])
+    assert_identical(safetensors.load_file(path), load_safetensors(checkpoint / "ema_0.99.safetensors")[0])
     with safetensors.safe_open(path, framework="pt") as file:
         told = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
     assert told.pop("ema") == "0.99"
@@ -79,7 +73,7 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
     assert told.data == published.data and told.config == published.config
     again = export(run, "--form=meta", f"--out={tmp_path / 'again.pt'}")
     single = {name: value.float() for name, value in theirs.items()}
-    assert_equal(torch.load(again, weights_only=True)["ema"], single)
+    assert_identical(torch.load(again, weights_only=True)["ema"], single)
 
 
 @pytest.mark.slow  # to import it takes seconds
@@ -154,7 +148,7 @@ def test_improved_diffusions_file_is_its_model(export, tmp_path, capsys, setting
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "does not hold heads=4" in capsys.readouterr().out
     assert loaded.model.config == model.config and "no null class" in loaded.why_unguided
-    assert_equal(loaded.model.state_dict(), model.state_dict())
+    assert_identical(loaded.model.state_dict(), model.state_dict())
     again = export(tmp_path / "ema.pt", "--form=openai", f"--out={tmp_path / 'again.pt'}")
     assert again.read_bytes() == (tmp_path / "ema.pt").read_bytes()
 

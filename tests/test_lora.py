@@ -66,10 +66,6 @@ def write(path, lora, loaded):
     (path.parent / "adapters" / "step_000000.safetensors").rename(path)
 
 
-def weights(model):
-    return {name: x.clone() for name, x in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("kind, dtype", [("modern", torch.bfloat16), ("unet", torch.float32)])
 def test_new_adapters_leave_every_bit_of_the_output_as_it_was(kind, dtype):
     model = make_loaded(kind).model
@@ -93,7 +89,7 @@ def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
 def test_the_change_is_linear_in_the_scale_and_of_the_rank_that_was_asked_for(tmp_path):
     """Rows of the class table included."""
     train(make_loaded(), path := tmp_path / "a.safetensors", rank=3, rows=[0, 1], seed=1)
-    base = weights(make_loaded().model)
+    base = make_loaded().model.state_dict()
 
     def change(scale):
         _, merged = merged_into(make_loaded(), path, scale)
@@ -131,15 +127,6 @@ def test_the_file_has_the_names_of_peft(tmp_path):
     assert json.loads(info["lora"])["sha256"] == fingerprint(make_loaded().model.state_dict())
 
 
-def make_set(name, classes):
-    """Two images of each class; without classes, two unlabelled ones."""
-    with DatasetWriter(name, classes) as writer:
-        images, labels = draw_shapes(2 * max(len(classes), 1), seed=0, resolution=8)
-        labels[:] = [*range(len(classes) or 1)] * 2
-        writer.append("train", images, labels if classes else None)
-    return open_dataset(name, "train")
-
-
 def test_a_set_is_seen_with_the_classes_of_a_model(base):
     """By name, or in order if they are numbers there; new ones follow, and no label is the null class."""
     for known, classes, names, labels in (
@@ -148,7 +135,11 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
         (NAMES, [], NAMES, [3]),
         ([], ["bar", "dots"], ["bar", "dots"], [0, 1]),
     ):
-        stored = make_set(f"set{len(classes)}{labels[0]}", classes)
+        stored = f"set{len(classes)}{labels[0]}"
+        with DatasetWriter(stored, classes) as writer:  # two images of each class, or two unlabelled ones
+            n = max(len(classes), 1)
+            writer.append("train", draw_shapes(2 * n, 0, 8)[0], [*range(n)] * 2 if classes else None)
+        stored = open_dataset(stored, "train")
         seen = stored.seen_by({"class_names": known})
         assert seen.class_names == seen.meta["class_names"] == names and seen.num_classes == len(names)
         assert seen.labels(range(2 * len(labels))).tolist() == labels * 2 and len(seen) == len(stored)

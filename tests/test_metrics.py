@@ -27,10 +27,6 @@ def stats_of(features):
     return mu, sigma
 
 
-def rotation(n, seed=0):
-    return torch.linalg.qr(randn(n, n, seed=seed))[0]
-
-
 def test_frechet_distance_agrees_with_scipy():
     linalg = pytest.importorskip("scipy.linalg")
     x, y = randn(300, 40) @ randn(40, 40, seed=1), randn(200, 40, seed=2) @ randn(40, 40, seed=3) + 0.5
@@ -43,7 +39,7 @@ def test_frechet_distance_agrees_with_scipy():
 def test_frechet_distance_of_singular_covariances():
     # Gaussians on two lines at an angle: the overlap is |cos| a b; on lines at a right angle there is none.
     zero, a, b = torch.zeros(50, dtype=torch.float64), 3.0, 0.7
-    u, v = rotation(50)[0], rotation(50)[1]
+    u, v, *_ = torch.linalg.qr(randn(50, 50))[0]
     w = 0.6 * u + 0.8 * v
     lines = {name: vector.outer(vector) for name, vector in {"u": u, "v": v, "w": w}.items()}
     at_angle = frechet_distance(zero, a * a * lines["u"], zero, b * b * lines["w"])

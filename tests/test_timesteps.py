@@ -22,13 +22,6 @@ def grid(n):
     return (torch.arange(n) + 0.5) / n
 
 
-def warmed_up(T=6):
-    sampler = LossSecondMoment(gaussian(T))
-    t = torch.arange(T).repeat(sampler.length)
-    sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
-    return sampler
-
-
 @pytest.mark.parametrize("T", [1, 2, 7, 1000, 4000])
 def test_uniform_covers_each_timestep_equally(T):
     sampler = make_timesteps("uniform", gaussian(T))
@@ -85,7 +78,9 @@ def test_second_moment_equals_the_published(monkeypatch):
 
 def test_importance_weights_are_unbiased():
     """sum_t p_t w_t f_t is the mean of f, for any f; and the draws follow p."""
-    sampler, f = warmed_up(), torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
+    sampler, t = LossSecondMoment(gaussian(6)), torch.arange(6).repeat(LossSecondMoment.length)
+    sampler.update(t, torch.rand(len(t), generator=torch.Generator().manual_seed(0)) + 0.1 * t)
+    f = torch.tensor([0.3, 5.0, 1.0, 0.0, 2.0, 7.0])
     u = grid(60_000)
     t, weight = sampler.sample(u)
     assert t.dtype == torch.int64 and weight.dtype == torch.float32
