@@ -31,7 +31,6 @@ from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_atomic
 from nanodiff.formats.load import load_run, tell_best
 from nanodiff.metrics import features as metrics
-from nanodiff.metrics.distances import load_stats
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
@@ -204,7 +203,7 @@ else:
         network = metrics.load_network(metric, name, device, judge)
         result["network"] = network.title
         if reference:
-            known = metrics.Features(*load_stats(Path(reference).expanduser(), network.num_features))
+            known = metrics.load_stats(reference, network.num_features)
             result["reference"] = reference
         elif is_distance:
             known = metrics.reference_features(dataset, network)

@@ -17,8 +17,15 @@ from nanodiff.data.shapes import draw_shapes
 from nanodiff.metrics import cache, classifier
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier, get_classifier
-from nanodiff.metrics.distances import frechet_distance, load_stats
-from nanodiff.metrics.features import collect_features, compare, image_set, load_network, reference_features
+from nanodiff.metrics.distances import frechet_distance
+from nanodiff.metrics.features import (
+    collect_features,
+    compare,
+    image_set,
+    load_network,
+    load_stats,
+    reference_features,
+)
 
 
 def make_network(seed=0):
@@ -93,8 +100,8 @@ def test_features_are_those_of_one_network_in_a_file_of_reference_statistics(bas
     dataset, network = open_dataset("tiny"), make_network()
     found, other = (reference_features(dataset, n) for n in (network, make_network(seed=1)))
     assert not torch.equal(found.mu, other.mu)
-    mu, sigma, _ = load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
-    assert torch.equal(mu, other.mu) and torch.equal(sigma, other.sigma)
+    read = load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
+    assert torch.equal(read.mu, other.mu) and torch.equal(read.sigma, other.sigma)
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):

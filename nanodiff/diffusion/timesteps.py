@@ -46,8 +46,7 @@ def bell(u, process):
 
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
-    std = process.timestep_std
-    z = std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
+    z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
     return process.shift(torch.sigmoid(z)), torch.ones_like(u)
 
 

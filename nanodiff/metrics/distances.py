@@ -1,13 +1,11 @@
 """Distances between two sets of features, on the CPU and mostly in float64, so that machines agree."""
 
-from pathlib import Path
+import math
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import UserError, make_generator
-from nanodiff.files import reading
+from nanodiff.common import make_generator
 
 
 def outer_sums(features: torch.Tensor) -> torch.Tensor:
@@ -45,17 +43,6 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     return max(float(distance), 0.0)
 
 
-def load_stats(path: Path, num_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Reference statistics (ours, ADM's or EDM's) -> mu (F,), sigma (F, F) in float64; some features (n, F) of ours."""
-    with reading(path), np.load(path, allow_pickle=False) as file:
-        mu, sigma = (torch.from_numpy(file[name].astype(np.float64)) for name in ("mu", "sigma"))
-        some = torch.from_numpy(file["some"].astype(np.float32)) if "some" in file else None
-    if mu.shape != (num_features,) or sigma.shape != (num_features, num_features):
-        given = f"mu {tuple(mu.shape)} and sigma {tuple(sigma.shape)}"
-        raise UserError(f"reference statistics {path} hold {given}, expected {num_features} features")
-    return mu, sigma, some
-
-
 def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
     """KID (Binkowski et al. 2018) of features (N, F) and (M, F): mean and deviation over random subsets.
 
@@ -87,7 +74,7 @@ def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, floa
     log_p = logits.double()[order].log_softmax(1)
     scores = []
     for part in log_p.tensor_split(splits):
-        log_marginal = part.logsumexp(0) - np.log(len(part))  # (K,)
+        log_marginal = part.logsumexp(0) - math.log(len(part))  # (K,)
         divergence = (part.exp() * (part - log_marginal)).sum(1)  # (n,)
         scores.append(divergence.mean().exp())
     scores = torch.stack(scores)

@@ -106,10 +106,20 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
     return collect_features(rows.__getitem__, in_batches(np.arange(len(rows)), 1000), network)
 
 
+def load_stats(path: str, num_features: int) -> Features:
+    """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files, and in ours `some`."""
+    with reading(path), np.load(Path(path).expanduser(), allow_pickle=False) as file:
+        mu, sigma = (torch.from_numpy(file[name].astype(np.float64)) for name in ("mu", "sigma"))
+        some = torch.from_numpy(file["some"].astype(np.float32)) if "some" in file else None
+    if sigma.shape != (num_features, num_features):
+        raise UserError(f"{path} holds a sigma of shape {tuple(sigma.shape)}, expected {num_features} features")
+    return Features(mu, sigma, some)
+
+
 def reference_features(dataset: Dataset, network) -> Features | None:
     """Features of a split, computed once by all ranks; returned on the first, None on the others.
 
-    Cached beside the set in stats_NETWORK_SPLIT.npz: mu and sigma, as in ADM's and EDM's files, and `some`.
+    Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
     of = [f"{VERSION} {KEPT}".encode(), dataset, *(x.cpu() for x in network.state_dict().values())]
 
