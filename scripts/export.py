@@ -20,8 +20,7 @@ import torch
 from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import writing
-from nanodiff.formats.adapters import merge
-from nanodiff.formats.load import build, find, read, read_adapters
+from nanodiff.formats.load import build, find, read
 from nanodiff.formats.published import to_published
 from nanodiff.safetensors import described, save_safetensors
 
@@ -41,9 +40,7 @@ config = configure(globals())
 suffix = ".safetensors" if form == "safetensors" else ".pt"
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
-meta, tensors = read(*find(model, checkpoint_step, ema))
-if lora:
-    meta, tensors = merge(meta, tensors, *read_adapters(lora), lora_scale)
+meta, tensors = read(*find(model, checkpoint_step, ema), lora, lora_scale)
 loaded = build(meta, tensors, "cpu")
 if form != "safetensors":
     tensors, told = to_published(form, loaded, tensors)

@@ -26,8 +26,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.adapters import merge
-from nanodiff.formats.load import build, find, load_run, read, read_adapters, tell_best
+from nanodiff.formats.load import build, find, load_run, read, tell_best
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
@@ -83,10 +82,8 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-meta, tensors = read(*find(model, checkpoint_step, ema))
+meta, tensors = read(*find(model, checkpoint_step, ema), lora, lora_scale)
 tell_best(meta["path"])
-if lora:
-    meta, tensors = merge(meta, tensors, *read_adapters(lora), lora_scale)
 loaded = build(meta, tensors, device)
 guide = None
 if guide_model or guide_step != "newest" or guide_ema:

@@ -12,8 +12,7 @@ from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.formats.adapters import merge
-from nanodiff.formats.load import build, find, load_run, read, read_adapters
+from nanodiff.formats.load import build, find, load_run, read
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.safetensors import load_safetensors
@@ -83,7 +82,7 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=2")
     file = base / "runs/a/adapters/step_000002.safetensors"
     run = load_run("a", "cpu")
-    by_hand = build(*merge(*read(*find("old")), *read_adapters(str(file))), "cpu")
+    by_hand = build(*read(*find("old"), str(file)), "cpu")
     for other in (by_hand, load_run(str(file), "cpu")):
         assert_identical(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]

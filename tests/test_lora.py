@@ -14,7 +14,7 @@ from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import autocast_to
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.formats.adapters import class_rows, fingerprint, identity, merge, save_adapters
-from nanodiff.formats.load import Loaded, read_adapters
+from nanodiff.formats.load import Loaded, read_file
 from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.models.lora import add_lora, find_layers, trained
 from nanodiff.models.unet import UNetConfig
@@ -55,7 +55,7 @@ def meta_of(loaded):
 
 def merged_into(loaded, path, scale=1.0):
     """(meta, model) of the adapters in a file, merged into a model."""
-    meta, tensors = merge(meta_of(loaded), loaded.model.state_dict(), *read_adapters(str(path)), scale)
+    meta, tensors = merge(meta_of(loaded), loaded.model.state_dict(), *read_file(path, {}), scale)
     load_weights(model := empty_model(stored_config(meta)), tensors, path, assign=True)
     return meta, model
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import base_train_settings, refused
+from conftest import base_train_settings
 from figures import inputs
 from tiny_runs import TINY, make_data, randomise
 
@@ -43,7 +43,8 @@ def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
         sandwich: bool = False
 
     monkeypatch.setattr(build, "DiTConfig", Config)
-    refused("Config.sandwich has no setting", make_model_config, base_train_settings(), FACTS, 3)
+    with pytest.raises(KeyError, match="sandwich"):
+        make_model_config(base_train_settings(), FACTS, 3)
     settings = dict(base_train_settings()) | {"sandwich": True}
     shape = make_model_config(settings, FACTS, 3)
     assert shape.sandwich and model_settings(shape)["sandwich"] is True

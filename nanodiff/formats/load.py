@@ -173,21 +173,18 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
     return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 
-def read(path: Path, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of a whole model: adapters are merged into their base."""
+def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
+    """(meta, tensors) of a whole model, with the adapters in the file `lora`; of adapters, their base with them."""
     meta, tensors = read_file(path, told)
     if note := meta.pop("note", ""):
         print0(note)
     if "lora" in meta:
-        _, tensors = merge(*read(*find(meta["lora"]["base"])), meta, tensors)
-    return meta, tensors
-
-
-def read_adapters(path: str) -> tuple[dict, dict]:
-    """(meta, tensors) to merge into a base."""
-    meta, tensors = read_file(Path(path), {})
-    if "lora" not in meta:
-        raise UserError(f"{path} holds no adapters of base_train")
+        _, tensors = read(*find(meta["lora"]["base"]), path)
+    if lora:
+        adapters, added = read_file(Path(lora), {})
+        if "lora" not in adapters:
+            raise UserError(f"{lora} holds no adapters of base_train")
+        meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
     return meta, tensors
 
 

@@ -112,9 +112,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             x = weights[name]
             weights[name] = torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], dim=1)
     note = ""
-    table = None
-    if loaded.num_classes:
-        table = weights.pop(class_table(loaded.model)[0] + ".weight")
+    table = weights.pop(class_table(loaded.model)[0] + ".weight") if loaded.num_classes else None
     if class_names:
         name = class_table(model)[0] + ".weight"
         weights[name] = own[name]

@@ -82,14 +82,15 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
     if low_res:
         shape["given_channels"] = facts["channels"]
     for field, setting in setting_fields(kind).items():
-        if setting not in config:
-            raise UserError(f"{kind.__name__}.{field} has no setting {setting!r}; see models/build.py")
         if setting != "depth":
             shape[field] = from_setting(field, config[setting])
     if is_map:
         shape["flow_map"] = True
     model_config = kind.from_depth(config["depth"], **shape)
-    check_sizes(model_config, facts)
+    unit = model_config.side_unit
+    for height, width, _ in facts.get("sizes", []):
+        if height % unit or width % unit:
+            raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
     return model_config
 
 
@@ -98,14 +99,6 @@ def stored_config(meta: dict) -> DiTConfig | UNetConfig:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}  # JSON has no tuples
     fields["checkpointing"] = False
     return (UNetConfig if meta["arch"] == "unet" else DiTConfig)(**fields)
-
-
-def check_sizes(model_config: DiTConfig | UNetConfig, facts: dict) -> None:
-    """Raise UserError unless the model accepts every image size of the data."""
-    unit = model_config.side_unit
-    for height, width, _ in facts.get("sizes", []):
-        if height % unit or width % unit:
-            raise UserError(f"the data hold {height}x{width}; the model accepts multiples of {unit} (arch, patch_size)")
 
 
 def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:

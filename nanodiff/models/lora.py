@@ -43,15 +43,12 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if targets == "all":
         return layers
-    chosen = set()
-    for target in targets.split(","):
-        end = "." + target.strip()
-        matching = [name for name in layers if f".{name}".endswith(end)]
-        if not matching:
+    ends = tuple(f".{target.strip()}" for target in targets.split(","))
+    for end in ends:
+        if not any(f".{name}".endswith(end) for name in layers):
             known = sorted({re.search(r"[a-z]\w*(\.\d+)?$", name)[0] for name in layers})
             raise UserError(f"targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
-        chosen.update(matching)
-    return [name for name in layers if name in chosen]
+    return [name for name in layers if f".{name}".endswith(ends)]
 
 
 def add_lora(

@@ -76,8 +76,7 @@ class UNetConfig(Conditioned):
     @property
     def attention_levels(self) -> set[int]:
         """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) are those of 14 and 7 pixels."""
-        factors = [self.image_size / res for res in self.attention_resolutions if res > 0]
-        return {round(math.log2(factor)) for factor in factors}
+        return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 
 def no_autocast(x):
