@@ -167,24 +167,18 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first key in the device's name wins.
+# Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first pattern in the device's name wins.
 PEAK_FLOPS = {
-    "GB300": 2.5e15,
+    "GB[23]00": 2.5e15,
     "B300": 2.25e15,
-    "GB200": 2.5e15,
     "B200": 2.25e15,
     "B100": 1.8e15,
     "H200 NVL": 836e12,
-    "H200": 989e12,
     "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
+    "H[18]00 PCIe": 756e12,
+    "G?H[128]00": 989e12,
     "H20": 148e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
+    "A[18]00": 312e12,
     "A40": 149.7e12,
     "A30": 165e12,
     "A10G": 70e12,

@@ -234,8 +234,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(make, optimizer):
 
 
 def test_what_no_rule_knows_is_refused_by_name():
-    """Else a new optimizer would be AdamW, and Muon would leave a new backbone's matrices to it, without a word."""
-    refused("optimizer='lion'; accepted: muon, adamw", make_optimizer, Toy(), "lion")
+    """Else Muon would leave a new backbone's matrices to AdamW, without a word."""
     model = Toy()
     model.trunk = nn.Linear(4, 4)
     other = make_optimizer(model, "adamw").state_dict()
@@ -309,7 +308,7 @@ def test_two_ranks_equal_one(ranks, case):
     norms = train(model, opt, range(4), clip=case[1], ema=ema)
     first, second = (found[case] for found in ranks)
     assert largest_difference(first["average"]["ema_0.9"], ema.state_dict()["ema_0.9"]) < 1e-5
-    assert second["average"] == second["state"] == {} and first["state"]["step"] == opt.state_dict()["step"] == 4
+    assert second["state"] == {"step": 4} and first["state"]["step"] == opt.state_dict()["step"] == 4
     assert largest_difference(tensors(first["state"]), tensors(opt.state_dict())) < 1e-5
     for found in (first, second):
         torch.testing.assert_close(found["norms"], norms, rtol=1e-5, atol=0)

@@ -29,7 +29,6 @@ from nanodiff.files import (
     lock_file,
     publish_folder,
     read_json,
-    reading,
     why_corrupt,
     write_atomic,
     writing,
@@ -95,21 +94,17 @@ class Saver:
         """save_checkpoint(*args), after wait(). Its tensors must be copies: training changes the weights meanwhile."""
         self.running = self.thread.submit(save_checkpoint, *args)
 
-    def check(self) -> None:
-        """Report a save that has ended; raise its error, if any. Call at every step."""
-        if self.running and self.running.done():
-            self.report()
-
-    def report(self) -> None:
-        saved, self.running = self.running, None
-        if saved:
+    def check(self, waiting: bool = False) -> None:
+        """Report a save that has ended, or whose end is awaited; raise its error, if any. Call at every step."""
+        if self.running and (waiting or self.running.done()):
+            saved, self.running = self.running, None
             print0(f"saved {saved.result()}")
             free_host_memory()  # the memory in which the copies were pinned
 
     @collective("the end of rank 0's save")
     def wait(self) -> None:
         """Wait, on every rank, for rank 0's save in progress, however long it takes."""
-        self.report()
+        self.check(waiting=True)
         wait_for_first_rank()
 
 
@@ -124,25 +119,13 @@ def is_better(found: dict, best: dict | None) -> bool:
 
 
 def write_best(run_dir: Path, best: dict | None) -> None:
-    if best:
-        write_atomic(run_dir / "best.json", json.dumps(best).encode())
-    else:
-        (run_dir / "best.json").unlink(missing_ok=True)
+    write_atomic(run_dir / "best.json", json.dumps(best or {}).encode())
 
 
 def read_best(run_dir: Path) -> dict:
-    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured. If the
-    file is damaged, what the newest checkpoint knows."""
-    path, checkpoints = run_dir / "best.json", list_checkpoints(run_dir)
-    if not path.exists():
-        return {}
-    try:
-        with reading(path, "is damaged"):
-            best = json.loads(path.read_bytes())
-            return {key: best[key] for key in ("step", "metric", "value", "images")}
-    except UserError as error:
-        print0(f"{error}: the newest checkpoint says which is the best")
-    return (checkpoints and read_json(checkpoints[-1][1] / "meta.json")["loop"].get("best")) or {}
+    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured."""
+    path = run_dir / "best.json"
+    return read_json(path) if path.exists() else {}
 
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

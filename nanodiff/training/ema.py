@@ -79,14 +79,14 @@ class EMA:
     @collective("the all-gather of the averaged weights")
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"ema_0.999": {name: average, on the CPU}}; a collective. Empty except on rank 0."""
+        """{"ema_0.999": {name: average, on the CPU}}; a collective. Whole on rank 0 alone."""
         state = {}
         for rate, averages in self.averages.items():
             named = host_copy(self.frozen)
             for buffer, average in zip(self.buffers, averages):
                 named |= buffer.named(average)
             state[f"ema_{rate}"] = named
-        return state if self.optim.rank == 0 else {}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:

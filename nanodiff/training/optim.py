@@ -55,9 +55,8 @@ def polar_express(X: torch.Tensor) -> torch.Tensor:
     return X.mT if tall else X
 
 
-def look_ahead(G, M, mu, scale, dtype):
-    """Update momentum M with G times `scale`; return Nesterov's look-ahead, normalised."""
-    G = G * scale
+def look_ahead(G, M, mu, dtype):
+    """Update momentum M with G; return Nesterov's look-ahead, normalised."""
     M.lerp_(G, 1 - mu)
     return normalised(G.lerp(M, mu), dtype)
 
@@ -80,15 +79,13 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
     "muon": Muon at `muon_lr` for the blocks' matrices except adaLN's, convolutions as (out, rest); AdamW at `lr` for
     the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
     """
-    if optimizer not in STATE:
-        raise UserError(f"optimizer={optimizer!r}; accepted: {', '.join(STATE)}")
     matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
     vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
     muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
     groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
     for group in groups:
-        group |= dict(lr=group["initial_lr"], names=[], params=[], places=[])
-    for place, (name, p) in enumerate(model.named_parameters()):
+        group |= dict(lr=group["initial_lr"], names=[], params=[])
+    for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         in_block = name.startswith(BLOCKS)
@@ -101,7 +98,6 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
             group = muon
         group["names"].append(name)
         group["params"].append(p)
-        group["places"].append(place)
     return [group for group in groups if group["names"]]
 
 
@@ -184,7 +180,6 @@ class Buffer:
         self.grad_dtype = grad_dtype
         self.names = [group["names"][i] for i in part]
         self.params = [group["params"][i] for i in part]
-        self.place = group["places"][part[0]]  # place of the earliest parameter, whose gradient comes last
         self.missing = len(part)  # gradients that backward has still to compute
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
@@ -282,7 +277,7 @@ class Optimizer:
         compile: bool = False,
         grad_dtype: torch.dtype = torch.float32,
     ):
-        self.rank, _, self.world = get_dist()
+        rank, _, self.world = get_dist()
         device = groups[0]["params"][0].device
         self.muon_dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
         self.betas = betas
@@ -294,12 +289,13 @@ class Optimizer:
             self.descend = torch.compile(descend, dynamic=False)
         self.param_groups = groups
         self.buffers = [
-            Buffer(group, part, self.rank, self.world, grad_dtype)
+            Buffer(group, part, rank, self.world, grad_dtype)
             for group in groups
             for part in cut_group(group["params"], group["kind"], self.world)
         ]
-        # In backward's order: collectives must run in the same order on every rank
-        self.exchange_order = sorted(self.buffers, key=lambda buffer: -buffer.place)
+        # In backward's order, which ends at a buffer's first parameter: collectives run in one order on every rank
+        order = [name for name, _ in model.named_parameters()]
+        self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
         self.last_micro_step = False
         self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
@@ -362,12 +358,12 @@ class Optimizer:
         The all-gathers still run at its end: before reading weights other than by the model, call wait_weights.
         """
         self.steps += 1
-        scale = grad_scale / self.world
+        torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale / self.world)
         for buffer in self.buffers:
             if buffer.group["kind"] == "muon":
-                self.update_muon(buffer, scale)
+                self.update_muon(buffer)
             else:
-                self.update_adamw(buffer, scale)
+                self.update_adamw(buffer)
             buffer.grad = None
             buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer computes, and the averages
 
@@ -376,7 +372,7 @@ class Optimizer:
         for buffer in self.buffers:
             buffer.wait()
 
-    def update_muon(self, buffer: Buffer, scale: float) -> None:
+    def update_muon(self, buffer: Buffer) -> None:
         """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
         The rate scales with sqrt(max(1, rows / columns)).
@@ -389,20 +385,15 @@ class Optimizer:
             flat = (buffer.own, buffer.grad, buffer.state["momentum"])
             P, G, M = (x[part].view(count, rows, cols) for x in flat)
             rate = lr * max(1.0, rows / cols) ** 0.5
-            factors = [mu, scale, rate, decay]
+            factors = [mu, rate, decay]
             if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
                 factors = [torch.full((), x, device=P.device) for x in factors]
-            X = self.look_ahead(G, M, *factors[:2], self.muon_dtype)
-            self.descend(P, polar_express(X), *factors[2:])
+            X = self.look_ahead(G, M, factors[0], self.muon_dtype)
+            self.descend(P, polar_express(X), *factors[1:])
 
-    def update_adamw(self, buffer: Buffer, scale: float) -> None:
+    def update_adamw(self, buffer: Buffer) -> None:
         """torch's fused AdamW, on the whole share at once."""
-        device = buffer.own.device
-        before = torch.full((), self.steps - 1.0, device=device)  # fp32; the kernel adds 1
-        grad_scale = torch.full((), 1 / scale, device=device)  # the kernel divides by it
-        if device.type == "mps":  # but not on MPS
-            buffer.grad.mul_(scale)
-            grad_scale = None
+        before = torch.full((), self.steps - 1.0, device=buffer.own.device)  # fp32; the kernel adds 1
         adamw(
             [buffer.own],
             [buffer.grad],
@@ -418,7 +409,6 @@ class Optimizer:
             beta2=self.betas[1],
             eps=1e-8,
             weight_decay=buffer.group["weight_decay"],
-            grad_scale=grad_scale,
         )
 
     def zero_grad(self) -> None:
@@ -442,7 +432,7 @@ class Optimizer:
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
 
-        Loads on any number of ranks; empty except on rank 0.
+        Loads on any number of ranks; without parameters except on rank 0.
         """
         self.wait_weights()  # a checkpoint has them too
         state = {"step": self.steps}
@@ -450,7 +440,7 @@ class Optimizer:
             for key, share in buffer.state.items():
                 for name, value in buffer.named(share).items():
                     state[f"{key}/{name}"] = value
-        return state if self.rank == 0 else {}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
