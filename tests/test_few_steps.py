@@ -116,21 +116,6 @@ def exact_map(x, t, r):
     return (1 - r) * MEAN + spread(r) / spread(t) * (x - (1 - t) * MEAN)
 
 
-class Student(torch.nn.Module):
-    """u = a(t, h) x + b(t, h), as the map of Gaussian data is."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
-        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
-
-    def forward(self, x, model_t, h=None, at=None):
-        h = torch.zeros_like(model_t) if h is None else h
-        a, b = self.layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
-        return a * x + b
-
-
 def test_the_map_of_gaussian_data():
     """One, two and four jumps have its mean and deviation, and one from any t to any r lands where the flow does."""
 
@@ -139,9 +124,18 @@ def test_the_map_of_gaussian_data():
         slope = (t - (1 - t) * STD**2) / spread(t) ** 2
         return slope * (x - (1 - t) * MEAN) - MEAN
 
-    process, student, g = FlowMap(), Student(), make_generator(0)
+    torch.manual_seed(0)
+    hidden = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
+    layers = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 2))
+
+    def student(x, model_t, h=None, at=None):  # u = a(t, h) x + b(t, h), as the map of Gaussian data is
+        h = torch.zeros_like(model_t) if h is None else h
+        a, b = layers(torch.stack([model_t / 1000, h / 50], dim=1))[:, :, None, None, None].unbind(1)
+        return a * x + b
+
+    process, g = FlowMap(), make_generator(0)
     process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
-    adam = torch.optim.Adam(student.parameters(), lr=5e-3)
+    adam = torch.optim.Adam(layers.parameters(), lr=5e-3)
     for step in range(2000):
         process.done = step / 2000
         adam.param_groups[0]["lr"] = 5e-3 * (1 - process.done)
