@@ -219,9 +219,8 @@ def test_orders_of_convergence(sampler, order, lengths):
     for n in (40, 80, 160):
         lam = np.append(0, np.cumsum(np.resize(lengths, n)))
         alpha_bar = 1 / (1 + np.exp(-2 * (2 - 5 * lam / lam[-1])))
-        betas = 1 - alpha_bar / np.append(1, alpha_bar[:-1])
         process = GaussianDiffusion(objective="x0", clip_denoised=False)
-        process.set_betas(betas, np.arange(len(betas)))
+        process.set_alpha_bar(alpha_bar, np.arange(len(alpha_bar)))
         start, end = (np.sqrt([alpha_bar[t], 1 - alpha_bar[t]]) for t in (-1, 0))
         exact = oracle.x0(oracle.ode(noise, start, end), *end)  # the last step takes x_t at t = 0 to its E[x0 | x_t]
         x0 = process.sample(oracle.denoiser(process), noise, sampler=sampler)

@@ -169,15 +169,15 @@ class GaussianDiffusion:
         self.num_outputs = 2 if self.variance.startswith("learned") else 1  # of the network, per channel of x_t
         self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
         self.default_steps = T if self.objective == "x_prev" else min(25, T)
-        self.set_betas(make_betas(self.noise_schedule, T), np.arange(T) * (self.t_end / T))
+        self.set_alpha_bar(np.cumprod(1 - make_betas(self.noise_schedule, T)), np.arange(T) * (self.t_end / T))
 
-    def set_betas(self, betas: np.ndarray, model_t: np.ndarray) -> None:
-        """betas and model_t, the t that the model sees: (T,) in float64."""
-        self.num_timesteps = len(betas)
-        self.betas = betas
+    def set_alpha_bar(self, alpha_bar: np.ndarray, model_t: np.ndarray) -> None:
+        """alpha_bar and model_t, the t that the model sees: (T,) in float64."""
+        self.num_timesteps = len(alpha_bar)
         self.model_t = model_t
-        self.alpha_bar = alpha_bar = np.cumprod(1 - betas)
+        self.alpha_bar = alpha_bar
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
+        self.betas = betas = 1 - alpha_bar / alpha_bar_prev
         # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
         posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
         first = posterior_variance[1] if len(betas) > 1 else betas[0]
@@ -207,7 +207,7 @@ class GaussianDiffusion:
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
         """The process over `steps` of its timesteps, a number or a spec of space_timesteps.
 
-        New betas keep alpha_bar at these timesteps (IDDPM section 4); the model sees the original t.
+        They keep their alpha_bar, which gives new betas (IDDPM section 4); the model sees the original t.
         """
         T = self.num_timesteps
         if not isinstance(steps, str) and not 1 <= steps <= T:
@@ -220,9 +220,7 @@ class GaussianDiffusion:
         if self.objective == "x_prev":
             raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
-        alpha_bar = self.alpha_bar[kept]
-        alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
-        process.set_betas(1 - alpha_bar / alpha_bar_prev, self.model_t[kept])
+        process.set_alpha_bar(self.alpha_bar[kept], self.model_t[kept])
         return process
 
     def q_sample(self, x0, t, noise):

@@ -93,10 +93,8 @@ def precision_recall(
     balls around its points; the radius is the distance to the k-th neighbour.
     """
     # cdist computes x^2 + y^2 - 2xy: in float32 that is precise only for points near 0, so they are centred
-    real, fake = real.double(), fake.double()
-    centre = real.mean(0)
-    real = (real - centre).float()
-    fake = (fake - centre).float()
+    centre = real.double().mean(0)
+    real, fake = ((x - centre).float() for x in (real, fake))
 
     def radii(points):
         found = []
