@@ -47,9 +47,6 @@ source = open_dataset(data)
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
 writer = DatasetWriter(name or f"{source.path.name}_{encoder.name}", source.class_names, overwrite)
-stack = contextlib.ExitStack()
-if rank == 0:
-    stack.enter_context(writer)
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels
@@ -57,17 +54,6 @@ second = source.meta.get("given_channels", 0)  # channels of second images, scal
 latent_size = source.resolution // encoder.downsample
 latent_bytes = 2 * (channels + second) * latent_size**2  # fp16
 per_shard = images_per_part(len(source), latent_bytes)
-
-if rank == 0:
-    plan = {
-        "source": sha256_of(source.path / "meta.json"),
-        "autoencoder": encoder.sha256,
-        "flip": flip,
-    }
-    writer.resume(plan)
-    finished = len([*writer.parts.glob("notes/*[0-9].json")])
-    print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
-wait_for_first_rank()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Encode: each rank encodes its shards
@@ -109,21 +95,27 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
     return facts
 
 
-sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
-for split in source.meta["splits"]:
-    dataset = open_dataset(data, split)
-    batches = dataset.batches(np.arange(len(dataset)), per_shard)
-    notes = gather_batches(functools.partial(encode, dataset), batches, f"encoding {split}")  # [] on other ranks
-    for rows, facts in zip(batches, notes):
-        writer.add(split, facts["shard"], **dataset.cond(rows))
-        if split == "train":
-            sums += torch.tensor(facts["sums"], dtype=torch.float64)
-            count += facts["count"]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics, the name
-
-if rank == 0:
+with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone adds to the set
+    if rank == 0:
+        plan = {
+            "source": sha256_of(source.path / "meta.json"),
+            "autoencoder": encoder.sha256,
+            "flip": flip,
+        }
+        writer.resume(plan)
+        finished = len([*writer.parts.glob("notes/*[0-9].json")])
+        print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
+    wait_for_first_rank()
+    sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
+    for split in source.meta["splits"]:
+        dataset = open_dataset(data, split)
+        batches = dataset.batches(np.arange(len(dataset)), per_shard)
+        notes = gather_batches(functools.partial(encode, dataset), batches, f"encoding {split}")  # [] on other ranks
+        for rows, facts in zip(batches, notes):
+            writer.add(split, facts["shard"], **dataset.cond(rows))
+            if split == "train":
+                sums += torch.tensor(facts["sums"], dtype=torch.float64)
+                count += facts["count"]
     writer.meta |= {"kind": "latents", "resolution": latent_size}
     writer.meta |= {name: source.meta[name] for name in (*FILES, *GIVEN) if name in source.meta}
     mean, square = sums / count
@@ -132,8 +124,6 @@ if rank == 0:
     if latent_norm == "channels":
         latents |= {"mean": mean.tolist(), "std": std.tolist()}
     writer.meta["latents"] = latents
-    stack.close()
-    shape = f"{encoder.latent_channels}x{latent_size}x{latent_size}"
-    print0(f"made {writer.path}: latents of {shape}")
-    print0(f"train on it: python -m scripts.base_train --data={writer.path.name}")
+print0(f"made {writer.path}: latents of {encoder.latent_channels}x{latent_size}x{latent_size}")
+print0(f"train on it: python -m scripts.base_train --data={writer.path.name}")
 leave_together()

@@ -94,7 +94,11 @@ class Dataset:
             if self._ends[-1] != len(self):
                 shards = f"{self._ends[-1]:,} images in shards of {split}"
                 raise UserError(f"{path}/meta.json is damaged: {shards}, {len(self):,} in all")
-            self.buckets = find_buckets(self._shards, self.resolution)
+            self.buckets = {}  # shards of one size follow each other
+            for entry, end in zip(self._shards, self._ends.tolist()):
+                size = tuple(entry.get("size", (self.resolution, self.resolution)))
+                bucket = self.buckets.get(size, range(end - entry["num_images"], end))
+                self.buckets[size] = range(bucket.start, end)
             for entry in files_of(part):
                 with reading(path / entry["file"]):
                     found = (path / entry["file"]).stat().st_size
@@ -192,17 +196,6 @@ class Dataset:
         other.class_names, other.num_classes = names, len(names)
         other.meta = self.meta | {"class_names": names}
         return other
-
-
-def find_buckets(shards: list[dict], resolution: int) -> dict[tuple[int, int], range]:
-    """(H, W) -> indices of the images of this size; shards of one size follow each other."""
-    buckets, end = {}, 0
-    for entry in shards:
-        size = tuple(entry.get("size", (resolution, resolution)))
-        start = buckets.get(size, range(end, end)).start
-        end += entry["num_images"]
-        buckets[size] = range(start, end)
-    return buckets
 
 
 def match_labels(names: list[str], known: list[str], what: str) -> list[int]:

@@ -1,6 +1,5 @@
 """Which class, caption and split an image has: by a table, by files beside it, or by its folder."""
 
-import codecs
 import csv
 import io
 import itertools
@@ -33,12 +32,12 @@ def text_of(payload: str | bytes, where: str) -> str:
     """The text of a file, given its path or content."""
     with reading(where):
         content = Path(payload).read_bytes() if isinstance(payload, str) else payload
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:
+    if b"\0" in content:
         raise UserError(f"{where} is in UTF-16; accepted: UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{where} is in Latin-1 or another code of 8 bits; accepted: UTF-8") from None
+        raise UserError(f"{where} is in Latin-1 or another code; accepted: UTF-8") from None
 
 
 def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from nanodiff.common import UserError
 from nanodiff.conditions import to_model_range
 
 
@@ -72,11 +71,6 @@ class Arrays(Pixels):
     """Arrays beyond 8 bits: fp16 (N, C, H, W) in [-1, 1] <-> x0. `range` of the source's values became [-1, 1]."""
 
     rounding = "clamped to the range of the data"
-
-    def to_x0(self, stored, flip=None, randn_like=None):
-        if stored.dtype != torch.float16:
-            raise UserError(f"the model makes arrays of {self.description['dtype']}, and is given uint8 images")
-        return to_model_range(stored, flip)
 
     def to_output(self, x0):
         low, high = self.description["range"]

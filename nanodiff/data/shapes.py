@@ -68,7 +68,7 @@ def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     return np.stack([radius, radius + room * u_x, radius + room * u_y], 1)
 
 
-def within(poses: np.ndarray, radii=RADII) -> np.ndarray:
+def within(poses: np.ndarray, radii) -> np.ndarray:
     """Poses (..., 3), moved to sizes and places that draw_poses gives."""
     radius = poses[..., :1].clip(*radii)
     return np.concatenate([radius, poses[..., 1:].clip(radius, 1 - radius)], axis=-1)

@@ -355,9 +355,7 @@ def read_arrays(path: Path, options: Options) -> Source:
 
 def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
     """Names, perhaps [], and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
-    if path.suffix not in (".npy", ".npz") or not path.is_file():
-        raise UserError(f"vectors={str(path)!r}; accepted: an .npz with arrays names and vectors, or an .npy")
-    with reading(path):
+    with reading(path, "holds no vectors; accepted: an .npz with arrays names and vectors, or an .npy"):
         file = load_arrays(path, "vectors")
         vectors = file["vectors"]
         names = [posixpath.normpath(str(name)) for name in file.get("names", [])]
