@@ -32,7 +32,7 @@ from nanodiff.data.decode import decode, open_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
-from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_meta, shipped
+from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples, parse_classes
@@ -70,7 +70,7 @@ def describe_run(path: Path) -> dict:
     Raises UserError if it cannot be sampled.
     """
     if path.is_file():
-        meta = read_meta(str(path))
+        meta, _ = read_file(path, {})
         weights = [(meta["step"], meta["ema"])]
     else:
         checkpoints = list_checkpoints(path)

@@ -133,8 +133,8 @@ def split_options(run: str) -> tuple[str, dict]:
     return run, options
 
 
-def find_model(name: str) -> tuple[Path, dict]:
-    """A run's folder or a file, and the options that follow its name."""
+def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
+    """The file of weights that load_run's arguments mean, and what they tell of it (MISSING)."""
     name, options = split_options(name)
     path = find_run(name)
     for folder in (path, path / "transformer"):
@@ -144,13 +144,7 @@ def find_model(name: str) -> tuple[Path, dict]:
     for key in options:
         if (key in MISSING) != of_file:
             raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
-    return path, options
-
-
-def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
-    """The file of weights that load_run's arguments mean, and what they tell of it (MISSING)."""
-    path, options = find_model(name)
-    if path.is_file():
+    if of_file:
         return path, options
     return find_weights(path, **{"step": step, "ema": ema} | options), {}
 
@@ -226,15 +220,6 @@ def tell_best(path: Path) -> None:
         others = [step for step, checkpoint in list_checkpoints(run_dir) if checkpoint != path.parent]
         if best.get("step") in others:  # it is not there if the run was killed while saving it
             print0(f"the best checkpoint of {run_dir.name}, by {best['metric']}, is that of step {best['step']:,}")
-
-
-def read_meta(name: str) -> dict:
-    """The meta of a run's newest checkpoint, or of a file, without reading weights or their hashes."""
-    path, options = find_model(name)
-    meta = read_file(path, options)[0] if path.is_file() else newest_meta(path)
-    if not meta:
-        raise UserError(f"{path} holds no checkpoint")
-    return meta
 
 
 def newest_meta(run_dir: Path) -> dict:

@@ -17,7 +17,6 @@ from nanodiff.formats.load import (
     newest_meta,
     read,
     read_file,
-    read_meta,
     split_options,
 )
 from nanodiff.models.build import load_weights, model_settings, stored_config
@@ -47,7 +46,7 @@ def inherited(config) -> dict:
     names = re.sub(r"\.\w+$", "", Path(source).absolute().name), Path(config["data"]).absolute().name
     model_tag = config["model_tag"] or "_".join(names) + ("_lora" if config["lora_rank"] else "")
     own = newest_meta(run_folder(model_tag))
-    meta = own or read_meta(config["init_from"])
+    meta = own or read_file(*find(config["init_from"]))[0]
     model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
     theirs = meta["config"] | ({} if own else shape)
