@@ -9,9 +9,6 @@ from conftest import refused
 from tiny_runs import assert_identical, assert_ranks_agree, assert_resumes, make_data, make_run
 
 from nanodiff.data.shapes import CLASS_NAMES
-from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.gaussian import GaussianDiffusion
-from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.formats.load import build, find, load_run, read
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig
@@ -104,19 +101,6 @@ def test_epochs_and_what_is_saved_after_each(base, old, run_script):
     done = run_script("base_train", *args, "--num_epochs=2", "--save_epochs", "--model_tag=a")
     assert done["num_iterations"] == 5
     assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000005"]
-
-
-def test_part_of_t():
-    u = (torch.arange(4000) + 0.5) / 4000
-    t, weight = make_timesteps("uniform", FlowMatching(), low=0.25, high=0.75).sample(u)
-    assert (weight == 1).all() and 0.25 <= t.min() < 0.2502 and 0.7498 < t.max() <= 0.75
-    t, _ = make_timesteps("logit-normal", FlowMatching(), low=0.25, high=0.75).sample(u)
-    assert 0.25 <= t.min() < 0.2503 and 0.7497 < t.max() <= 0.75
-    t, weight = make_timesteps("bell", FlowMatching()).sample(u)  # DiffSynth-Studio's, shifted to 0 at the ends
-    bell = torch.exp(-2 * (t - 0.5) ** 2)
-    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
-    t, weight = make_timesteps("bell", GaussianDiffusion(num_timesteps=100), low=0.5, high=1.0).sample(u)
-    assert t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
 
 
 @pytest.mark.slow

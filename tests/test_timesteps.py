@@ -123,3 +123,14 @@ def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
             assert t.shape == weight.shape == (3,) and t.min() >= 0 and t.max() <= (9 if process.is_gaussian else 1)
         else:
             refused(f"timesteps={tried} .*accepted: auto, uniform, bell", make_timesteps, tried, process)
+
+
+def test_part_of_t():
+    for name in ("uniform", "logit-normal"):
+        t, weight = make_timesteps(name, FLOW, low=0.25, high=0.75).sample(grid(4000))
+        assert (weight == 1).all() and 0.25 <= t.min() < 0.2503 and 0.7497 < t.max() <= 0.75
+    t, weight = make_timesteps("bell", FLOW).sample(grid(4000))  # DiffSynth-Studio's, shifted to 0 at the ends
+    bell = torch.exp(-2 * (t - 0.5) ** 2)
+    torch.testing.assert_close(weight, (bell - bell[0]) / (bell - bell[0]).mean(), atol=2e-3, rtol=0)
+    t, weight = make_timesteps("bell", gaussian(100), low=0.5, high=1.0).sample(grid(4000))
+    assert t.min() == 50 and t.max() == 99 and weight[0] > 1.5 and weight[-1] < 0.1
