@@ -24,7 +24,6 @@ import operator
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
 from contextlib import suppress
@@ -201,9 +200,11 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
     argv = sys.argv[1:] if argv is None else argv
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
-        if is_first:
-            print(help_text(settings, globals_))
+        try:
+            if is_first:
+                print(help_text(settings, globals_), flush=True)
+        except BrokenPipeError:  # --help | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults, config.given = dict(config), {}

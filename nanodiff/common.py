@@ -34,9 +34,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+    is_told = isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+    return is_told or isinstance(error, MemoryError)
 
 
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):

@@ -233,6 +233,13 @@ def environment(device: torch.device) -> dict:
     commit = ""
     with contextlib.suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    versions = {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    machine = {"platform": platform.platform(), "device": device_name(device), "world_size": get_dist()[2]}
-    return {"command": sys.argv, "commit": commit} | versions | machine
+    return {
+        "command": sys.argv,
+        "commit": commit,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "world_size": get_dist()[2],
+    }

@@ -360,12 +360,12 @@ if checkpoint:
     if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
-    optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank reads its share
+    optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank keeps its share
     # An average missing from the checkpoint starts from its weights
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
-    scaler.load_state_dict(train_state["scaler"])
+    scaler.lg_loss_scale = train_state["scaler"]["lg_loss_scale"]
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
@@ -411,7 +411,7 @@ def save():
         tensors = {
             "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
             "optim": optim_state,  # state of all that learns, whatever the number of ranks
-            "train": dict(timesteps=seen_losses, scaler=scaler.state_dict(), meter=sums),
+            "train": dict(timesteps=seen_losses, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), meter=sums),
         } | averages  # ema_0.999 and so on
         saved = {
             "step": step,

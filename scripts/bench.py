@@ -141,11 +141,11 @@ def main():
         raise UserError("bench times one process; for several, read the log lines of base_train under torchrun")
     device = init_device(device_type)
     print0(f"{device_name(device)}, torch {torch.__version__}", file=sys.stderr)
-    arms = list_arms(config)
     obstacle = why_not_compiled(device)
     if obstacle and compiles != "False":
         print0(f"not compiled: {obstacle}", file=sys.stderr)
-        arms = list_arms(config | {"compiles": "False"})
+        config["compiles"] = "False"
+    arms = list_arms(config)
     turns = [[take_turn(arm) for arm in arms] for _ in range(rounds)]
     rows = [make_row(arm, of_arm, device) for arm, of_arm in zip(arms, zip(*turns))]
     for arm, row in zip(arms, rows):

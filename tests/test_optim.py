@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 from datetime import timedelta
 
 import numpy as np
@@ -364,11 +363,7 @@ def test_the_walk_is_the_published_one():
         scaler.update(overflow)
         off.update(overflow)
     assert scaler.lg_loss_scale == pytest.approx(21.0 - 3 + 0.001)
-    resumed = LossScaler(enabled=True)
-    for other in (resumed, off):
-        other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
-        assert other.state_dict() == scaler.state_dict()
-    assert resumed.inv_scale == scaler.inv_scale < off.inv_scale == 1.0
+    assert scaler.inv_scale < off.inv_scale == 1.0
     with pytest.raises(FloatingPointError, match="gradients overflow"):
         for _ in range(100):
             scaler.update(overflow=True)

@@ -154,10 +154,8 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
     total = ends[-1]
     most = min(8, total // LEAST_PART) if world > 1 else 1
     for count in range(most, 1, -1):
-        parts = [[] for _ in range(count)]
-        for i, end in enumerate(ends):
-            parts[(end - 1) * count // total].append(i)
-        parts = [part for part in parts if part]
+        part_of = [(end - 1) * count // total for end in ends]
+        parts = [list(part) for _, part in itertools.groupby(range(len(params)), part_of.__getitem__)]
         shares = [plan_buffer([params[i] for i in part], kind, world)[1] for part in parts]
         if world * sum(shares) <= 1.1 * total:
             return parts
@@ -248,14 +246,11 @@ class Buffer:
         return host_copy(dict(zip(self.names, self.views(full)))) if on_first_rank else {}
 
     def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `named`: this rank's share, the only part that is read."""
-        own = torch.zeros_like(self.own)
-        for name, offset in zip(self.names, self.offsets):
-            begin = self.mine.start - offset  # start of the share, counted from the parameter's
-            part = named[name].flatten()[max(begin, 0) : max(begin + len(own), 0)]
-            at = max(-begin, 0)
-            own[at : at + len(part)] = part
-        return own
+        """The inverse of `named`: this rank's share."""
+        full = torch.zeros_like(self.flat)
+        for name, view in zip(self.names, self.views(full)):
+            view.copy_(named[name])
+        return full[self.mine]
 
 
 class Optimizer:
@@ -478,9 +473,3 @@ class LossScaler:
         self.lg_loss_scale += -1.0 if overflow else 0.001
         if self.lg_loss_scale < 0:
             raise FloatingPointError("gradients overflow even at a loss scale below 1")
-
-    def state_dict(self) -> dict:
-        return {"lg_loss_scale": self.lg_loss_scale}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.lg_loss_scale = state["lg_loss_scale"]
