@@ -186,7 +186,7 @@ else:
     if not is_distance and not measured.num_classes:
         raise UserError(f"metric={metric}: {source} has no classes")
     has_classes = metric not in ("fid", "fd_simclr") and measured.num_classes and not reference
-    labels = measured.labels(np.arange(num_images)).numpy()  # (N,) the class that each image should show
+    labels = measured.labels(np.arange(num_images))  # (N,) the class that each image should show
     if not reference:
         dataset = metrics.image_set(name, reference_split)
         result["data"] = dataset.name
@@ -218,10 +218,8 @@ else:
         if metric == "well_formed":
             images = gather_batches(images_of, batches, "samples")
             return measure_form(np.concatenate(images), labels) if images else {}
-        row = {}
         found = metrics.collect_features(images_of, batches, network, "samples")
-        if found and is_distance:
-            row |= metrics.compare(metric, found, known)
+        row = metrics.compare(metric, found, known) if found and is_distance else {}
         if found and has_classes and network.num_classes:
             is_right = found.logits.argmax(1).numpy() == labels
             row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
@@ -247,8 +245,8 @@ else:
         if n >= 10:
             real = metrics.image_set(name, other)
             ids = np.arange(n) * len(real) // n  # evenly, as images may come sorted by class
-            result["real_images"] = {"split": other, "num_images": n}
-            result["real_images"] |= judged(real.images, real.batches(ids, batch_size), real.labels(ids))
+            figures = judged(real.images, real.batches(ids, batch_size), real.labels(ids))
+            result["real_images"] = {"split": other, "num_images": n} | figures
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples

@@ -51,8 +51,7 @@ if form != "safetensors":
 default = loaded.path.stem  # here
 if loaded.run_dir:
     default = loaded.run_dir / "exports" / f"{loaded.run_dir.name}_{loaded.step:06d}_{loaded.weights}"
-ending = "" if form == "safetensors" else f"_{form}"
-path = Path(out or f"{default}{ending}{suffix}")
+path = Path(out or f"{default}{suffix}")
 if path.exists() and not overwrite:
     raise UserError(f"out={out!r}: {path} is there already; accepted: another path, or --overwrite")
 try:

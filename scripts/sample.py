@@ -26,7 +26,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.load import build, find, load_run, read, tell_best
+from nanodiff.formats.load import load_run, tell_best
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
@@ -82,9 +82,8 @@ rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-meta, tensors = read(*find(model, checkpoint_step, ema), lora, lora_scale)
-tell_best(meta["path"])
-loaded = build(meta, tensors, device)
+loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)
+tell_best(loaded.path)
 guide = None
 if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
@@ -181,7 +180,7 @@ elif rank == 0:
     order = " (given, sample, given, ...)" if shown else ""
     print0(f"{num_shown} images{order} in {time.perf_counter() - start:,.1f} s: {png}")
     if npz:
-        store.write_npz(samples.labels(range(num_images)).numpy())
+        store.write_npz(samples.labels(range(num_images)))
         print0(f"{num_images:,} images: {output}")
     store.close()
 leave_together()

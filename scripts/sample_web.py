@@ -92,15 +92,6 @@ def describe_run(path: Path) -> dict:
         } | settings_for(loaded).named
 
 
-def describe_runs(runs: dict[str, Path]) -> dict[str, dict]:
-    """{tag: description} of the runs that can be sampled."""
-    offered = {}
-    for tag, path in runs.items():
-        with suppress(UserError):
-            offered[tag] = describe_run(path)
-    return offered
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing
 
@@ -175,7 +166,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
-        classes = [loaded.data["class_names"][label] for label in samples.labels(range(min(n, columns)))]
+        classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
     send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")
@@ -191,8 +182,11 @@ class Handler(LocalHandler):
             page = Path(nanodiff.__file__).parent / "web" / "ui.html"
             self.reply(page.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/runs":
-            runs = describe_runs(list_runs(self.server.first_run))
-            self.reply(json.dumps(runs).encode(), "application/json")
+            offered = {}
+            for tag, path in list_runs(self.server.first_run).items():
+                with suppress(UserError):  # it cannot be sampled
+                    offered[tag] = describe_run(path)
+            self.reply(json.dumps(offered).encode(), "application/json")
         else:
             self.send_error(404)
 

@@ -25,7 +25,7 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.web.server import LocalServer
-from scripts.sample_web import MOST_FRAMES, Handler, describe_run, describe_runs, draw, list_runs, read_request
+from scripts.sample_web import MOST_FRAMES, Handler, describe_run, draw, list_runs, read_request
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(flow, run
     assert (picture(drawn(ours, steps=3, num_images=2, run="ours")[-1]) == expected).all()
 
 
-def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
+def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script, server):
     offered = describe_run(flow)
     assert offered["weights"] == [(1, "0.999"), (1, "raw"), (0, "0.999"), (0, "raw")]
     assert offered["samplers"] == ["euler", "heun", "sde"] and offered["is_guided"]
@@ -145,7 +145,9 @@ def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script):
     (eps.parent / "not a run").mkdir()
     runs = list_runs(eps)
     assert next(iter(runs)) == "eps" and "not a run" not in runs
-    assert describe_runs(runs).keys() - load.shipped().keys() == {"eps", "flow", "sr"}
+    client = http.client.HTTPConnection(f"127.0.0.1:{server.server_port}", timeout=60)
+    client.request("GET", "/runs")
+    assert json.loads(client.getresponse().read()).keys() - load.shipped().keys() == {"eps", "flow", "sr"}
     *_, last = drawn(eps, steps=2, num_images=2, cfg_scale=4)
     assert last["settings"]["cfg_scale"] == 1
 

@@ -195,16 +195,16 @@ def build(meta: dict, tensors: dict, device) -> Loaded:
     return Loaded(model.to(device).eval(), process, config, data, meta["step"], source, meta["ema"], meta["path"])
 
 
-def load_run(run: str, device, step: int | str = "newest", ema: str = "") -> Loaded:
+def load_run(
+    run: str, device, step: int | str = "newest", ema: str = "", lora: str = "", lora_scale: float = 1.0
+) -> Loaded:
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, or the folder of a diffusers
     model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest", "best" or
-    a number, and `ema` the weights: a rate, "raw", or "" for the first rate.
+    a number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
-    path, told = find(run, step, ema)
-    meta, tensors = read(path, told)
-    return build(meta, tensors, device)
+    return build(*read(*find(run, step, ema), lora, lora_scale), device)
 
 
 def run_of(path: Path) -> Path | None:

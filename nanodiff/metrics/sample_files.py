@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from nanodiff.common import UserError, in_batches
 from nanodiff.data.decode import decode
@@ -46,11 +45,11 @@ class Samples:
             raise UserError(f"samples={name!r}: no such file or folder")
         self.data = drawn.get("data", "")
         self.num_images = len(self._payloads)
-        self._labels = torch.tensor([0] * self.num_images if labels is None else labels)
+        self._labels = np.array([0] * self.num_images if labels is None else labels)
         self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
         self.shape = self._decode(0).shape
 
-    def labels(self, ids) -> torch.Tensor:
+    def labels(self, ids) -> np.ndarray:
         return self._labels[ids]
 
     def images(self, ids) -> np.ndarray:

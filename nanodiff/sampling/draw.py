@@ -142,7 +142,7 @@ class ModelSamples:
 
         config = stand_in.config = self.model.config
         noise = torch.zeros(1, config.in_channels, 1, 1)
-        known = Known(noise, self.given.strength if self.given else 1.0, torch.zeros(1, dtype=torch.bool))
+        known = self.given and Known(noise, self.given.strength, torch.zeros(1, dtype=torch.bool))
         settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
         dummy = replace(self, model=stand_in, settings=settings)
         dummy.sample(noise, some_conditions(config, 1), known=known)
@@ -166,10 +166,10 @@ class ModelSamples:
         """(C, H, W) of a sample's x0."""
         return self.size or self.codec.sample_shape(i)
 
-    def labels(self, ids) -> torch.Tensor:
+    def labels(self, ids) -> np.ndarray:
         """Classes (n,) int64 of samples; zeros for an unconditional model."""
         turns = self.turns
-        return torch.from_numpy(turns.labels[[turns.rows(i, self.shape_of(i)) for i in ids]])
+        return turns.labels[[turns.rows(i, self.shape_of(i)) for i in ids]]
 
     def batches(self, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Consecutive ids from 0 on, in batches of one shape."""
@@ -188,7 +188,7 @@ class ModelSamples:
         """
         device = next(self.model.parameters()).device
         shape = self.shape_of(ids[0])
-        cond = {"y": self.labels(ids)} if self.num_classes else {}
+        cond = {"y": torch.from_numpy(self.labels(ids))} if self.num_classes else {}
         cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
         cond = {name: x.to(device) for name, x in cond.items()}
         known = None
@@ -230,7 +230,6 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     None except on the first.
     """
     device = next(model.parameters()).device
-    rank, _, world = get_dist()
     columns = 8 if codec.image_size <= 128 else 4
     inputs = inputs_of(val_set, codec, model.config, device)
     image = next((inputs[name] for name in inputs.keys() & IMAGES), None)
@@ -242,7 +241,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
             n = columns * num_classes
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
-    batches = samples.batches(np.arange(n), min(batch_size, -(-n // world)))  # every rank draws something
+    batches = samples.batches(np.arange(n), min(batch_size, -(-n // get_dist()[2])))  # every rank draws something
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each
         pictures = [samples.images(ids)]
@@ -252,6 +251,5 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         return [picture for row in zip(*pictures) for picture in row]
 
     parts = gather_batches(draw, batches, "grid")
-    if rank > 0:
-        return None
-    return make_grid([picture for part in parts for picture in part], 9 if image else columns)
+    pictures = [picture for part in parts for picture in part]
+    return make_grid(pictures, 9 if image else columns) if pictures else None

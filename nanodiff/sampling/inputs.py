@@ -158,9 +158,9 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
     """Images, and the model's classes for them (n,); None without classes."""
     source, known = open_images(setting, where), loaded.class_names
     items, names = list(source.items), source.class_names
-    if known and not names:
-        print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
-    if not known or not names:
+    if not (known and names):
+        if known:
+            print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
     if Path(where).expanduser().is_dir():  # classes go by name
