@@ -95,8 +95,7 @@ class FlowMatching:
         out = model(x_t, TIMES[self.time_input](t), **cond).float()
         if self.prediction == "v":
             return out
-        w = t.view(-1, 1, 1, 1)
-        return (x_t - out) / w.clamp(min=MIN_T)
+        return (x_t - out) / t.view(-1, 1, 1, 1).clamp(min=MIN_T)
 
     def noised(self, x0, t, noise):
         """x_t; t is a float or broadcasts."""

@@ -22,8 +22,7 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray
 def held_out(model, val_set, codec, ids):
     """x0 of these images, what the model is given, and a generator by the images' indices."""
     generator = StackedGenerator(ids)
-    device = next(model.parameters()).device
-    x0, given = stored_images(val_set, ids, codec, device, generator.randn_like)
+    x0, given = stored_images(val_set, ids, codec, next(model.parameters()).device, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
 
 

@@ -293,28 +293,27 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
     heads = evaluations = strips = ""
-    everything, differing = {}, {}
+    columns = {}  # of settings and, for several runs, the figures that compare them
     for run in runs:
         heads += progress(run)
         strips += strip(run)
         settings = versions(run)
-        everything |= settings
         if len(runs) == 1:
-            differing["default"] = settings[run.name] | run.facts["changed_from"]
-            differing |= settings
+            columns["default"] = settings[run.name] | run.facts["changed_from"]
         else:
-            differing |= settings | {run.name: settings[run.name] | best(run)}
+            settings[run.name] |= best(run)
+        columns |= settings
         for result in run.results:
             evaluations += evaluation(result, run)
     parts = [
         evaluations,
         f'<div class="charts">{strips}{charts(runs)}</div>',
-        f"<h2>What differs</h2>{table(differing, min_values=2)}",
+        f"<h2>What differs</h2>{table(columns, min_values=2)}",
     ]
     if len(runs) > 1:
         parts.reverse()  # what compares comes first
     body = f"<h1>{title}</h1>{heads}{''.join(parts)}"
-    body += f"<details><summary>All settings, sizes, machine</summary>{table(everything)}</details>"
+    body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     page = template.replace("$body", body, 1).replace("$title", title, 1)
     write_atomic(path, page.encode())
