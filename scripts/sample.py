@@ -103,7 +103,7 @@ if num_images > GRID_IMAGES and not npz:
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
 
-folder = loaded.run_dir / "samples" if loaded.run_dir else Path(".")
+folder = loaded.run_dir / "samples" if loaded.run_dir else Path()
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
 stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
 if out and Path(stem).is_dir():

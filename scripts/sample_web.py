@@ -147,10 +147,9 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         png = encode_png(make_grid(images, columns), protocol=protocol)
         send(picture=base64.b64encode(png).decode(), **event)
 
-    every = -(-asked["steps"] // MOST_FRAMES)
-
     def on_step(i, steps, x0):
         send(step=i, steps=steps)
+        every = -(-steps // MOST_FRAMES)
         if i < steps and i % every == 0:
             x0 = F.avg_pool2d(x0, -(-x0.shape[-1] // FRAME_SIZE))
             send_picture(codec.preview(x0), step=i, steps=steps)

@@ -31,7 +31,7 @@ def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
     fault = loaded.why_unguided
-    if weak_model is not None:
+    if weak_model:
         fault, own["cfg_scale"] = "", 2.0
     given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
     own |= given
