@@ -148,9 +148,8 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     path = Path(where).expanduser()
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
-        raise UserError(
-            f"{setting}={where!r} is not there or neither; accepted: an .npz file, a folder of images, an .npy"
-        )
+        fault = "is neither" if path.exists() else "is not there"
+        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
     return open_source(kind, str(path), Options(val_fraction=0, range=range))
 
 
