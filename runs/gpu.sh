@@ -11,7 +11,7 @@ needs="pytest"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set +e  # a stage that fails does not end the others
 
-stages=${STAGES:-values step profile whole d24 save exchange small determinism prepare train}
+stages=${STAGES:-values step whole d24 save exchange small determinism prepare train}
 base=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}
 out=${OUT:-$base/gpu_$(date +%Y%m%d_%H%M%S)}
 gpus=$(nvidia-smi -L | grep -c ^GPU)
@@ -49,9 +49,6 @@ echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $(python3 -c 'i
 stage values 90 'passed|failed|error|skipped' "${tests[@]}" "gradients or optimizer or rows or waits"
 # One step of DiT-B, compiled by blocks; recompiles and graph breaks are in the log
 stage step 90 "$line" env TORCH_LOGS=recompiles,graph_breaks "${train[@]}" "${d12[@]}" --num_iterations=60 --model_tag=gpu_step
-# Where its time goes: the 20 kernels that take the longest are in the log
-stage profile 90 'profile of 3 steps' python3 -m scripts.bench --archs=dit --depths=12 --batch_sizes=256 --dtypes=bfloat16 \
-    --optimizers=muon --reference=False --rounds=1 --profile="$out/trace.json"
 # The same step, compiled as a whole: a run of 3,000 steps, stopped at its limit
 stage whole 90 "$line" "${train[@]}" "${d12[@]}" --num_iterations=3000 --model_tag=gpu_whole
 stage d24 90 "$line" "${train[@]}" --depth=24 --total_batch_size=128 --device_batch_size=128 --num_iterations=20 --model_tag=gpu_d24

@@ -2,7 +2,6 @@
 Time training against the published recipe, side by side: runs of base_train that take turns.
 
     python -m scripts.bench --depths=4,6 --dtypes=float32,bfloat16 --compiles=True,False
-    python -m scripts.bench --archs=dit --optimizers=muon --profile=/tmp/trace.json
 
 The reference is the same backbone as published (DiT's classic block, or the UNet), which predicts eps and a variance:
 eager, fp32 (TF32 on GPUs), AdamW. A turn is a run of its own, so machine noise hits all arms alike; the table shows
@@ -13,7 +12,6 @@ import itertools
 import json as json_format
 import os
 import re
-import runpy
 import statistics
 import subprocess
 import sys
@@ -26,7 +24,6 @@ from configurator import configure, literal
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.data.dataset import open_dataset
 from nanodiff.device import choose_dtype, device_name, init_device, why_not_compiled
-from nanodiff.training.log import Meter
 
 # The arms: all combinations of these lists, comma-separated; base_train refuses what it does not take
 archs = "dit_classic,dit"  # dit_classic, dit, unet
@@ -42,7 +39,6 @@ patch_size = 0  # >= 0: patch size of the DiT; 0 = for about 256 tokens
 reference = True  # time the published recipe; if False, ratios are to the first arm
 rounds = 3  # >= 1: turns of each arm
 steps = 10  # >= 1: steps per turn, behind those that warm up
-profile = ""  # path for a chrome trace (.json) of 3 steps of the first arm; also prints their longest kernels
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
 json = False  # print one JSON object instead of the table
 
@@ -114,27 +110,6 @@ def make_row(arm: dict, turns: list[dict], device) -> dict:
     }
 
 
-def take_profile(path: str, arm: dict, device) -> None:
-    """Run base_train here; write a chrome trace of 3 of its steps, and print the kernels that take the longest."""
-
-    def ready(profiler):
-        profiler.export_chrome_trace(path)
-        longest = profiler.key_averages().table(f"self_{device.type}_time_total", row_limit=20)
-        print(f"profile of 3 steps:\n{longest}", file=sys.stderr, flush=True)
-
-    def end_step(*args):
-        original(*args)
-        profiler.step()
-
-    original, Meter.end_step = Meter.end_step, end_step
-    schedule = torch.profiler.schedule(wait=WARM_UP - 1, warmup=1, active=3, repeat=1)
-    sys.argv = ["base_train", *arguments(arm, WARM_UP + 4)]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["NANODIFF_BASE_DIR"] = folder
-        with torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler:
-            runpy.run_module("scripts.base_train", run_name="__main__")
-
-
 def main():
     config = configure(globals())
     if get_dist()[2] > 1:
@@ -159,8 +134,6 @@ def main():
         print0("  ".join(f"{name:>9}" for name in columns) + "  what")
         for row in rows:
             print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
-    if profile:
-        take_profile(profile, arms[int(reference)], device)
 
 
 if __name__ == "__main__":

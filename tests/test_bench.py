@@ -7,7 +7,6 @@ import pytest
 from conftest import refused
 from tiny_runs import make_data
 
-from nanodiff.training.log import Meter
 from scripts import bench
 
 SMALL = (
@@ -68,15 +67,11 @@ def test_a_backbone_has_its_own_reference_or_the_first_arm_is_the_measure(run_be
     assert [row["ratio"] for row in rows] == [row["images_per_sec"] / rows[0]["images_per_sec"] for row in rows]
 
 
-def test_runs_of_base_train_the_table_and_the_profile(run_bench, tmp_path, monkeypatch, run_script):
-    trace = tmp_path / "trace.json"
-    monkeypatch.setattr(Meter, "end_step", Meter.end_step)  # comes back afterwards
-    text = run_bench("--archs=dit", "--json=False", "--rounds=1", f"--profile={trace}", real=True)
+def test_runs_of_base_train_and_the_table(run_bench):
+    text = run_bench("--archs=dit", "--json=False", "--rounds=1", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb", "mfu"} <= {*heads}
-    assert text.count(", reference") == 1 and text.count("profile of 3 steps") == 1
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"aten::addmm", "aten::_fused_adamw_"} <= names  # of our arm
+    assert text.count(", reference") == 1
 
 
 def test_a_run_that_fails_ends_the_bench(run_bench):
