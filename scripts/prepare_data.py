@@ -70,8 +70,7 @@ if classes and not name:
     raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
 if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
     raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
-as_given = {setting: config[setting] for setting in Options.__annotations__}
-options = Options(**as_given | {"range": None})
+options = Options(**{setting: config[setting] for setting in Options.__annotations__})
 if range:
     try:
         low, high = map(float, range.split(","))

@@ -199,19 +199,6 @@ def test_a_long_run_with_many_grids_stays_small(base):
     assert max(zip(raw["y"], raw["x"])) == (1e6, 50_005)  # a spike of a single step
 
 
-def test_what_a_long_log_leaves_out_is_said(base, monkeypatch):
-    """Lines of training are thinned; evaluations and the end are all there."""
-    folder = fake_run(base, lines=400)
-    before = report(folder)
-    monkeypatch.setattr("nanodiff.web.report.PARSED", len(logged(folder)) // 9)
-    page = report(folder)
-    assert "one line of training in 10 read" in page.text and "one line" not in before.text
-    curves = {curve["label"]: curve for curve in page.charts["Loss"]["curves"]}
-    x = curves["training loss"]["x"]
-    assert 40 <= len(x) <= 45 and x[-1] == 4000
-    assert curves["validation loss"]["x"] == [*range(100, 4001, 100)]
-
-
 def test_what_is_torn_not_finite_or_missing_is_left_out(base):
     folder = fake_run(base, grids=0)
     (folder / "metrics.jsonl").write_text('{"step": 10, "val/loss": 1, "val/x": NaN}\n{"step": 20, "val/lo')

@@ -75,8 +75,10 @@ def open_tars(tars: list[str]):
     """Tars as one container. A tar in a sub-folder, such as train/, counts as if its members lay in that folder."""
     folders = [os.path.dirname(os.path.abspath(tar)) for tar in tars]
     root = os.path.commonpath(folders)
-    below = [os.path.relpath(folder, root) for folder in folders]
-    return tars, [functools.partial(read_tar, path=tar, below=place) for tar, place in zip(tars, below)]
+    streams = []
+    for tar, folder in zip(tars, folders):
+        streams.append(functools.partial(read_tar, path=tar, below=os.path.relpath(folder, root)))
+    return tars, streams
 
 
 def open_pattern(path: Path):

@@ -76,15 +76,14 @@ class DataLoader:
 
     def __next__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         start = time.perf_counter()
-        item = self._ahead[0].result()  # an error stays there, for later calls
+        rows = self._ahead[0].result()  # an error stays there, for later calls
         self.data_wait = time.perf_counter() - start
         self._ahead.popleft()
         self._read_ahead()
         # On CUDA the copy overlaps with computation, since the thread has pinned the memory.
         is_cuda = self.device.type == "cuda"
-        images, cond = item
-        cond = {name: x.to(self.device, non_blocking=is_cuda) for name, x in cond.items()}
-        return images.to(self.device, non_blocking=is_cuda), cond
+        rows = {name: x.to(self.device, non_blocking=is_cuda) for name, x in rows.items()}
+        return rows.pop("images"), rows
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -125,11 +124,11 @@ class DataLoader:
     def _read_ahead(self) -> None:
         self._ahead.append(self._thread.submit(self._read, *divmod(next(self._numbers), self._micro_steps)))
 
-    def _read(self, step: int, micro_step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The thread's work: images and conditions on the CPU."""
+    def _read(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
+        """The thread's work: "images" and conditions on the CPU."""
 
         def tensor(x):
             return torch.from_numpy(x).pin_memory() if self.device.type == "cuda" else torch.from_numpy(x)
 
         images, cond = self.dataset.rows(self.indices(step, micro_step))
-        return tensor(images), {name: tensor(x) for name, x in cond.items()}
+        return {name: tensor(x) for name, x in ({"images": images} | cond).items()}

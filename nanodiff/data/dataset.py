@@ -344,11 +344,6 @@ class Part(NamedTuple):
     shard: dict  # its entry in meta.json
     rows: dict[str, np.ndarray]  # name of a condition -> (n, ...), as stored
 
-    def aspect(self) -> float:
-        """Width / height."""
-        height, width = self.shard.get("size", (1, 1))
-        return width / height
-
 
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
@@ -405,7 +400,7 @@ class DatasetWriter:
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Write (n, C, H, W) images, n > 0, of one of the buckets, and a row for each of every condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
+        assert images.dtype == np.uint8
         if y is not None:
             cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
@@ -423,7 +418,8 @@ class DatasetWriter:
         self._parts.append(Part(split, shard, rows))
 
     def _finish(self) -> None:
-        parts = sorted(self._parts, key=Part.aspect)  # tall ones first
+        # Tall ones first, by height / width
+        parts = sorted(self._parts, key=lambda part: np.divide(*part.shard.get("size", (1, 1))), reverse=True)
         if not any(part.split == "train" for part in parts):
             raise UserError(f"data set {self.path.name!r} would hold no image to train on")
         _, channels, height, _ = np.load(self.folder / parts[0].shard["file"], mmap_mode="r").shape

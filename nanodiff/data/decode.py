@@ -82,8 +82,7 @@ def center_crop(image, height: int, width: int, scaling: str = ""):
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
     scaled = round(image.width * scale), round(image.height * scale)
-    if scaled != image.size:
-        image = image.resize(scaled, Image.Resampling[SCALINGS.get(scaling, "BICUBIC")])
+    image = image.resize(scaled, Image.Resampling[SCALINGS.get(scaling, "BICUBIC")])
     left = (image.width - width) // 2
     top = (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

@@ -72,7 +72,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
     alike = {}  # (split, shape) -> items
     for item, side in done:
         image = item.payload
-        counts["enlarged"] += int(side < min(image.shape[1:]))
+        counts["enlarged"] += side < min(image.shape[1:])
         counts["dark"] += int(image.dtype == np.uint8 and image.max() < 64)
         alike.setdefault(("val" if item.is_val else "train", image.shape), []).append(item)
     groups = []
@@ -84,7 +84,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
             "split": split,
             "shape": images.shape,
             "shard": write_shard(path, images, [item.caption for item in members]),
-            "y": [int(item.label) for item in members],
+            "y": [item.label for item in members],
             "rows": [item.row for item in members],
         }
         groups.append(group)

@@ -20,7 +20,6 @@ from nanodiff.common import print0
 from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
-PARSED = 20_000  # lines of metrics.jsonl; of a longer one, not every line about training is: reading takes no time
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_GRIDS = 24  # grids of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
@@ -54,7 +53,6 @@ class Run:
     facts: dict  # config.json
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
-    every: int  # one line about training in so many was read
     results: list[dict]  # of base_eval
 
     @property
@@ -66,20 +64,17 @@ def read_run(folder: Path, over_images: bool) -> Run:
     facts, logged = read_json(folder / "config.json"), {}
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    every = 1 + len(lines) // PARSED
-    for i, text in enumerate(lines, 2 - len(lines)):  # 0 and 1: the last, and one that a killed process has torn
-        if i < 0 and i % every and b'"train/loss"' in text:
-            continue
+    for text in lines:
         try:
             line = json.loads(text)
-        except ValueError:
+        except ValueError:  # torn by a kill
             continue
         for key, value in line.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 logged.setdefault(key, {})[line["step"]] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
     results = [read_json(path) for path in sorted(folder.glob("eval_*.json"))]
-    return Run(folder.resolve(), facts, logged, per_step, every, results)
+    return Run(folder.resolve(), facts, logged, per_step, results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,8 +230,7 @@ def flat(facts: dict, prefix: str = "") -> dict:
 def progress(run: Run) -> str:
     total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
     step = max(run.logged.get("step", [0]))
-    thinned = f", one line of training in {run.every:,} read" if run.every > 1 else ""
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {time.strftime('%Y-%m-%d %H:%M')}{thinned}</p>"
+    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {time.strftime('%Y-%m-%d %H:%M')}</p>"
 
 
 def evaluation(result: dict, run: Run) -> str:
