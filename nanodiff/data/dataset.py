@@ -400,7 +400,7 @@ class DatasetWriter:
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Write (n, C, H, W) images, n > 0, of one of the buckets, and a row for each of every condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        assert images.dtype == np.uint8
+        assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
         if y is not None:
             cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
