@@ -64,7 +64,7 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it."""
-    return tuple(int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    return tuple(int(os.environ.get(*pair)) for pair in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 
 
 def printable(text: str) -> str:

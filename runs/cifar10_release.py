@@ -1,4 +1,4 @@
-"""The flow model of CIFAR-10 whose weights are in runs/weights (runs/release.sh)."""
+"""A flow model of CIFAR-10, from which those in runs/weights are tuned (runs/release.sh)."""
 
 model_tag = "cifar10_release"
 data = "cifar10"

@@ -288,8 +288,6 @@ if epochs > 100:
 eval_every, sample_every, save_every = (
     cadence(every, num_iterations) for every in (eval_every, sample_every, save_every)
 )
-if save_every < 0:
-    print0("warning: save_every=-1: this run saves no checkpoint to sample from or resume")
 if val_set is None and (eval_every >= 0 or bpd_every >= 0):
     print0("no validation split: validation loss and bits/dim are skipped")
     eval_every = bpd_every = -1

@@ -7,14 +7,12 @@ Write the report of a run, or one page that overlays several; print its path.
 """
 
 import sys
-from pathlib import Path
 
 from configurator import configure
-from nanodiff.common import UserError, print0
+from nanodiff.common import print0
 from nanodiff.formats.load import find_run
 from nanodiff.web.report import write_report
 
-out = ""  # path of the page; "" = in or beside the first run's folder
 configure(globals(), [arg for arg in sys.argv[1:] if arg.startswith("-")])  # the other arguments are runs
 
 runs = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or [""]
@@ -23,9 +21,5 @@ path = run_dirs[0] / "report.html"
 if len(run_dirs) > 1:
     name = "_".join(folder.name for folder in run_dirs)
     path = run_dirs[0].parent / f"compare_{name[:200]}.html"
-if out:
-    path = Path(out).expanduser()
-if path.is_dir() or not path.parent.is_dir():
-    raise UserError(f"out={out!r}; accepted: the path of a file in a folder that exists")
 write_report(run_dirs, path)
 print0(path)

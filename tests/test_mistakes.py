@@ -110,7 +110,6 @@ MISTAKES = [
     ((*EVAL, "--model=a", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
     (("report", "b"), "nearest tags: "),
     (("report", "empty"), "empty/config.json"),
-    (("report", "a", "--out=no/page.html"), "folder that exists"),
     # adapters
     ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),
     ((*LORA, "--init_from=none"), "'none' is no folder, file or tag; nearest tags: "),

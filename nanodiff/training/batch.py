@@ -17,8 +17,10 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
     """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
     device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
     if total_batch_size % (device_batch_size * world):
-        micro = f"device_batch_size x ranks = {device_batch_size} x {world}"
-        raise UserError(f"total_batch_size={total_batch_size} is not a multiple of {micro}")
+        raise UserError(
+            f"total_batch_size={total_batch_size} is not a multiple of "
+            f"device_batch_size x ranks = {device_batch_size} x {world}"
+        )
     return device_batch_size, total_batch_size // (device_batch_size * world)
 
 

@@ -63,8 +63,7 @@ class Run:
 def read_run(folder: Path, over_images: bool) -> Run:
     facts, logged = read_json(folder / "config.json"), {}
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    for text in lines:
+    for text in metrics.read_bytes().splitlines() if metrics.exists() else []:
         try:
             line = json.loads(text)
         except ValueError:  # torn by a kill
