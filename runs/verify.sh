@@ -15,9 +15,10 @@ python3 - "runs/weights/$name.safetensors" "$work"/eval_*.json <<'PYTHON'
 import json
 import sys
 
-from nanodiff.formats.load import read_meta
+from nanodiff.safetensors import load_safetensors
 
-stated = read_meta(sys.argv[1])["release"]["figures"]
+_, metadata = load_safetensors(sys.argv[1])
+stated = json.loads(metadata["release"])["figures"]
 found = json.load(open(sys.argv[2]))
 wrong = 0
 for key, (value, allowed) in stated.items():

@@ -109,7 +109,7 @@ def find_run(run: str) -> Path:
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
     tags = nearest(run, [p.name for p in known])
-    names = ", ".join(shipped()) or "none"
+    names = ", ".join(shipped())
     raise UserError(
         f"{run!r} is no folder, file or tag; nearest tags: {tags}; shipped: {names}; scripts.base_train trains one"
     )
@@ -204,7 +204,9 @@ def load_run(
     model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest", "best" or
     a number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
-    return build(*read(*find(run, step, ema), lora, lora_scale), device)
+    path, told = find(run, step, ema)
+    meta, tensors = read(path, told, lora, lora_scale)
+    return build(meta, tensors, device)
 
 
 def run_of(path: Path) -> Path | None:
@@ -217,8 +219,8 @@ def tell_best(path: Path) -> None:
     """Say which checkpoint of a run is the best, if the file is not of that one."""
     if run_dir := run_of(path):
         best = read_best(run_dir)
-        others = [step for step, checkpoint in list_checkpoints(run_dir) if checkpoint != path.parent]
-        if best.get("step") in others:  # it is not there if the run was killed while saving it
+        checkpoint = dict(list_checkpoints(run_dir)).get(best.get("step"))
+        if checkpoint and checkpoint != path.parent:  # it is not there if the run was killed while saving it
             print0(f"the best checkpoint of {run_dir.name}, by {best['metric']}, is that of step {best['step']:,}")
 
 

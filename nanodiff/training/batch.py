@@ -8,10 +8,6 @@ from nanodiff.conditions import some_conditions
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.dist import over_ranks
 
-# Fraction of a GPU's memory that the search may take. The rest is for gradients in exchange and the optimizer's
-# temporaries
-MEMORY_TRIED = 0.95
-
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
     """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
@@ -30,7 +26,8 @@ def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -
     sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
     if device.type != "cuda":
         return max(n for n in sizes if n <= 64)
-    torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED, device)
+    # The rest is for gradients in exchange and the optimizer's temporaries
+    torch.cuda.set_per_process_memory_fraction(0.95, device)
     found = largest_batch(model, process, shape, autocast, optim, sizes)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -45,12 +42,11 @@ def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int
     optimizer and averages have theirs. Takes as long as two to four steps. A collective.
     """
     device = next(model.parameters()).device
-    timesteps = make_timesteps("uniform", process)
 
     def try_batch(n):
         x0 = torch.randn(n, *shape, device=device)
         cond = some_conditions(model.config, n, device)
-        t, _ = timesteps.sample(torch.rand(n, device=device))
+        t, _ = make_timesteps("uniform", process).sample(torch.rand(n, device=device))
         with autocast:
             loss = process.losses(model, x0, t, x0, cond)["loss"]
         loss.mean().backward()
