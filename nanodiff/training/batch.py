@@ -8,6 +8,10 @@ from nanodiff.conditions import some_conditions
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.dist import over_ranks
 
+# Fraction of a GPU's memory that the search may take. The rest is for gradients in exchange and the optimizer's
+# temporaries
+MEMORY_TRIED = 0.95
+
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
     """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
@@ -26,12 +30,11 @@ def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -
     sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
     if device.type != "cuda":
         return max(n for n in sizes if n <= 64)
-    # The rest is for gradients in exchange and the optimizer's temporaries
-    torch.cuda.set_per_process_memory_fraction(0.95, device)
+    torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED)
     found = largest_batch(model, process, shape, autocast, optim, sizes)
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
-    torch.cuda.reset_peak_memory_stats(device)  # the run's own is to be reported
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.reset_peak_memory_stats()  # the run's own is to be reported
     return found
 
 
