@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check the figures of the shipped weights: draw 5,000 samples, measure them by the shipped judge, compare. No network, no data.
 #   bash runs/verify.sh                           the flow map, 4 evaluations a sample: a minute on two cores
-#   bash runs/verify.sh cifar10                   the flow model, 25 evaluations: three minutes
+#   bash runs/verify.sh cifar10                   the flow model, 25 evaluations: three to five minutes
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 name=${1:-cifar10_map}
 work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/verify_$name

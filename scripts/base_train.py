@@ -213,7 +213,7 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # the input has the channels that it had: adapters and older super-resolution have none for a null image
+if fixed:  # keep its input channels: adapters and older super-resolution have none for a null image
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -513,7 +513,7 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # a set of latents holds the mirrored images' too
+        flips = u_flip[rows] < 0.5 if flip else None  # of latents: take the mirrored image's, stored too
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
@@ -528,9 +528,9 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each to an r < t of its own. Its loss is
-        # the mean of a smooth |u - target|. The target is where the map's own jump, most of the way, and then the
-        # teacher's velocity lead; no gradient passes through either (flow_map.py).
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. The loss
+        # is the mean of a smooth |u - target|. The target is u for the x_r to which the map's own jump, most of the way,
+        # and then the teacher's velocity lead; no gradient passes through it (flow_map.py).
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
@@ -543,10 +543,10 @@ while True:
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     step_t, step_losses = meter.losses()  # of this rank's images
 
-    # Exchange 1 of 2, once per step for any number of micro-steps: reduce-scatters leave each rank the average gradient
-    # of its share of the parameters. A signal to one rank stops all after the same step, as it is sent with the norm;
-    # the top of the loop then saves and exits. Here the host waits for the GPU, once per step. In a step they
-    # exchange nothing else but losses: on log lines, and for loss-second-moment.
+    # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
+    # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top of
+    # the loop then saves and exits. Here, once per step, the host waits for the GPU. Ranks exchange nothing else in a
+    # step but losses, on log lines and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)
