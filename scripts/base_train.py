@@ -529,8 +529,8 @@ while True:
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. The loss
-        # is the mean of a smooth |u - target|. The target is u for the x_r to which the map's own jump, most of the way,
-        # and then the teacher's velocity lead; no gradient passes through it (flow_map.py).
+        # is the mean of a smooth |u - target|. The target is u for the x_r to which the map's own jump, most of the
+        # way, and then the teacher's velocity lead; no gradient passes through it (flow_map.py).
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
@@ -544,9 +544,9 @@ while True:
     step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
-    # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top of
-    # the loop then saves and exits. Here, once per step, the host waits for the GPU. Ranks exchange nothing else in a
-    # step but losses, on log lines and for loss-second-moment.
+    # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
+    # of the loop then saves and exits. Here, once per step, the host waits for the GPU. Ranks exchange nothing else in
+    # a step but losses, on log lines and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)
