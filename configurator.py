@@ -26,13 +26,14 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
-WORDS = {"True": True, "true": True, "False": False, "false": False}
+WORDS = {"true": True, "false": False}
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.lt}
@@ -70,7 +71,7 @@ def literal(text: str):
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return WORDS.get(text, text)
+    return WORDS.get(text.lower(), text)
 
 
 def cast(kind: type, value):
@@ -179,10 +180,13 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
 
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
-    """Usage and the script's docstring, with its examples. Then the settings, as wide as the terminal."""
+    """Usage, and the docstring's first paragraph and examples. Then the settings, as wide as the terminal."""
     script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
-    lines = [f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)", globals_["__doc__"]]
-    lines.append("settings, with default and type; accepted values, if limited, a colon, the meaning:")
+    lines = [
+        f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)",
+        *globals_["__doc__"].split("\n\n")[:2],
+        "\nsettings, with default and type; accepted values, if limited, a colon, the meaning:",
+    ]
     for name, s in settings.items():
         lines += ["", *s.heading] if s.heading else []
         text = f"  {f'--{name}={s.default}':<28} {type(s.default).__name__:<5} {s.comment}"
@@ -208,6 +212,9 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults, config.given = dict(config), {}
+    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
+        if times > 1 and is_first:
+            print(f"{name} is given {times} times: the last one counts", file=sys.stderr)
     try:
         for arg in argv:
             config.given |= read_argument(settings, arg)

@@ -279,8 +279,6 @@ if num_iterations < 0:
 epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if choose_batch else 'as given'})")
-if epochs > 100:
-    print0("warning: more than 100 epochs: the model will memorise the images; use more of them or a shorter horizon")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # By default at most 25 evaluations, grids and checkpoints in a run

@@ -9,7 +9,7 @@ medians over the steps of all turns. first_step_s is shorter where torch.compile
 """
 
 import itertools
-import json as json_format
+import json
 import os
 import re
 import statistics
@@ -40,7 +40,6 @@ reference = True  # time the published recipe; if False, ratios are to the first
 rounds = 3  # >= 1: turns of each arm
 steps = 10  # >= 1: steps per turn, behind those that warm up
 device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
-json = False  # print one JSON object instead of the table
 
 LISTS = ("arch", "depth", "dtype", "compile", "batch_size", "optimizer")
 PUBLISHED = {"dtype": "float32", "compile": False, "optimizer": "adamw", "reference": True}
@@ -87,7 +86,7 @@ def take_turn(arm: dict) -> dict:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
         text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
     memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
-    return {"lines": [json_format.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
+    return {"lines": [json.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
 
 
 def make_row(arm: dict, turns: list[dict], device) -> dict:
@@ -126,14 +125,11 @@ def main():
     for arm, row in zip(arms, rows):
         base = rows[arms.index(published(arm))] if reference else rows[0]
         row["ratio"] = row["images_per_sec"] / base["images_per_sec"]
-    if json:
-        head = {"device": device_name(device), "torch": torch.__version__, "config": config}
-        print0(json_format.dumps(head | {"rows": rows}))
-    else:
-        columns = [name for name, value in rows[0].items() if isinstance(value, float)]
-        print0("  ".join(f"{name:>9}" for name in columns) + "  what")
-        for row in rows:
-            print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
+    columns = [name for name, value in rows[0].items() if isinstance(value, float)]
+    print0("  ".join(f"{name:>9}" for name in columns) + "  what")
+    for row in rows:
+        print0("  ".join(f"{row[name]:{max(len(name), 9)},.2f}" for name in columns) + f"  {row['what']}")
+    return rows
 
 
 if __name__ == "__main__":

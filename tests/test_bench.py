@@ -1,6 +1,5 @@
 """The bench measures what it says: runs of base_train in turn, beside the published recipe."""
 
-import json
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from scripts import bench
 
 SMALL = (
     "--data=tiny --patch_size=8 --batch_sizes=2 --rounds=2 --steps=1 --depths=1 --compiles=False --dtypes=float32 "
-    "--device_type=cpu --json"
+    "--device_type=cpu"
 ).split()  # fmt: skip
 
 
@@ -24,7 +23,7 @@ def fake_turn(arm):
 
 @pytest.fixture
 def run_bench(base, monkeypatch, capsys):
-    """run_bench("--archs=dit") -> its JSON, parsed, or what else it prints."""
+    """run_bench("--archs=dit") -> its rows; if real, its text."""
     make_data()
     before = dict(vars(bench))  # main overrides the settings
     fake_turn.arms = []
@@ -35,9 +34,8 @@ def run_bench(base, monkeypatch, capsys):
         if not real:
             monkeypatch.setattr(bench, "take_turn", fake_turn)
         monkeypatch.setattr(sys, "argv", ["bench", *SMALL, *args])
-        bench.main()
-        told = capsys.readouterr()
-        return json.loads(told.out)["rows"] if told.out.startswith("{") else told.err + told.out
+        rows = bench.main()
+        return capsys.readouterr().out if real else rows
 
     return run
 
@@ -68,7 +66,7 @@ def test_a_backbone_has_its_own_reference_or_the_first_arm_is_the_measure(run_be
 
 
 def test_runs_of_base_train_and_the_table(run_bench):
-    text = run_bench("--archs=dit", "--json=False", "--rounds=1", real=True)
+    text = run_bench("--archs=dit", "--rounds=1", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb", "mfu"} <= {*heads}
     assert text.count(", reference") == 1

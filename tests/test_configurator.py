@@ -1,13 +1,14 @@
 """Settings: who wins, which types are accepted, what a mistake prints, and that presets are data."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from configurator import satisfies
+from configurator import RULE, satisfies
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = '''"""
@@ -198,6 +199,19 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, monk
 
 def test_the_defaults_that_help_shows_are_accepted(script):
     assert script(*[f"--{name}={v}" for name, v in DEFAULTS.items()])["config"] == DEFAULTS
+
+
+def test_every_rule_of_a_script_is_read():
+    """One that is not would be checked by nobody."""
+    text = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
+    rules = re.findall(r"^\w+ = .*  # ([<>\[].*)", text, re.M)
+    assert len(rules) > 50 and all(map(RULE.match, rules))
+
+
+def test_what_is_given_twice_is_said(script, capsys):
+    """As a shell makes of an unquoted --path=shard-{0..2}.tar."""
+    assert script("--tag=a", "--tag=b", "--lr=2")["tag"] == "b"
+    assert capsys.readouterr().err == "--tag is given 2 times: the last one counts\n"
 
 
 @pytest.mark.parametrize(
