@@ -212,9 +212,6 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults, config.given = dict(config), {}
-    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
-        if times > 1 and is_first:
-            print(f"{name} is given {times} times: the last one counts", file=sys.stderr)
     try:
         for arg in argv:
             config.given |= read_argument(settings, arg)
@@ -226,5 +223,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
         if is_first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
+        if times > 1 and is_first:
+            print(f"{name} is given {times} times: the last one counts")
     globals_.update(config)
     return config

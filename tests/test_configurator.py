@@ -211,7 +211,7 @@ def test_every_rule_of_a_script_is_read():
 def test_what_is_given_twice_is_said(script, capsys):
     """As a shell makes of an unquoted --path=shard-{0..2}.tar."""
     assert script("--tag=a", "--tag=b", "--lr=2")["tag"] == "b"
-    assert capsys.readouterr().err == "--tag is given 2 times: the last one counts\n"
+    assert capsys.readouterr().out == "--tag is given 2 times: the last one counts\n"
 
 
 @pytest.mark.parametrize(
