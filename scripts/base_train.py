@@ -59,7 +59,7 @@ from nanodiff.web.report import refresh_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
-# checked: the accepted values, if limited; a colon; the meaning. Settings that would do nothing are refused.
+# checked: the accepted values, if limited; a colon; the meaning. Settings below "# Only ..." are refused elsewhere.
 
 # What everybody touches
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
@@ -77,11 +77,11 @@ sample_every = 0.04  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
-resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any; other settings are refused;
+resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
 #                  changed = likewise, but rates and horizon may differ; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products; weights and their averages stay fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; auto = bf16 where native, else fp16 (GPU), fp32
 compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
 # Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
@@ -183,7 +183,8 @@ if ddp_rank == 0:
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-peak, peak_source = peak_flops(device, compute_dtype)  # FLOP/s of one device: bf16 by the datasheet, or measured
+# FLOP/s of one device: a GPU's in bf16 by its datasheet; else the best of five large matrix products, timed now
+peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 
@@ -191,7 +192,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model, unless a resumed run can do without; like: its classes and scale, which the data follow
+# source: init_from's model; a resumed run needs it no more, unless as a teacher or as the base of adapters.
+# like: its classes and scale, which the data follow
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,17 +215,18 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # keep its input channels: adapters and older super-resolution have none for a null image
+if fixed:  # keep its input channels: models made elsewhere may have none that says "no second image"
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
     start_from(raw_model, source, config, class_names)
 num_params = sum(p.numel() for p in raw_model.parameters())
-lora = with_adapters(raw_model, source, config, class_names) if lora_rank else None
+lora = with_adapters(raw_model, source, config, class_names) if lora_rank else None  # refuses trainable
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# Counted: matrix products, convolutions, attention. Gradients of weights are a third; frozen weights need none
+# Counted: matrix products, convolutions, attention. A third each: forward, gradients of activations, gradients of
+# weights; frozen weights need none of these
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
@@ -295,7 +298,9 @@ if eval_every >= 0:
     print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Record what is used; refuse what would do nothing here, and what a resumed run may not change
+# Record what is used. Refuse what can do nothing with these data (bits/dim of latents, learned guidance without
+# conditions) and, on resume, what differs from the checkpoint: training/resume.py lists what may (all that does not
+# shape the weights: cadences, sampling, compile, device_batch_size, ...), and what may with resume=changed
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -319,6 +324,8 @@ groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
+# On a GPU, divisors of a rank's share of the batch are tried upwards, forward and backward, until memory is full; all
+# ranks take the smallest result. A total_batch_size that ranks and micro-steps cannot share equally is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -337,12 +344,14 @@ guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else co
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
-# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks
+# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks.
+# Lower is better. The first with a figure is the best; so it is where metric or number of images have changed
 judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
-# Only saved steps can be best; where neither cadence divides the other, the best is saved when it is found
+# Only saved steps can be best; where neither cadence divides the other, the best is saved when it is found, since the
+# two would seldom meet
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -413,7 +422,7 @@ def save():
             "step": step,
             "arch": arch,
             "config": config,
-            "command": sys.argv[1:],  # the same, rerun with --resume=STEP, goes on from here, not from STEP again
+            "command": sys.argv[1:],  # this command with --resume=STEP, if killed and rerun, does not go back again
             "model_config": asdict(model_config),  # the shape that they give
             "data": codec.description,  # how the model sees images and classes
             "ema_rates": list(ema.rates),
@@ -421,25 +430,29 @@ def save():
         }
         if lora:
             saved["lora"] = lora
-            save_adapters(run_dir, saved, tensors)
+            save_adapters(run_dir, saved, tensors)  # the first average, as one file to sample from
+        # checkpoints/step_000500/: model.safetensors, ema_0.999.safetensors, optim.pt, train.pt, `saved` as meta.json
+        # and, last, manifest.json with sizes and SHA-256
         saver.start(run_dir, step, tensors, saved, checkpoints_kept)
     saver.step = step  # on all ranks, which save together
 
 
+# Runs of 3,000 steps or more on one rank are compiled as a whole, others block by block, which starts sooner and lets
+# the exchange overlap; not on MPS, nor a UNet on a CPU
 model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
 # s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, stored_cond = next(loader)  # (B, C, H, W) and {name: (B, ...)}, as stored
+images, stored_cond = next(loader)  # (B, C, H, W), and {"y" (labels), "vectors", "given" (second images): (B, ...)}
 stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
 stopping = False  # the same on all ranks, unlike stop.received
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
 # of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to rounding, and
-# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size; the same
-# command resumes identically without saving any generator's state. Only dropout masks depend on how the batch is cut.
+# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size, but for
+# masks of dropout. The same command resumes identically without saving any generator's state.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
@@ -479,6 +492,7 @@ while True:
                     log.grid(grid, step)
         if figures:
             result = judged_by | dict(step=step, value=figures.get(judged_by["metric"], math.inf))
+            # Saved first: best.json, which a resume goes by, never names a missing checkpoint
             if is_better(result, progress["best"]) and (step == saver.step or saves_best):
                 if step != saver.step:
                     save()
@@ -504,7 +518,8 @@ while True:
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
     process.done = step / num_iterations  # from the fraction guided_from on, guidance is learned
 
-    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast them in every micro-step
+    # Blocks compute with bf16 copies of their weights: autocast would make new ones in every micro-step
+    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:
         optim.cast_weights(raw_model)
     # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad, in fp32, over all of them
     for micro_step in range(grad_accum_steps):
@@ -516,8 +531,9 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        # Drop some labels (or other conditions), so that the model also learns to denoise without: guidance needs both
-        cond = from_stored(stored_cond, codec.description, flips)
+        # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
+        # They become null: a label num_classes, numbers NaN, in whose place the model puts what it learned for "none"
+        cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
@@ -526,9 +542,11 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. The loss
-        # is the mean of a smooth |u - target|. The target is u for the x_r to which the map's own jump, most of the
-        # way, and then the teacher's velocity lead; no gradient passes through it (flow_map.py).
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. In short,
+        # with m late on the way from t to r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
+        #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
+        #     loss = mean(sqrt(error^2 + width^2) - width)      width grows, so from |error| to its square
+        # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
@@ -551,7 +569,8 @@ while True:
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
     # A NaN or infinity ends the run here, before the update, with an error that names step and parameter; weights and
-    # newest checkpoint stay intact. In fp16 it may be an overflow: the step is skipped, and the loss scale lowered.
+    # newest checkpoint stay intact. Not in fp16, where it may be an overflow: the step is skipped and the loss scale
+    # halved, from 2^20 on; below 1, after twenty skipped steps or so, that ends the run too.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()
         last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
@@ -560,12 +579,12 @@ while True:
     # Update, and exchange 2 of 2: each rank updates its share; all-gathers start here, and end before the next forward
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
-        group["lr"] = group["initial_lr"] * lrm
+        group["lr"] = group["initial_lr"] * lrm  # muon_lr for Muon's, lr for AdamW's
     if is_finite:
         # One factor clips the global norm and undoes the loss scale
         clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
-        ema.update(step + 1)
+        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights; ema_ramp: rate <= (1 + s) / (10 + s)
     scaler.update(overflow=not is_finite)
     optim.zero_grad()
 
@@ -577,13 +596,14 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # Mean losses over all images of all ranks since the last line, by quarter of t too; times; img/s and MFU
+        # Means over all ranks since the last line: train/loss and, by quarter of t, train/loss_q0 ... q3 (of a learned
+        # variance, train/mse_q0, train/vb_q0 too); times; img/s; train/mfu = 100 * flops_per_image * img/s / all peaks
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
-        log.metrics(line)
+        log.metrics(line)  # a line of metrics.jsonl, and the same to wandb; evaluations write theirs likewise
         print0(meter.console(line, num_iterations))
 
 # ---------------------------------------------------------------------------------------------------------------------
