@@ -153,14 +153,12 @@ def test_tiny_layouts_give_one_model(tmp_path, latent_channels, mid_norm):
 def test_files_that_are_refused(tmp_path):
     refused("no such file", open_autoencoder, tmp_path / "absent")
     refused("found no file ending in", open_autoencoder, tmp_path)
-    vae, taesd, pickle = (tmp_path / name for name in ("vae.safetensors", "taesd_encoder.pth", "pickle.pt"))
+    vae, taesd = tmp_path / "vae.safetensors", tmp_path / "taesd_encoder.pth"
     save_safetensors(AutoencoderKL(**KL_SHAPE).state_dict(), vae)
     refused("groups|num_channels", open_autoencoder, vae)  # 32 without config.json, which 8 channels do not allow
     torch.save({"0.weight": torch.ones(64, 3, 3, 3)}, taesd)
     refused("neither an SD VAE nor both halves of a TAESD", open_autoencoder, taesd)
     refused(r"found taesd_encoder\.pth, vae\.safetensors", open_autoencoder, tmp_path)
-    torch.save({"w": torch.ones(1), "code": Path("unsafe")}, pickle)
-    refused("cannot be loaded safely", open_autoencoder, pickle)
 
 
 @pytest.mark.parametrize("ae", [AutoencoderKL(**KL_SHAPE), TinyAutoencoder(4, False)], ids=["kl", "tiny"])

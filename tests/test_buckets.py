@@ -77,9 +77,7 @@ def test_models_take_any_rectangle_of_whole_units(arch):
     for height, width in ((12, 20), (20, 12), (16, 16), (32, 8)):
         x = torch.randn(2, 3, height, width)
         assert model(x, torch.tensor([1.0, 900.0]), torch.tensor([0, 5])).shape == x.shape
-    refused(
-        "hold 12x18; the model accepts multiples of 4", make_model_config, config, facts | {"sizes": [[12, 18, 9]]}, 3
-    )
+    refused("hold 12x18; .* multiples of 4", make_model_config, config, facts | {"sizes": [[12, 18, 9]]}, 3)
 
 
 def test_shapes_of_as_many_tokens_share_their_graphs(monkeypatch):
@@ -190,7 +188,3 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, dr
     np.save(tmp_path / "rows.npy", np.eye(26))
     more = ("--model=told", "--size=12x20", "--num_images=8", f"--vectors={tmp_path / 'rows.npy'}")
     assert draw(*more)[0].shape == (8, 12, 20, 3)
-
-
-def test_a_model_must_divide_every_bucket(photos, run_script):
-    refused("the data hold 20x12; the model accepts multiples of 8", run_script, "base_train", *RUN, "--patch_size=8")

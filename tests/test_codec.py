@@ -158,11 +158,7 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
     shutil.rmtree(base / "data" / "plain")
     shutil.move(base / "data" / "others", base / "data" / "plain")  # the same name, made anew
     for script, args, line in (
-        (
-            "base_train",
-            [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"],
-            "other sha256, sha256 of the lat",
-        ),
+        ("base_train", [*TINY, "--data=plain", "--patch_size=1", "--model_tag=a"], "other sha256, sha256 of the lat"),
         ("base_eval", ["--model=a", "--metric=loss"], "'plain' holds latents of other, the model wants vae's"),
         ("base_train", [*TINY, "--data=flips", "--flip", f"--autoencoder={other}"], "not by other"),
         ("base_train", [*TINY, "--data=plain", "--flip"], "has no mirrored copies"),

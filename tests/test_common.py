@@ -8,20 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from processes import FORK, Started
 
 from nanodiff import common
 from nanodiff.common import BLOCK, LostRank, Progress, draw_rows, make_generator
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def draw(*key):

@@ -4,13 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from configurator import RULE, satisfies
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = '''"""
 A program.
 """

@@ -7,7 +7,7 @@ import torch
 from figures import assert_figures, build, inputs, rule_weights, wave
 
 from nanodiff.formats.published import from_meta, to_meta
-from nanodiff.models.dit import DiT, DiTConfig, rotation_table, sincos_table, timestep_embedding
+from nanodiff.models.dit import DiT, DiTConfig, position_table, sincos_table, timestep_embedding
 
 golden = conftest.golden("dit.json")
 
@@ -54,33 +54,16 @@ def test_published_parameter_counts(name, count):
     assert from_meta(theirs)[0] == model.config
 
 
-@pytest.mark.parametrize("height, width", [(8, 8), (4, 7)])
-def test_rope_depends_on_offsets_only(height, width):
-    """<rotate(q, i), rotate(k, j)> is a function of row_i - row_j and column_i - column_j, and of both of them."""
-    model = build()
-    block, table = model.blocks[0], rotation_table(model.config, height, width)
-    g = torch.Generator().manual_seed(0)
-    one = torch.randn(1, 1, 3, 2, 32, generator=g)
-    q, k, _ = block.rotate(one.expand(1, height * width, 3, 2, 32), table)  # the same token everywhere
-    scores = torch.einsum("nihd,njhd->hij", q, k).view(2, height, width, height, width)
-    for rows, cols in [(1, 0), (0, 1), (2, 3)]:
-        moved = scores[:, rows:, cols:, rows:, cols:]
-        from_corner = scores[:, : height - rows, : width - cols, : height - rows, : width - cols]
-        torch.testing.assert_close(moved, from_corner, rtol=0, atol=1e-4)
-    assert (scores[:, 0, 0, 0, 3] - scores[:, 0, 0, 0, 0]).abs().max() > 1e-2  # columns count
-    assert (scores[:, 0, 0, 3, 0] - scores[:, 0, 0, 0, 3]).abs().max() > 1e-2  # and rows, differently
-
-
 def test_modern_forward_by_hand():
-    """The modern block written out, one image, one head at a time, from the formulas."""
+    """The modern block written out, one image, one head at a time, from the formulas; 3 x 5 tokens, of 4 x 4's area."""
     model = build(depth=1)
-    x_t, t, y = inputs(1)
+    x_t, (_, t, y) = wave((1, 3, 12, 20)), inputs(1)
     sd = {k: v.double() for k, v in model.state_dict().items()}
     linear = lambda x, name: x @ sd[f"{name}.weight"].T + sd.get(f"{name}.bias", 0)
     silu = lambda x: x / (1 + torch.exp(-x))
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    patches = [x_t[0, :, i : i + 4, j : j + 4].flatten() for i in range(0, 16, 4) for j in range(0, 16, 4)]
-    x = linear(torch.stack(patches).double(), "patch_embed") + sincos_table(model.config)  # (16, 64)
+    patches = [x_t[0, :, i : i + 4, j : j + 4].flatten() for i in range(0, 12, 4) for j in range(0, 20, 4)]
+    x = linear(torch.stack(patches).double(), "patch_embed") + position_table(model.config, 3, 5)  # (15, 64)
     embedded = timestep_embedding(t, 256)[0].double()
     c = linear(silu(linear(embedded, "t_embed.0")), "t_embed.2") + sd["y_embed.weight"][y[0]]
     s1, m1, g1, s2, m2, g2 = linear(silu(c), "blocks.0.ada").split(64)
@@ -91,17 +74,17 @@ def test_modern_forward_by_hand():
         for u in (norm(q[:, h]), norm(k[:, h])):
             pairs = torch.complex(u[:, :16].contiguous(), u[:, 16:].contiguous())
             omega = 100.0 ** -(torch.arange(8).double() / 8)
-            turn = [torch.cat([n // 4 * omega, n % 4 * omega]) for n in range(16)]
+            turn = [torch.cat([n // 5 * omega, n % 5 * omega]) for n in range(15)]
             rotated.append(torch.view_as_real(pairs * torch.exp(1j * torch.stack(turn))).flatten(1))
         heads.append(torch.softmax(rotated[0] @ rotated[1].T / 32**0.5, -1) @ v[:, h])
     x = x + g1 * linear(torch.cat(heads, 1), "blocks.0.proj")
     gate, up = linear(norm(x) * (1 + m2) + s2, "blocks.0.fc1").chunk(2, 1)
     x = x + g2 * linear(silu(gate) * up, "blocks.0.fc2")
     shift, scale = linear(silu(c), "final.ada").split(64)
-    tokens = linear(norm(x) * (1 + scale) + shift, "final.linear")  # (16, 4 * 4 * 3), channel fastest
-    expected = torch.zeros(3, 16, 16)
+    tokens = linear(norm(x) * (1 + scale) + shift, "final.linear")  # (15, 4 * 4 * 3), channel fastest
+    expected = torch.zeros(3, 12, 20)
     for n, token in enumerate(tokens):
-        i, j = n // 4 * 4, n % 4 * 4
+        i, j = n // 5 * 4, n % 5 * 4
         expected[:, i : i + 4, j : j + 4] = token.view(4, 4, 3).permute(2, 0, 1)
     torch.testing.assert_close(model(x_t, t, y)[0], expected, rtol=1e-4, atol=1e-4)
 

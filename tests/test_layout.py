@@ -6,9 +6,9 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from conftest import ROOT
+
 FLOORS = "ground, models diffusion, data training, sampling, metrics, formats, web, scripts".split(", ")
 RUNTIME = set(sys.stdlib_module_names) | {"torch", "numpy", "wandb", "nanodiff", "configurator"}
 SOURCES = sorted([*ROOT.glob("nanodiff/**/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "configurator.py"])

@@ -5,11 +5,10 @@ import hashlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused
+from conftest import ROOT, refused
 from tiny_runs import TINY, logged, make_data, randomise
 
 import nanodiff
@@ -66,14 +65,8 @@ def test_training_keeps_its_best_checkpoint(base, run_script, capsys, save_every
 
 def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     """An unknown objective, a field of a later version, weights of another shape, files of another kind."""
-
-    checkpoint = write_run(base, "a", objective="telepathy")
-    refused(
-        f"{checkpoint}/ema_0.99.safetensors was trained with objective='telepathy'; known here: flow, ",
-        load_run,
-        "a",
-        "cpu",
-    )
+    write_run(base, "a", objective="telepathy")
+    refused(r"ema_0\.99.* was trained with objective='telepathy'; known here: flow, ", load_run, "a", "cpu")
     meta = json.loads((write_run(base, "b") / "meta.json").read_text())
     told = {key: json.dumps(meta[key]) for key in ("step", "arch", "config", "data")} | {"ema": '"raw"'}
     told["model_config"] = json.dumps(meta["model_config"] | {"magic": 1})
@@ -99,8 +92,7 @@ def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
     (new / "manifest.json").write_text(json.dumps(manifest))
     for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a")):
         refused("an earlier version; convert it: python -m runs.convert.earlier /", use)
-    root = Path(__file__).resolve().parents[1]
-    subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=root, check=True)
+    subprocess.run([sys.executable, "-m", "runs.convert.earlier", new.parents[1]], cwd=ROOT, check=True)
     assert (nanodiff.load("a").sample(num_images=2) == before).all() and not list(new.glob("model.pt"))
 
 

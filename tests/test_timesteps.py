@@ -117,9 +117,8 @@ def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
     accepted = FOR_BOTH | (FOR_GAUSSIAN if process.is_gaussian else FOR_FLOW)
     for tried in (name, "new"):
         if tried in accepted:
-            t, weight = make_timesteps(tried, process).sample(
-                torch.tensor([0.0, 0.5, 1 - 2**-24])
-            )  # torch.rand's range
+            rand_range = torch.tensor([0.0, 0.5, 1 - 2**-24])
+            t, weight = make_timesteps(tried, process).sample(rand_range)
             assert t.shape == weight.shape == (3,) and t.min() >= 0 and t.max() <= (9 if process.is_gaussian else 1)
         else:
             refused(f"timesteps={tried} .*accepted: auto, uniform, bell", make_timesteps, tried, process)
