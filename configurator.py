@@ -59,11 +59,15 @@ def satisfies(value, rule: str) -> bool:
 def satisfies_part(value, part: str) -> bool:
     signs = re.findall(r"[<>]=?|[\[\]()]", part)
     if not signs:  # a plain value
-        return value == (part.strip('"') if isinstance(value, str) else literal(part))
+        if isinstance(value, str):
+            return value == part.strip('"')
+        return value == literal(part)
+    try:
+        number = float(value)
+    except ValueError:  # a word
+        return False
     bounds = [float(text) for text in re.findall(NUMBER, part)]
-    with suppress(ValueError):
-        return all(COMPARE[sign](float(value), bound) for sign, bound in zip(signs, bounds))
-    return False  # a word
+    return all(COMPARE[sign](number, bound) for sign, bound in zip(signs, bounds))
 
 
 def literal(text: str):
@@ -76,17 +80,19 @@ def literal(text: str):
 
 def cast(kind: type, value):
     """Convert to the setting's type; None if that would lose information or be a guess."""
-    if kind is bool:
-        return bool(value) if value in (0, 1) else None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if kind is int:  # 1e6 is an integer, 1.5 and inf are not
-        return int(value) if is_number and value % 1 == 0 and abs(value) < 2**63 else None
-    if kind is float:  # false for inf, nan and 10**400
-        return float(value) if is_number and abs(value) <= sys.float_info.max else None
-    if isinstance(value, list | tuple):
+    if kind is bool:
+        fits = value in (0, 1)
+    elif kind is int:  # 1e6 is an integer, 1.5 and inf are not
+        fits = is_number and value % 1 == 0 and abs(value) < 2**63
+    elif kind is float:  # false for inf, nan and 10**400
+        fits = is_number and abs(value) <= sys.float_info.max
+    elif isinstance(value, list | tuple):
         items = [cast(str, item) for item in value]
         return None if None in items else ",".join(items)
-    return str(value) if is_number or isinstance(value, str | Path) else None
+    else:
+        fits = is_number or isinstance(value, str | Path)
+    return kind(value) if fits else None
 
 
 def check(settings: dict[str, Setting], name: str, value, where: str = ""):
@@ -94,12 +100,15 @@ def check(settings: dict[str, Setting], name: str, value, where: str = ""):
     if name not in settings:
         near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
         raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help lists all")
-    rule, kind = settings[name].rule, type(settings[name].default)
+    rule = settings[name].rule
+    kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:
         value = literal(value)
     result = cast(kind, value)
     if result is None or (rule and not satisfies(result, rule)):
-        accepted = f"{KINDS[kind]}, {rule}" if rule else KINDS[kind]
+        accepted = KINDS[kind]
+        if rule:
+            accepted += f", {rule}"
         raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
     return result
 
@@ -115,7 +124,9 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
     """The settings of the calling script in file order: its plain assignments up to the call of configure."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
-    settings, heading, only = {}, [], None
+    settings = {}
+    heading = []
+    only = None
     for line in re.sub(r"\n#   +", " ", source).splitlines():  # each comment in one line
         if line.startswith("# "):
             heading.append(line.strip("#- "))
@@ -138,7 +149,9 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
     """{name: value} of a preset's assignments. Raises ValueError naming the file and the line."""
     values = {}
     try:
-        found = Path(path) if Path(path).is_file() else Path(__file__).parent / path
+        found = Path(path)
+        if not found.is_file():
+            found = Path(__file__).parent / path
         nodes = ast.parse(found.read_bytes(), path).body
     except (SyntaxError, ValueError, OSError) as error:
         raise ValueError(f"preset {path!r}: {error}") from None
@@ -148,7 +161,8 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
             continue  # a docstring
         try:
             (target,) = node.targets
-            name, value = target.id, ast.literal_eval(node.value)
+            name = target.id
+            value = ast.literal_eval(node.value)
         except (AttributeError, ValueError, TypeError):
             raise ValueError(f"{where}only assignments of literals are accepted, such as depth = 12") from None
         values[name] = check(settings, name, value, where)
@@ -181,16 +195,21 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:
     """Usage, and the docstring's first paragraph and examples. Then the settings, as wide as the terminal."""
-    script = f"-m {globals_['__spec__'].name}" if globals_.get("__spec__") else globals_["__file__"]
+    script = globals_["__file__"]
+    if globals_.get("__spec__"):
+        script = f"-m {globals_['__spec__'].name}"
     lines = [
         f"usage: python {script} [preset.py ...] [--key=value ...]    (later wins)",
         *globals_["__doc__"].split("\n\n")[:2],
         "\nsettings, with default and type; accepted values, if limited, a colon, the meaning:",
     ]
+    width = shutil.get_terminal_size().columns
     for name, s in settings.items():
-        lines += ["", *s.heading] if s.heading else []
-        text = f"  {f'--{name}={s.default}':<28} {type(s.default).__name__:<5} {s.comment}"
-        lines.append(textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=" " * 37))
+        if s.heading:
+            lines += ["", *s.heading]
+        given = f"--{name}={s.default}"
+        text = f"  {given:<28} {type(s.default).__name__:<5} {s.comment}"
+        lines.append(textwrap.fill(text, width, subsequent_indent=" " * 37))
     return "\n".join(lines)
 
 
@@ -201,7 +220,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
     settings = read_settings(globals_)
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     is_first = os.environ.get("RANK", "0") == "0"
     if "--help" in argv or "-h" in argv:
         try:
@@ -211,7 +231,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
-    config.defaults, config.given = dict(config), {}
+    config.defaults = dict(config)
+    config.given = {}
     try:
         for arg in argv:
             config.given |= read_argument(settings, arg)
@@ -223,7 +244,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
         if is_first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for name, times in Counter(arg.partition("=")[0] for arg in argv).items():
+    names = [arg.partition("=")[0] for arg in argv]
+    for name, times in Counter(names).items():
         if times > 1 and is_first:
             print(f"{name} is given {times} times: the last one counts")
     globals_.update(config)

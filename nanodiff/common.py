@@ -34,20 +34,25 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    is_told = isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
-    return is_told or isinstance(error, MemoryError)
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
 
 
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     """The sys.excepthook of scripts/: one line and an exit code for errors that are not bugs; a traceback for bugs."""
-    code, line = 1, ""
+    code = 1
+    line = ""
     if isinstance(error, KeyboardInterrupt):
-        code, line = 128 + signal.SIGINT, "stopped by Ctrl-C"
+        code = 128 + signal.SIGINT
+        line = "stopped by Ctrl-C"
     elif isinstance(error, UserError):
-        code, line = 2, f"error: {error}"
+        code = 2
+        line = f"error: {error}"
     elif getattr(error, "errno", 0) in NO_ROOM:
+        code = 2
         where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
-        code, line = 2, f"error: {error.strerror}: {where}; completed files are intact"
+        line = f"error: {error.strerror}: {where}; completed files are intact"
     elif isinstance(error, LostRank):
         line = f"error: {error}"
     elif isinstance(error, FloatingPointError):
@@ -64,7 +69,10 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it."""
-    return tuple(int(os.environ.get(*pair)) for pair in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return rank, local_rank, world
 
 
 def printable(text: str) -> str:
@@ -93,8 +101,9 @@ print0.file = None
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
     """A generator seeded by the integers >= 0 in `key`, such as (seed, step); trailing zeros do not count."""
-    words = np.random.SeedSequence([int(k) for k in key]).generate_state(2, np.uint32)
-    return torch.Generator(device=device).manual_seed(int(words[0]) << 32 | int(words[1]))
+    sequence = np.random.SeedSequence([int(k) for k in key])
+    high, low = sequence.generate_state(2, np.uint32).tolist()
+    return torch.Generator(device=device).manual_seed(high << 32 | low)
 
 
 # Rows per generator. Fewer rows: more generators to make, at 35 us each. More rows: a small micro-batch discards most
@@ -106,7 +115,8 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, rand
     """N rows from `first` on, shaped like `like` (N, ...), of an endless table of `random` numbers set by `key`, drawn
     on `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
     drawn = []
-    for block in range(first // BLOCK, -(-(first + len(like)) // BLOCK)):
+    last = first + len(like) - 1
+    for block in range(first // BLOCK, last // BLOCK + 1):
         g = make_generator(*key, block, device=device)
         drawn.append(random(BLOCK, *like.shape[1:], generator=g, device=device))
     skipped = first % BLOCK
@@ -121,7 +131,8 @@ class StackedGenerator:
 
     def randn(self, shape, device="cpu") -> torch.Tensor:
         """(N, ...) standard normal in fp32, N = number of seeds."""
-        return torch.stack([torch.randn(shape[1:], generator=g) for g in self.generators]).to(device)
+        rows = [torch.randn(shape[1:], generator=g) for g in self.generators]
+        return torch.stack(rows).to(device)
 
     def randn_like(self, x: torch.Tensor) -> torch.Tensor:
         return self.randn(x.shape, x.device).to(x.dtype)
@@ -133,7 +144,8 @@ class StackedGenerator:
 
 def base_dir() -> Path:
     """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
-    return Path(os.environ.get("NANODIFF_BASE_DIR") or Path.home() / ".cache" / "nanodiff").expanduser()
+    folder = os.environ.get("NANODIFF_BASE_DIR") or "~/.cache/nanodiff"
+    return Path(folder).expanduser()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -145,7 +157,9 @@ class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA, live or, in a file, every 30 s."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
-        self.total, self.unit, self.label = total, unit, label
+        self.total = total
+        self.unit = unit
+        self.label = label
         self.done = 0
         self.start = self.last = time.perf_counter()
         self.on_terminal = sys.stderr.isatty()

@@ -27,19 +27,25 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
     The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT.
     `deterministic`: CUDA repeats every sum bit for bit.
     """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    present = [kind for kind in available if available[kind]]
+    present = []
+    if torch.cuda.is_available():
+        present.append("cuda")
+    if torch.backends.mps.is_available():
+        present.append("mps")
+    present.append("cpu")
     device_type = device_type or present[0]
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
     _, local_rank, world = get_dist()
-    device, backend = torch.device(device_type), "gloo"
+    device = torch.device(device_type)
+    backend = "gloo"
     if device_type == "cpu":
         keep_freed_memory()
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} present")
-        device, backend = torch.device("cuda", local_rank), "nccl"
+        device = torch.device("cuda", local_rank)
+        backend = "nccl"
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Growing segments fragment less memory
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -86,21 +92,27 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        return torch.float16
     # Without AVX512-BF16 a CPU emulates bf16, slower than fp32
-    native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+    if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
 
 
 def autocast_to(device: torch.device, dtype: torch.dtype):
     """A reusable context that runs matrix products in `dtype`."""
-    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 @contextlib.contextmanager
 def full_float32(device: torch.device):
     """No autocast, and no TF32 on CUDA: TF32 would change a judge's features by a thousandth."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = False
     try:
@@ -215,8 +227,12 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Best FLOP/s of five matrix products."""
     n = 1024 if device.type == "cpu" else 4096
     a = torch.randn(n, n, device=device).to(dtype)
-    # x W^T, as in a layer: without AVX512-FP16 a CPU takes six times as long for a fp16 product of a and a
-    multiply = lambda: (torch.nn.functional.linear(a, a), synchronize(device))
+
+    def multiply():
+        # x W^T, as in a layer: without AVX512-FP16 a CPU takes six times as long for a fp16 product of a and a
+        torch.nn.functional.linear(a, a)
+        synchronize(device)
+
     seconds = timeit.repeat(multiply, number=1, repeat=6)  # the first warms up
     return 2 * n**3 / min(seconds[1:])
 

@@ -25,8 +25,9 @@ def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
         # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
         # count restarts differently, so runs/multinode.sh gives each attempt a new store
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    group = dict(store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id)
-    dist.init_process_group(backend, **group)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id
+    )
     # init_process_group's own excepthook swallows ours
     sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 
@@ -79,7 +80,8 @@ def wait_for_first_rank() -> None:
     the store, as a collective would give up after the ranks' timeout. If the first rank dies, the wait ends."""
     if not dist.is_initialized():
         return
-    store, key = dist.distributed_c10d._get_default_store(), f"first_rank/{next(waits)}"
+    store = dist.distributed_c10d._get_default_store()
+    key = f"first_rank/{next(waits)}"
     if get_dist()[0] == 0:
         store.set(key, "here")
     while not store.check([key]):
@@ -135,10 +137,13 @@ def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
 def gather_batches(compute, batches: list[np.ndarray], label: str = "") -> list:
     """[compute(ids) for each batch], shared among the ranks; on the first rank, [] on the others."""
     world = get_dist()[2]
+    num_images = sum(map(len, batches))
     own = []
-    with Progress(-(-sum(map(len, batches)) // world), "images", label) as bar:
+    with Progress(-(-num_images // world), "images", label) as bar:
         for ids in rank_batches(batches):
             own.append(compute(ids))
             bar.update(len(ids))
     of_rank = gather_objects(own)
-    return [of_rank[i % world][i // world] for i in range(len(batches)) if of_rank]
+    if not of_rank:
+        return []
+    return [of_rank[i % world][i // world] for i in range(len(batches))]
