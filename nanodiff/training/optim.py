@@ -32,12 +32,14 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 SAFETY = 1.01  # the listing's own: room for singular values that rounding pushes above 1
-MOMENTUM, MOMENTUM_WARMUP = 0.95, 300  # Muon's, from 0.85 within 300 steps (modded-nanogpt)
+MOMENTUM = 0.95  # Muon's, which starts at 0.85 (modded-nanogpt)
+MOMENTUM_WARMUP = 300  # steps
 
 
 def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Matrices G (K, m, n) in `dtype`, each divided by its Frobenius norm: spectral norm < 1; zeros stay zero."""
-    return (G / (SAFETY * torch.linalg.matrix_norm(G, keepdim=True)).clamp_min(1e-30)).to(dtype)
+    norm = SAFETY * torch.linalg.matrix_norm(G, keepdim=True)
+    return (G / norm.clamp_min(1e-30)).to(dtype)
 
 
 def polar_express(X: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,8 @@ def polar_express(X: torch.Tensor) -> torch.Tensor:
     steps at a time on the Gram matrix, and a on the diagonal of B, which saves the copy that baddbmm makes of X.
     """
     tall = X.size(-2) > X.size(-1)
-    X = X.mT if tall else X  # (K, m, n), m <= n
+    if tall:
+        X = X.mT  # (K, m, n), m <= n
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT  # (K, m, m)
         B = torch.baddbmm(A, A, A, beta=b / SAFETY**3, alpha=c / SAFETY**5)
@@ -88,14 +91,15 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        in_block = name.startswith(BLOCKS)
-        if optimizer == "muon" and p.ndim > 1 and not in_block and not re.match(ENDS, name):
-            raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
         group = matrices
         if p.ndim < 2:
             group = vectors
-        elif optimizer == "muon" and in_block and not re.match(NOT_MUON, name):
-            group = muon
+        elif optimizer == "muon":
+            if name.startswith(BLOCKS):
+                if not re.match(NOT_MUON, name):
+                    group = muon
+            elif not re.match(ENDS, name):
+                raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
         group["names"].append(name)
         group["params"].append(p)
     return [group for group in groups if group["names"]]
@@ -116,16 +120,17 @@ def plan_buffer(params, kind: str, world: int):
     AdamW's shares may cut through a parameter. Muon needs whole matrices: assign them, largest first, to the rank with
     the least. The matrices of one shape lie side by side, to be updated as one batch: {(rows, cols): [start, count]}.
     """
+    sizes = [p.numel() for p in params]
     if kind == "adamw":
-        ends = list(itertools.accumulate(align(p.numel()) for p in params))
+        ends = list(itertools.accumulate(align(size) for size in sizes))
         share = align(math.ceil(ends[-1] / world))
         return [0, *ends[:-1]], share, [{}] * world
 
     load = [0] * world
     owner = {}
-    for i in sorted(range(len(params)), key=lambda i: -params[i].numel()):
+    for i in sorted(range(len(params)), key=lambda i: -sizes[i]):
         owner[i] = load.index(min(load))
-        load[owner[i]] += params[i].numel()
+        load[owner[i]] += sizes[i]
 
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
     offsets = {}  # from the start of the owner's share
@@ -134,11 +139,12 @@ def plan_buffer(params, kind: str, world: int):
     for i in sorted(owner, key=lambda i: (shapes[i], i)):
         rank = owner[i]
         batch = batches[rank].setdefault(shapes[i], [align(ends[rank]), 0])
-        offsets[i] = batch[0] + batch[1] * params[i].numel()
+        offsets[i] = batch[0] + batch[1] * sizes[i]
         batch[1] += 1
-        ends[rank] = offsets[i] + params[i].numel()
+        ends[rank] = offsets[i] + sizes[i]
     share = align(max(ends))
-    return [owner[i] * share + offsets[i] for i in range(len(params))], share, batches
+    starts = [owner[i] * share + offsets[i] for i in range(len(params))]
+    return starts, share, batches
 
 
 LEAST_PART = 2**20  # numbers per part: 4 MB
@@ -154,10 +160,15 @@ def cut_group(params, kind: str, world: int) -> list[list[int]]:
     total = ends[-1]
     most = min(8, total // LEAST_PART) if world > 1 else 1
     for count in range(most, 1, -1):
-        part_of = [(end - 1) * count // total for end in ends]
-        parts = [list(part) for _, part in itertools.groupby(range(len(params)), part_of.__getitem__)]
-        shares = [plan_buffer([params[i] for i in part], kind, world)[1] for part in parts]
-        if world * sum(shares) <= 1.1 * total:
+        parts = [[] for _ in range(count)]
+        for i, end in enumerate(ends):
+            parts[(end - 1) * count // total].append(i)
+        parts = [part for part in parts if part]  # a large parameter fills several
+        length = 0
+        for part in parts:
+            _, share, _ = plan_buffer([params[i] for i in part], kind, world)
+            length += world * share
+        if length <= 1.1 * total:
             return parts
     return [list(range(len(params)))]
 
@@ -203,10 +214,14 @@ class Buffer:
             if p.data_ptr() != view.data_ptr():
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        torch._foreach_copy_(self.views(full), grads)
+        grads = []
         for p in self.params:
+            grad = p.grad
+            if grad is None:
+                grad = torch.zeros_like(p)
+            grads.append(grad)
             p.grad = None  # 4 bytes a parameter, while backward computes the next
+        torch._foreach_copy_(self.views(full), grads)
         if self.world == 1:
             self.grad = full
             return
@@ -242,8 +257,9 @@ class Buffer:
     def named(self, share: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
         full = self.gathered(share)
-        on_first_rank = self.mine.start == 0
-        return host_copy(dict(zip(self.names, self.views(full)))) if on_first_rank else {}
+        if self.mine.start > 0:
+            return {}
+        return host_copy(dict(zip(self.names, self.views(full))))
 
     def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `named`: this rank's share."""
@@ -278,7 +294,8 @@ class Optimizer:
         self.betas = betas
         self.steps = 0
         self.compiled = compile and pays_to_compile(device)
-        self.look_ahead, self.descend = look_ahead, descend
+        self.look_ahead = look_ahead
+        self.descend = descend
         if self.compiled:  # each becomes one pass over memory
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
@@ -418,7 +435,8 @@ class Optimizer:
         worst = (0.0, "")
         for buffer in self.buffers:
             bad = buffer.gathered(1 - buffer.grad.isfinite().float())
-            worst = max(worst, *((float(part.mean()), name) for name, part in zip(buffer.names, buffer.views(bad))))
+            for name, part in zip(buffer.names, buffer.views(bad)):
+                worst = max(worst, (float(part.mean()), name))
         share, name = worst
         return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
 
@@ -440,8 +458,11 @@ class Optimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
-        mine = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names}
-        for name in sorted({"step", *mine} ^ state.keys()):
+        known = {"step"}
+        for buffer in self.buffers:
+            for key in buffer.state:
+                known |= {f"{key}/{name}" for name in buffer.names}
+        for name in sorted(known ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])
         for buffer in self.buffers:
@@ -461,11 +482,15 @@ class LossScaler:
         self.lg_loss_scale = 20.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * 2.0**self.lg_loss_scale if self.enabled else loss
+        if not self.enabled:
+            return loss
+        return loss * 2.0**self.lg_loss_scale
 
     @property
     def inv_scale(self) -> float:
-        return 2.0**-self.lg_loss_scale if self.enabled else 1.0
+        if not self.enabled:
+            return 1.0
+        return 2.0**-self.lg_loss_scale
 
     def update(self, overflow: bool) -> None:
         if not self.enabled:
