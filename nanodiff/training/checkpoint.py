@@ -50,7 +50,8 @@ def save_checkpoint(
     Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not meta["loop"]["best"].
     """
     parent = run_dir / "checkpoints"
-    temporary, final = parent / f".tmp-step_{step:06d}", parent / f"step_{step:06d}"
+    temporary = parent / f".tmp-step_{step:06d}"
+    final = parent / f"step_{step:06d}"
     manifest = {}
     try:
         parent.mkdir(exist_ok=True)  # not its parents: a run that was moved while it trains ends here
@@ -60,7 +61,8 @@ def save_checkpoint(
                 with writing(temporary / f"{name}.pt", manifest) as file:
                     torch.save(value, file)
             else:
-                told = described(meta | {"ema": "raw" if name == "model" else name.removeprefix("ema_")})
+                ema = "raw" if name == "model" else name.removeprefix("ema_")
+                told = described(meta | {"ema": ema})
                 save_safetensors(value, temporary / f"{name}.safetensors", told, manifest)
         with writing(temporary / "meta.json", manifest) as file:
             file.write(json.dumps(meta, indent=1).encode())
@@ -74,7 +76,8 @@ def save_checkpoint(
     if keep > 0:
         # Ignore later steps: the run was resumed from an earlier one
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
-        oldest = [s for s, path in found if not why_corrupt(path, hashes=False)][-keep:][0]
+        intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
+        oldest = intact[-keep:][0]
         best = meta["loop"].get("best") or {}  # not best.json, which training changes meanwhile
         for s, path in found:
             if s < oldest and s != best.get("step"):
@@ -97,7 +100,8 @@ class Saver:
     def check(self, waiting: bool = False) -> None:
         """Report a save that has ended, or whose end is awaited; raise its error, if any. Call at every step."""
         if self.running and (waiting or self.running.done()):
-            saved, self.running = self.running, None
+            saved = self.running
+            self.running = None
             print0(f"saved {saved.result()}")
             free_host_memory()  # the memory in which the copies were pinned
 
@@ -111,10 +115,12 @@ class Saver:
 def is_better(found: dict, best: dict | None) -> bool:
     """Does an evaluation {step, metric, value, images} beat the best one so far? Lower is better. Figures by another
     metric or of another number of images do not compare: the best starts anew."""
-    if best and any(best[key] != found[key] for key in ("metric", "images")):
-        was, now = (f"{x['metric']} of {x['images']} images" for x in (best, found))
-        print0(f"best: {was} at step {best['step']} does not compare with {now}: starts anew")
-        best = None
+    if best:
+        was = f"{best['metric']} of {best['images']} images"
+        now = f"{found['metric']} of {found['images']} images"
+        if was != now:
+            print0(f"best: {was} at step {best['step']} does not compare with {now}: starts anew")
+            best = None
     return math.isfinite(found["value"]) and (best is None or found["value"] < best["value"])
 
 
@@ -130,8 +136,11 @@ def read_best(run_dir: Path) -> dict:
 
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, not verified."""
-    found = [(STEP_DIR.fullmatch(p.name), p) for p in (run_dir / "checkpoints").glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    found = []
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        if match := STEP_DIR.fullmatch(path.name):
+            found.append((int(match[1]), path))
+    return sorted(found)
 
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
@@ -166,10 +175,13 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")
     rates = [str(rate) for rate in load_meta(checkpoint)["ema_rates"]]
-    ema = ema or (rates[0] if rates else "raw")
+    if not ema:
+        ema = rates[0] if rates else "raw"
     if ema not in ("raw", *rates):
         raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-    return checkpoint / ("model.safetensors" if ema == "raw" else f"ema_{ema}.safetensors")
+    if ema == "raw":
+        return checkpoint / "model.safetensors"
+    return checkpoint / f"ema_{ema}.safetensors"
 
 
 def load_meta(checkpoint: Path) -> dict:
@@ -188,17 +200,21 @@ def go_back(run_dir: Path, step: int) -> None:
     """For --resume=STEP: leave the steps after `step` to a run of their own, with its log, so that the newest
     checkpoint is this branch's."""
     later = [path for path in run_dir.glob("*/step_*") if int(path.stem.removeprefix("step_")) > step]
-    if any(path.parent.name == "checkpoints" for path in later):
-        tags = (run_dir.with_name(f"{run_dir.name}.left{n}") for n in itertools.count(1))
-        left = next(path for path in tags if not path.exists())
-        left.mkdir()
-        for path in (run_dir / name for name in ("config.json", "metrics.jsonl", "log.txt", "best.json")):
-            if path.exists():
-                shutil.copy(path, left)
-        for path in later:
-            (left / path.parent.name).mkdir(exist_ok=True)
-            path.rename(left / path.parent.name / path.name)
-        print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
+    if not any(path.parent.name == "checkpoints" for path in later):
+        return
+    for n in itertools.count(1):
+        left = run_dir.with_name(f"{run_dir.name}.left{n}")
+        if not left.exists():
+            break
+    left.mkdir()
+    for name in ("config.json", "metrics.jsonl", "log.txt", "best.json"):
+        if (run_dir / name).exists():
+            shutil.copy(run_dir / name, left)
+    for path in later:
+        folder = left / path.parent.name
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
 
 
 def trim_metrics(path: Path, step: int) -> None:

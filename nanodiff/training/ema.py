@@ -12,10 +12,12 @@ from nanodiff.training.optim import Optimizer
 
 def parse_rates(rates: str) -> tuple[float, ...]:
     """(0.999, 0.9999) from "0.999,0.9999"; () from ""."""
+    if not rates:
+        return ()
     try:
-        parsed = tuple(float(rate) for rate in rates.split(",")) if rates else ()
+        parsed = [float(rate) for rate in rates.split(",")]
     except ValueError:
-        parsed = (0.0,)
+        parsed = [0.0]
     if not all(0 < rate < 1 for rate in parsed):
         raise UserError(f"ema_rates={rates!r}; accepted: numbers between 0 and 1, comma-separated, such as 0.999")
     return tuple(dict.fromkeys(parsed))
@@ -42,7 +44,10 @@ class EMA:
         self.optim = optim
         self.buffers = optim.buffers
         kept = model.state_dict()  # a model with adapters averages only these
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name in kept}
+        self.frozen = {}
+        for name, p in model.named_parameters():
+            if name in kept and not p.requires_grad:
+                self.frozen[name] = p
         self.weights = [buffer.own for buffer in self.buffers]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 

@@ -6,12 +6,13 @@ import math
 import shlex
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 
 from nanodiff.common import UserError, get_dist, print0
-from nanodiff.device import environment, peak_memory_gb, synchronize
+from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, write_atomic
@@ -23,31 +24,36 @@ class Meter:
     """Losses and times between two log lines, and the lines themselves."""
 
     def __init__(self, process, device: torch.device, progress: dict):
-        self.process, self.device = process, device
+        self.process = process
+        self.device = device
         self.progress = progress  # the counters that a resume restores
         self.shapes = set()  # shapes of images so far; the first step of each compiles, and is left out of speeds
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
-        self.wall_start, self.wall_steps = 0.0, 0  # since the first step, with evaluations and saves: for what is left
+        self.wall_start = 0.0  # since the first step, with evaluations and saves: for what is left
+        self.wall_steps = 0
         self.restart()
 
     def restart(self) -> None:
         """Forget what the last line has reported."""
-        self.sums = {}  # name -> (2, 4): see quartile_sums
+        self.sums = defaultdict(int)  # name -> (2, 4): see quartile_sums
         self.num_images = 0
-        self.steps, self.seconds, self.data_seconds = 0, 0.0, 0.0
+        self.steps = 0
+        self.seconds = 0.0
+        self.data_seconds = 0.0
 
     def state_dict(self) -> list[dict]:
         """Each rank's sums for the next line; a collective. Empty except on rank 0."""
-        return gather_objects({"images": self.num_images, "sums": {name: x.cpu() for name, x in self.sums.items()}})
+        sums = host_copy(self.sums)  # add() changes them while a checkpoint is written
+        return gather_objects({"images": self.num_images, "sums": sums})
 
     def load_state_dict(self, state: list[dict]) -> None:
         """Deal the states out to any number of ranks."""
         rank, _, world = get_dist()
-        for other in state[:1]:
-            self.num_images = other["images"]
+        if state:
+            self.num_images = state[0]["images"]
         for other in state[rank::world]:
             for name, x in other["sums"].items():
-                self.sums[name] = self.sums.get(name, 0) + x.to(self.device)
+                self.sums[name] += x.to(self.device)
 
     def start_step(self) -> None:
         self.step_start = time.perf_counter()
@@ -58,7 +64,7 @@ class Meter:
         waited for the loader."""
         t = terms.pop("t", t)
         for name, x in terms.items():
-            self.sums[name] = self.sums.get(name, 0) + quartile_sums(t, x, weight, self.process)
+            self.sums[name] += quartile_sums(t, x, weight, self.process)
         self.num_images += len(t) * get_dist()[2]
         self.parts.append((t, terms["loss"].detach()))
         self.step_data_seconds += data_seconds
@@ -81,7 +87,8 @@ class Meter:
         self.wall_steps += 1
         if is_first:
             print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
-            self.wall_start, self.wall_steps = now, 0
+            self.wall_start = now
+            self.wall_steps = 0
         if is_first and not log_now:
             return
         self.steps += 1
@@ -114,10 +121,12 @@ class Meter:
         total = over_ranks(self.sums["loss"].sum(1).cpu().double())
         loss = float(total[0]) / self.num_images
         # nanochat's running mean: exponential, over about ten lines, corrected for its start at 0
+        progress = self.progress
         if math.isfinite(loss):
-            self.progress["lines"] += 1
-            self.progress["running_loss"] += 0.1 * (loss - self.progress["running_loss"])
-        running = self.progress["running_loss"] / (1 - 0.9 ** max(self.progress["lines"], 1))
+            progress["lines"] += 1
+            progress["running_loss"] += 0.1 * (loss - progress["running_loss"])
+        correction = 1 - 0.9 ** max(progress["lines"], 1)
+        running = progress["running_loss"] / correction
         found = {"train/loss": loss, "train/loss_running": running}
         for name, sums in self.sums.items():
             weighted, weights = over_ranks(sums.cpu().double())
@@ -127,11 +136,13 @@ class Meter:
 
     def console(self, line: dict, num_iterations: int) -> str:
         """The line to print. The minutes that are left go by the wall clock: evaluations and saves count."""
-        step, dt_ms = line["step"], line["train/dt_ms"]
+        step = line["step"]
+        dt_ms = line["train/dt_ms"]
         seconds_per_step = dt_ms / 1000
         if self.wall_start and self.wall_steps:
             seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
-        minutes, left = line["total_training_time_s"] / 60, (num_iterations - step) * seconds_per_step / 60
+        minutes = line["total_training_time_s"] / 60
+        left = (num_iterations - step) * seconds_per_step / 60
         return (
             f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
             f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | "
@@ -150,7 +161,8 @@ def check_wandb(run: str) -> None:
     except ImportError:
         raise UserError(f"run={run!r} logs to wandb, which is not installed: pip install wandb") from None
     hook = sys.excepthook
-    has_key = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
+    mode = wandb.setup().settings.mode
+    has_key = mode != "online" or wandb.login(prompt=False, verify=False)
     sys.excepthook = hook  # wandb's own prints a traceback above our line
     if not has_key:
         hint = "`wandb login`, WANDB_MODE=offline or --run=dummy"
@@ -169,7 +181,10 @@ def record(path: Path, described: dict, step: int) -> None:
     known = dict(past["config"])
     for change in past["changes"]:
         known |= change["config"]
-    changed = {key: value for key, value in described["config"].items() if known.get(key) != value and key != "resume"}
+    changed = {}
+    for key, value in described["config"].items():
+        if key != "resume" and known.get(key) != value:
+            changed[key] = value
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
         change["environment"] = {"command": described["environment"]["command"]}
@@ -193,13 +208,16 @@ class RunLog:
         step: int,
         progress: dict | None = None,
     ):
-        self.run_dir, self.file, self.wandb = run_dir, None, None
+        self.run_dir = run_dir
+        self.file = None
+        self.wandb = None
         if get_dist()[0] > 0:
             return
         config = described["config"]
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        record(run_dir / "config.json", described | {"changed_from": changed, "environment": environment(device)}, step)
+        described = described | {"changed_from": changed, "environment": environment(device)}
+        record(run_dir / "config.json", described, step)
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
@@ -207,27 +225,35 @@ class RunLog:
         if run != "dummy":
             import wandb
 
-            resumed = dict(id=progress["wandb_id"], resume="allow", dir=run_dir)
-            self.wandb = wandb.init(project="nanodiff", name=run, config=config, **resumed)
-            progress["wandb_id"], self.html = self.wandb.id, wandb.Html
+            self.wandb = wandb.init(
+                project="nanodiff", name=run, config=config, id=progress["wandb_id"], resume="allow", dir=run_dir
+            )
+            progress["wandb_id"] = self.wandb.id
+            self.html = wandb.Html
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity. Values: numbers, or tensors of one
         element."""
-        numbers = {key: x.item() if isinstance(x, torch.Tensor) else x for key, x in line.items()}
+        finite = {}
+        for key, x in line.items():
+            number = x.item() if isinstance(x, torch.Tensor) else x
+            if math.isfinite(number):
+                finite[key] = number
         if self.file is None:
             return
-        line = {key: x for key, x in numbers.items() if math.isfinite(x)}
         with names_file(self.file.name):
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(json.dumps(finite) + "\n")
             self.file.flush()
         if self.wandb:
-            self.wandb.log(line, step=line["step"])
+            self.wandb.log(finite, step=finite["step"])
 
     def evaluation(self, step: int, found: dict, best: dict | None) -> str:
         """Log the figures val/... of an evaluation. Returns the line to print."""
         self.metrics({"step": step} | found)
-        shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
+        shown = {}
+        for key, x in found.items():
+            if math.isfinite(x):
+                shown[key.removeprefix("val/")] = f"{x:.4f}"
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:
@@ -240,7 +266,8 @@ class RunLog:
         """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""
         if self.file is None:
             return
-        png, path = encode_png(grid), self.run_dir / "samples" / f"step_{step:06d}.png"
+        png = encode_png(grid)
+        path = self.run_dir / "samples" / f"step_{step:06d}.png"
         write_atomic(path, png)
         if self.wandb:  # as HTML, since wandb.Image would need Pillow
             picture = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
@@ -264,7 +291,8 @@ def end(
     if stopping:
         how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
         print0(f"stopped by a signal after step {step}: {how}")
-    minutes, memory_gb = train_time_s / 60, peak_memory_gb(device)
+    minutes = train_time_s / 60
+    memory_gb = peak_memory_gb(device)
     print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
     sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
     print0(f"everything is in {log.run_dir}{sample}")

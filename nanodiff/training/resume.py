@@ -75,13 +75,16 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
     `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.
     """
     rank, _, world = get_dist()
-    checkpoint, meta = None, {}
+    checkpoint = None
+    meta = {}
     if rank == 0:
         checkpoint = find_checkpoint(run_dir)
-        if resume.isdigit() and not (checkpoint and load_meta(checkpoint).get("command") == sys.argv[1:]):
-            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
         if checkpoint:
             meta = load_meta(checkpoint)
+        if resume.isdigit() and meta.get("command") != sys.argv[1:]:
+            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
+            meta = load_meta(checkpoint)
+        if checkpoint:
             best = read_best(run_dir)
             if not best or best["step"] > meta["step"]:  # not this branch's, or not saved to its end
                 best = meta["loop"].get("best") or {}
@@ -103,14 +106,17 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
 
     `config` is a configurator.Config. A setting missing from the checkpoint had its default.
     """
-    tag, changed = checkpoint.parents[1].name, {}
+    tag = checkpoint.parents[1].name
+    changed = {}
     for key, value in config.items():
         was = meta["config"].get(key, config.defaults[key])
         # 0 steps train nothing; -1 was derived from the other settings of the horizon, which are compared
         is_same_horizon = key == "num_iterations" and (value == 0 or was == -1)
         if value != was and not is_same_horizon:
             changed[key] = f"{key}={value!r} (was {was!r})"
-    free = FREE - {"cfg_scale", "cfg_interval"} if learns_guidance(config) else FREE
+    free = FREE
+    if learns_guidance(config):
+        free = FREE - {"cfg_scale", "cfg_interval"}
     fixed = [text for key, text in changed.items() if key not in free | RATES]
     if fixed:
         raise UserError(f"{tag} was trained with other settings: {', '.join(fixed)}; use another model_tag")
@@ -121,7 +127,8 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     if 0 < config["num_iterations"] < meta["step"]:
         fault = f"{checkpoint} is at step {meta['step']}; accepted: {meta['step']} or more, or 0"
         raise UserError(f"num_iterations={config['num_iterations']}: {fault}")
-    print0(f"resumed from {checkpoint}" + (f", now with {', '.join(changed.values())}" if changed else ""))
+    now = f", now with {', '.join(changed.values())}" if changed else ""
+    print0(f"resumed from {checkpoint}{now}")
 
 
 def refuse_useless(config: dict, description: dict, conditions: list[str]) -> None:
@@ -132,7 +139,8 @@ def refuse_useless(config: dict, description: dict, conditions: list[str]) -> No
     kind = description["kind"]
     if config["bpd_every"] >= 0 and kind != "images":
         raise UserError(f"bpd_every={config['bpd_every']}: bits/dim need uint8 images, not {kind}; -1 = never")
-    if config["guided_from"] < 1 and not (conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1):
+    can_learn = conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1
+    if config["guided_from"] < 1 and not can_learn:
         needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
         raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
 
