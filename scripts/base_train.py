@@ -71,8 +71,8 @@ total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the hori
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
-eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here, in
-#                    sample_every and save_every, less than 1 = a fraction of the run, but 250 steps or more
+eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here and
+#                    in sample_every and save_every, less than 1 = a fraction of the run, but 250 steps or more
 sample_every = 0.04  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
@@ -104,7 +104,7 @@ lora_alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
 lora_targets = "all"  # linear layers to adapt, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
-#                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from the flow run init_from
+#                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from a flow run (init_from)
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal, mean 0, for flow; else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
@@ -145,7 +145,7 @@ timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal;
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
-ema_ramp = True  # shorter averages early on, so that early samples forget the initial weights; as published: False
+ema_ramp = True  # rate <= (1 + step) / (10 + step): early samples soon forget the initial weights; published: False
 # Only arch=unet
 num_heads_upsample = 0  # >= 0: attention heads on the way up; 0 = heads
 num_res_blocks = 3  # >= 1: residual blocks per resolution
@@ -203,7 +203,7 @@ train_set = open_dataset(data, "train", like)
 val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
 class_names = codec.description["class_names"] if class_cond else []
-num_classes = len(class_names)  # and the number of the null class
+num_classes = len(class_names)  # also the null class's label
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {num_classes or 'no'} classes")
 if codec.undecodable:
@@ -215,7 +215,7 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # keep its input channels: models made elsewhere may have none that says "no second image"
+if fixed:  # keep the input channels of base or checkpoint: other models may lack the one for "no second image"
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -226,7 +226,7 @@ if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 # Counted: matrix products, convolutions, attention. A third each: forward, gradients of activations, gradients of
-# weights; frozen weights need none of these
+# weights; frozen weights need not the last
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
@@ -299,8 +299,8 @@ if eval_every >= 0:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what can do nothing with these data (bits/dim of latents, learned guidance without
-# conditions) and, on resume, what differs from the checkpoint: training/resume.py lists what may (all that does not
-# shape the weights: cadences, sampling, compile, device_batch_size, ...), and what may with resume=changed
+# conditions) and, on resume, changed settings. training/resume.py lists those that may change (FREE: cadences,
+# sampling, device_batch_size, all that does not shape the weights) and those that may with resume=changed (RATES)
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -317,15 +317,16 @@ if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
-# of each buffer and updates that (ZeRO stage 1). Weights and state are fp32.
+# of each buffer and updates that (ZeRO stage 1). Weights and state are fp32, also when weights are sent (exchange 2).
+# On CUDA the update is compiled, too
 several_gpus = world > 1 and device.type == "cuda"
-grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of the exchange
+grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of exchange 1
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
-# On a GPU, divisors of a rank's share of the batch are tried upwards, forward and backward, until memory is full; all
-# ranks take the smallest result. A total_batch_size that ranks and micro-steps cannot share equally is refused
+# A GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until memory is full; all ranks
+# take the smallest result. A total_batch_size that ranks and micro-steps cannot share equally is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -339,13 +340,13 @@ sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
     sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-teaches = learns_guidance(config)  # cfg_scale is then learned, so it is not ignored where samples do without
+teaches = learns_guidance(config)  # cfg_scale then shapes training, so that nobody is told that it is ignored
 guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
 # The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks.
-# Lower is better. The first with a figure is the best; so it is where metric or number of images have changed
+# Lower is better. The first figure is the best, as is the first after metric or number of images have changed
 judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
@@ -422,8 +423,8 @@ def save():
             "step": step,
             "arch": arch,
             "config": config,
-            "command": sys.argv[1:],  # this command with --resume=STEP, if killed and rerun, does not go back again
-            "model_config": asdict(model_config),  # the shape that they give
+            "command": sys.argv[1:],  # so that a rerun of a --resume=STEP does not go back again
+            "model_config": asdict(model_config),  # the shape that config and data give
             "data": codec.description,  # how the model sees images and classes
             "ema_rates": list(ema.rates),
             "loop": progress.copy(),
@@ -451,8 +452,8 @@ saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
 # of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to rounding, and
-# with the same total_batch_size, the model depends neither on the number of ranks nor on device_batch_size, but for
-# masks of dropout. The same command resumes identically without saving any generator's state.
+# with the same total_batch_size, dropout aside, the model depends neither on the number of ranks nor on
+# device_batch_size. The same command resumes identically without saving any generator's state.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
@@ -526,13 +527,13 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # of latents: take the mirrored image's, stored too
+        flips = u_flip[rows] < 0.5 if flip else None  # latents: the mirrored image's, stored beside
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
-        # They become null: a label num_classes, numbers NaN, in whose place the model puts what it learned for "none"
+        # They become null: a label num_classes; vectors and second images NaN, for which the model has a learned "none"
         cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -545,8 +546,8 @@ while True:
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. In short,
         # with m late on the way from t to r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
         #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
-        #     loss = mean(sqrt(error^2 + width^2) - width)      width grows, so from |error| to its square
-        # flow_map.py says how t and r are drawn, and makes the target exact.
+        #     loss = mean(sqrt(error^2 + c^2) - c)      error = left - right over t - r; c grows from 0.1 to infinity
+        # during the run, so |error| becomes its square. flow_map.py: how t and r are drawn, and the exact target.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
@@ -570,7 +571,7 @@ while True:
     is_finite = math.isfinite(grad_norm)
     # A NaN or infinity ends the run here, before the update, with an error that names step and parameter; weights and
     # newest checkpoint stay intact. Not in fp16, where it may be an overflow: the step is skipped and the loss scale
-    # halved, from 2^20 on; below 1, after twenty skipped steps or so, that ends the run too.
+    # halved. It starts at 2^20; below 1, after some twenty skipped steps, the run ends too.
     if not is_finite and not scaler.enabled:
         where = optim.not_finite()
         last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
@@ -584,7 +585,7 @@ while True:
         # One factor clips the global norm and undoes the loss scale
         clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
-        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights; ema_ramp: rate <= (1 + s) / (10 + s)
+        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights; see ema_ramp
     scaler.update(overflow=not is_finite)
     optim.zero_grad()
 
@@ -596,8 +597,9 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # Means over all ranks since the last line: train/loss and, by quarter of t, train/loss_q0 ... q3 (of a learned
-        # variance, train/mse_q0, train/vb_q0 too); times; img/s; train/mfu = 100 * flops_per_image * img/s / all peaks
+        # Since the last line, over all ranks: train/loss, train/loss_running; by quarter of t train/loss_q0 ... loss_q3
+        # (with a learned variance mse_q0 and vb_q0, too); dt_ms, data_ms (waits for data), images_per_sec; mfu = 100 *
+        # flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm
