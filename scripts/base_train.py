@@ -17,8 +17,8 @@ Rerunning the same command resumes where the run stopped. What it does, for the 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
 
 Words: a codec turns stored images or latents into x0, and samples into pixels. A process is the mathematics: noising,
-loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one of the run's processes, a
-micro-batch what it takes in one forward pass; a step has as many as it needs. The null class stands for "no label".
+loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one worker of the run, a micro-batch
+what it takes in one forward pass; a step has as many as it needs. The null class stands for "no label".
 """
 
 import functools
@@ -68,7 +68,7 @@ depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UN
 num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
-device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, up to 64 on a CPU
+device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, elsewhere up to 64
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
 eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here and
@@ -108,7 +108,7 @@ objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the net
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal, mean 0, for flow; else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
-label_drop = 0.1  # [0, 1): fraction of labels replaced by the null class, for classifier-free guidance
+label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices and kernels, not adaLN's; AdamW for the rest, or for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
@@ -192,8 +192,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model; a resumed run needs it no more, unless as a teacher or as the base of adapters.
-# like: its classes and scale, which the data follow
+# source: init_from's model; on resume, only if it is a teacher or the base of adapters. like: its classes and scale, to
+# read the data by
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,8 +325,9 @@ groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
-# A GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until memory is full; all ranks
-# take the smallest result. A total_batch_size that ranks and micro-steps cannot share equally is refused
+# device_batch_size=0: a GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until memory
+# is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. If a total_batch_size that was
+# given does not divide, it is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -351,8 +352,7 @@ judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
-# Only saved steps can be best; where neither cadence divides the other, the best is saved when it is found, since the
-# two would seldom meet
+# Only saved steps can be best. If neither cadence divides the other, they seldom meet: then a new best is saved at once
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,8 +438,8 @@ def save():
     saver.step = step  # on all ranks, which save together
 
 
-# Runs of 3,000 steps or more on one rank are compiled as a whole, others block by block, which starts sooner and lets
-# the exchange overlap; not on MPS, nor a UNet on a CPU
+# Compiled as a whole for 3,000 steps or more on one rank, else block by block, which starts sooner and lets the exchange
+# overlap. Not compiled: on MPS, and a UNet on a CPU
 model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
@@ -451,9 +451,9 @@ stopping = False  # the same on all ranks, unlike stop.received
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
 # Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
-# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, up to rounding, and
-# with the same total_batch_size, dropout aside, the model depends neither on the number of ranks nor on
-# device_batch_size. The same command resumes identically without saving any generator's state.
+# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, at one
+# total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
+# command resumes identically without saving any generator's state.
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
 
 while True:
@@ -527,13 +527,14 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # latents: the mirrored image's, stored beside
+        flips = u_flip[rows] < 0.5 if flip else None  # a set of latents has the mirrored images', too
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
-        # They become null: a label num_classes; vectors and second images NaN, for which the model has a learned "none"
+        # They become null: a label num_classes; vectors and second images (low_res_size's, too) NaN, for which the
+        # model has a learned "none"
         cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -546,8 +547,9 @@ while True:
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. In short,
         # with m late on the way from t to r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
         #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
-        #     loss = mean(sqrt(error^2 + c^2) - c)      error = left - right over t - r; c grows from 0.1 to infinity
-        # during the run, so |error| becomes its square. flow_map.py: how t and r are drawn, and the exact target.
+        #     loss = mean(sqrt(error^2 + c^2) - c), error = (left - right) / (t - r)
+        # During the run c grows from 0.1 to infinity: from |error| to error^2 / (2 c), its square but for a factor.
+        # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
@@ -597,8 +599,8 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # Since the last line, over all ranks: train/loss, train/loss_running; by quarter of t train/loss_q0 ... loss_q3
-        # (with a learned variance mse_q0 and vb_q0, too); dt_ms, data_ms (waits for data), images_per_sec; mfu = 100 *
+        # step and, under train/, since the last line and over all ranks: loss, loss_running, loss_q0 ... loss_q3 by quarter
+        # of t (mse_q0, vb_q0, too, of a learned variance), dt_ms, data_ms (waits for data), images_per_sec, and mfu = 100 *
         # flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
