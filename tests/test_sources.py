@@ -51,6 +51,12 @@ def test_npz_round_trip(tmp_path, key, save):
     assert open_dataset("toy").num_classes == 0
 
 
+def test_an_array_behind_64_kb_of_an_npz_is_found(tmp_path):
+    images = np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3)
+    np.savez(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images)
+    np.testing.assert_array_equal(sources.open_arrays(tmp_path / "a.npz")[0], images)
+
+
 def test_cifar10_round_trip(tmp_path):
     batches = write_cifar(tmp_path / "cifar-10-binary.tar.gz")
     prepare(tmp_path / "cifar-10-binary.tar.gz")

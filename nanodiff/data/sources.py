@@ -281,14 +281,17 @@ def mapped(path: Path, name: str) -> np.ndarray:
     """Memory-map one array of an .npz, as 50,000 samples of 256 px are 10 GB. A compressed array is read whole."""
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
-        with archive.open(info) as member, open(path, "rb") as file:
-            if info.compress_type != zipfile.ZIP_STORED:
-                return load_arrays(path, name)[name]
+        if info.compress_type != zipfile.ZIP_STORED:
+            return load_arrays(path, name)[name]
+        with archive.open(info) as member:
             np.lib.format.read_magic(member)
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-            file.seek(info.header_offset + 26)  # lengths of the local header's name and extra field
-            start = info.header_offset + 30 + sum(np.fromfile(file, "<u2", 2)) + member.tell()
-    return np.memmap(path, dtype, "r", int(start), shape, "F" if fortran else "C")
+            npy_header = member.tell()
+    # A local header has 30 bytes, the last four of which are the lengths of a name and an extra field behind it
+    lengths = np.fromfile(path, "<u2", 2, offset=info.header_offset + 26)
+    start = info.header_offset + 30 + int(lengths.sum()) + npy_header
+    order = "F" if fortran else "C"
+    return np.memmap(path, dtype, "r", start, shape, order)
 
 
 def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
