@@ -13,6 +13,7 @@ from pathlib import Path
 from nanodiff.files import reading
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 
 
 def is_image(name: str) -> bool:
@@ -28,31 +29,40 @@ def is_image(name: str) -> bool:
 
 def open_folder(path: Path):
     """A folder of images or, if it holds tars and no images, its shards."""
-    names, seen = [], set()
+    names = []
+    seen = set()
 
     def fail(error):
         raise error
 
     with reading(path):
         for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
-            if os.path.realpath(folder) in seen:  # a link to a parent would recurse forever
+            real_folder = os.path.realpath(folder)
+            if real_folder in seen:  # a link to a parent would recurse forever
                 folders.clear()
                 continue
-            seen.add(os.path.realpath(folder))
-            names += [os.path.relpath(os.path.join(folder, file), path) for file in files]
+            seen.add(real_folder)
+            for file in files:
+                names.append(os.path.relpath(os.path.join(folder, file), path))
     names.sort(key=posixpath.splitext)
-    tars = [os.path.join(path, name) for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
+    files = [os.path.join(path, name) for name in names]
+    tars = [file for file in files if file.endswith(TAR_SUFFIXES)]
     if tars and not any(is_image(name) for name in names):
         return open_tars(tars)
-    files = [os.path.join(path, name) for name in names]
-    return files, [lambda suffixes: zip(names, files)]
+
+    def stream(suffixes):
+        return zip(names, files)
+
+    return files, [stream]
 
 
 def open_unzipped(path: str | Path):
     """A binary file, decompressed as it is read if it is gzipped."""
     with open(path, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if is_gzip else open(path, "rb")
+    if is_gzip:
+        return gzip.open(path, "rb")
+    return open(path, "rb")
 
 
 def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:
@@ -61,7 +71,10 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
         while (member := tar.next()) is not None:
             name = posixpath.normpath(posixpath.join(below, member.name))
             if member.isreg():
-                yield name, tar.extractfile(member).read() if name.lower().endswith(suffixes) else None
+                content = None
+                if name.lower().endswith(suffixes):
+                    content = tar.extractfile(member).read()
+                yield name, content
             elif not member.isdir():
                 yield f"{name} (a link)", None  # no image, by its suffix: one of the files that are ignored
             tar.members.clear()  # else the list of a large archive fills the memory
@@ -94,7 +107,10 @@ def open_zip(path: Path):
     def stream(suffixes):
         with reading(path):
             for name in names:
-                yield name, archive.read(name) if name.lower().endswith(suffixes) else None
+                content = None
+                if name.lower().endswith(suffixes):
+                    content = archive.read(name)
+                yield name, content
 
     return [str(path)], [stream]
 

@@ -30,8 +30,10 @@ BESIDE = {".cls": "label", ".txt": "text"}  # files beside an image, and what th
 
 def text_of(payload: str | bytes, where: str) -> str:
     """The text of a file, given its path or content."""
-    with reading(where):
-        content = Path(payload).read_bytes() if isinstance(payload, str) else payload
+    content = payload
+    if isinstance(payload, str):
+        with reading(where):
+            content = Path(payload).read_bytes()
     if b"\0" in content:
         raise UserError(f"{where} is in UTF-16; accepted: UTF-8")
     try:
@@ -42,8 +44,12 @@ def text_of(payload: str | bytes, where: str) -> str:
 
 def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
     """A row's value in a column or, for "", in the first of the usual columns that it has."""
-    found = [row[key] for key in ([column] if column else usual) if row.get(key) is not None]
-    return " ".join(str(found[0]).split()) if found else ""
+    if column:
+        usual = (column,)
+    for key in usual:
+        if row.get(key) is not None:
+            return " ".join(str(row[key]).split())
+    return ""
 
 
 def class_and_caption(row: dict, options) -> tuple[str, str]:
@@ -58,10 +64,12 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
     table = {}
     with reading(where, "is not a table"):
         if where.endswith(".csv"):
-            rows = list(csv.reader(io.StringIO(text, newline="")))
-            is_header = rows and not set(rows[0]).isdisjoint(FILE_COLUMNS) and len(set(rows[0])) == len(rows[0])
-            columns = rows[0] if is_header else ["file", "label"]
-            rows = [dict(itertools.zip_longest(columns, row)) for row in rows]
+            lines = list(csv.reader(io.StringIO(text, newline="")))
+            columns = lines[0] if lines else []
+            names = set(columns)
+            if names.isdisjoint(FILE_COLUMNS) or len(names) < len(columns):  # no header
+                columns = ["file", "label"]
+            rows = [dict(itertools.zip_longest(columns, line)) for line in lines]
         elif where.endswith(".jsonl"):
             rows = [json.loads(line or "{}") for line in text.split("\n")]
         else:
@@ -69,11 +77,13 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
             if isinstance(rows, dict):
                 rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
         for number, row in enumerate(rows, 1):
-            if not any(row.values()) or all(name == value for name, value in row.items()):  # empty, or the header
+            values = list(row.values())
+            if not any(values) or values == list(row):  # empty, or the header
                 continue
-            file, facts = pick(row, "", FILE_COLUMNS), class_and_caption(row, options)
+            file = pick(row, "", FILE_COLUMNS)
+            facts = class_and_caption(row, options)
             if not file.lower().endswith(SUFFIXES):
-                found = ",".join(str(value) for value in row.values() if value is not None)
+                found = ",".join(str(value) for value in values if value is not None)
                 accepted = "rows of file,class or a header with the columns file and label, or text"
                 raise UserError(f"{where}, line {number}: found {found!r}; accepted: {accepted}")
             before = table.setdefault(posixpath.normpath(file), facts)
@@ -90,11 +100,13 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
             raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .jsonl or .json file")
         return read_table(str(file), str(file), options)
     table = None
-    for name, payload in itertools.chain(*(stream(TABLES) for stream in streams)):
-        if posixpath.basename(name) in TABLES:
-            folder = posixpath.dirname(name)
-            rows = read_table(payload, name, options).items()
-            table = (table or {}) | {posixpath.normpath(posixpath.join(folder, file)): facts for file, facts in rows}
+    for stream in streams:
+        for name, payload in stream(TABLES):
+            if posixpath.basename(name) in TABLES:
+                table = table or {}
+                folder = posixpath.dirname(name)
+                for file, facts in read_table(payload, name, options).items():
+                    table[posixpath.normpath(posixpath.join(folder, file))] = facts
     return table
 
 
@@ -111,6 +123,7 @@ def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tup
             row = {}
             for name in group.keys() - images:
                 suffix = name.removeprefix(stem)
+                base = posixpath.basename(name)
                 if images and suffix in BESIDE:
                     row[BESIDE[suffix]] = text_of(group[name], name)
                     continue
@@ -120,14 +133,14 @@ def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tup
                     if isinstance(found, dict) and any(class_and_caption(found, options)):
                         row = found | row
                         continue
-                if posixpath.basename(name) not in TABLES:
-                    ignored[suffix or posixpath.basename(name)] += 1
-            beside = class_and_caption(row, options)
+                if base not in TABLES:
+                    ignored[suffix or base] += 1
+            label_beside, caption_beside = class_and_caption(row, options)
             for name in images:
                 label, caption = table.get(name, ("", ""))
                 if options.labels == "auto":
-                    label = label or beside[0]
-                yield name, group[name], label, caption or beside[1]
+                    label = label or label_beside
+                yield name, group[name], label, caption or caption_beside
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +174,10 @@ def split_folders(places: list[Place]) -> list[Place]:
     A train/ folder with val/ or test/ beside it is a split. One folder around all others, as archives often have, is
     left out, too.
     """
-    tops = {top if below else "" for top, _, below in (place.folder.partition("/") for place in places)}
+    tops = set()
+    for place in places:
+        top, _, below = place.folder.partition("/")
+        tops.add(top if below else "")
     if len(tops) == 1 and "" not in tops:
         for place in places:
             place.folder = place.folder.partition("/")[2]
@@ -189,9 +205,11 @@ def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
     """
     places = split_folders(places)
     if labels == "auto" and not any(place.label for place in places):
-        labels = "folder" if not has_table and any(place.folder for place in places) else "none"
+        labels = "none"
         if has_table:
             print0("unlabelled, as the table beside the images has no classes (--labels=folder takes the folders')")
+        elif any(place.folder for place in places):
+            labels = "folder"
     if labels == "none":
         return []
     if labels == "folder":

@@ -18,7 +18,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import CONTAINERS, SUFFIXES, is_image, open_folder, open_unzipped, read_tar
+from nanodiff.data.containers import CONTAINERS, SUFFIXES, TAR_SUFFIXES, is_image, open_folder, open_unzipped, read_tar
 from nanodiff.data.decode import Item, aspect_ratio, decode_second, import_pillow
 from nanodiff.data.labels import Place, classify, find_table, samples, val_mask
 from nanodiff.files import download, reading, writing
@@ -67,12 +67,14 @@ class Source:
 
 def detect(path: Path) -> str:
     if path.is_dir():
-        return "idx" if mnist_files(path) else "folder"
+        if mnist_files(path):
+            return "idx"
+        return "folder"
     if path.name == posixpath.basename(CIFAR10_URL):
         return "cifar10"
     if path.suffix in (".npz", ".npy", ".zip"):
         return path.suffix[1:]
-    if path.name.endswith((".tar", ".tar.gz", ".tgz")):
+    if path.name.endswith(TAR_SUFFIXES):
         return "tar"
     if "idx" in path.name:
         return "idx"
@@ -134,10 +136,15 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     print0(f"listing the files in {path}")
     files, streams = CONTAINERS[kind](path)
     table = find_table(streams, options)
-    ignored, unknown, num_captions = Counter(), set(table or ()), 0
+    unknown = set(table or ())
+    ignored = Counter()
     read = functools.partial(samples, streams, table or {}, options, ignored)
-    places, place_of, ratios = {}, [], array("d")
-    for name, payload, label, caption in read(SUFFIXES if options.aspect_buckets else ()):
+    places = {}
+    place_of = []  # of each image
+    num_captions = 0
+    ratios = array("d")
+    wanted = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
+    for name, payload, label, caption in read(wanted):
         if options.labels == "file":
             start, underscore, _ = posixpath.basename(name).partition("_")
             label = start if underscore else ""
@@ -153,9 +160,11 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
     has_labels = any(place.label for place in places)
-    for setting, found in (("label_column", has_labels), ("caption_column", num_captions), ("captions", num_captions)):
-        if getattr(options, setting) and not found:
-            raise UserError(f"{setting}={getattr(options, setting)!r}: {path} has none in a table or beside an image")
+    needs = {"label_column": has_labels, "caption_column": num_captions, "captions": num_captions}
+    for setting, found in needs.items():
+        value = getattr(options, setting)
+        if value and not found:
+            raise UserError(f"{setting}={value!r}: {path} has none in a table or beside an image")
     if unknown:
         print0(f"{len(unknown):,} labels have no file in {path}, such as {min(unknown)!r}")
     if ignored:
@@ -192,7 +201,9 @@ def array_source(blocks: Iterable, num_images: int, class_names: list[str], opti
     def items():
         numbers = itertools.count()
         for split, images, labels in blocks:
-            for image, label, i in zip(images, itertools.repeat(0) if labels is None else labels, numbers):
+            if labels is None:
+                labels = itertools.repeat(0)
+            for image, label, i in zip(images, labels, numbers):
                 is_val = split == "val" if split else held_out[i]
                 yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), int(label), is_val)
 
@@ -205,7 +216,7 @@ def read_shapes(path: Path, options: Options) -> Source:
             for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
                 yield split, images.transpose(0, 2, 3, 1), labels
 
-    return array_source(blocks(), sum(shapes.NUM_IMAGES.values()), list(shapes.CLASS_NAMES), options)
+    return array_source(blocks(), sum(shapes.NUM_IMAGES.values()), shapes.CLASS_NAMES, options)
 
 
 def read_cifar10(path: Path, options: Options) -> Source:
@@ -220,15 +231,18 @@ def read_cifar10(path: Path, options: Options) -> Source:
                 with reading(path):
                     records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
                 images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-                yield "val" if name == "test_batch.bin" else "train", images, records[:, 0]
+                split = "val" if name == "test_batch.bin" else "train"
+                yield split, images, records[:, 0]
         if left:
             raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
 
-    return array_source(blocks(), 60_000, list(CIFAR10_CLASSES), options)
+    return array_source(blocks(), 60_000, CIFAR10_CLASSES, options)
 
 
 def class_numbers(labels: np.ndarray | None) -> list[str]:
-    return [] if labels is None else [str(number) for number in range(labels.max() + 1)]
+    if labels is None:
+        return []
+    return [str(number) for number in range(labels.max() + 1)]
 
 
 def mnist_files(folder: Path) -> dict[str, Path]:
@@ -255,14 +269,16 @@ def read_idx(path: Path, options: Options) -> Source:
     files = mnist_files(path) if path.is_dir() else {"train": path}
     if not files:
         raise UserError(f"no IDX files in {path}; looked for train-images-idx3-ubyte and t10k-images-idx3-ubyte")
-    images, labels = [], []
+    images = []
+    labels = []
     for file in files.values():
         images.append(open_idx(file, 3))
         name = file.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
         beside = next(file.parent.glob(f"{name}*"), file)
         if beside != file:
             labels.append(open_idx(beside, 1))
-    num_images, num_labels = sum(map(len, images)), sum(map(len, labels))
+    num_images = sum(map(len, images))
+    num_labels = sum(map(len, labels))
     if num_labels not in (0, num_images):
         raise UserError(f"{path} has {num_labels:,} labels for {num_images:,} images")
     class_names = class_numbers(np.concatenate(labels) if labels else None)
@@ -405,13 +421,17 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 
 def add_pairs(source: Source, path: Path, scaling: str) -> None:
     """Give each item its second image: the file of its path and name in a folder or, for arrays, of an .npy or .npz."""
-    stem = lambda name: posixpath.splitext(name)[0]
+
+    def stem(name):
+        return posixpath.splitext(name)[0]
+
     if source.unread and path.is_dir():
         files, _ = open_folder(path)
         seconds = [file for file in files if is_image(file)]
         names = [stem(posixpath.relpath(file, path)) for file in seconds]
     elif not source.unread and path.suffix in (".npy", ".npz"):
-        files, names = [path], []
+        files = [path]
+        names = []
         seconds, _, _ = open_arrays(path)
         if seconds.dtype != np.uint8:
             raise UserError(f"pairs={str(path)!r} holds {seconds.dtype}; accepted: uint8")
