@@ -2,20 +2,8 @@
 
 import numpy as np
 
-# Which points (x, y) lie in the shape, in units of its circumscribed radius; r2 = x*x + y*y. No two look alike at 16
-# pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels. All stand upright:
-# shapes at every angle take a small model an hour, not minutes.
-INSIDE = {
-    "circle": lambda x, y, r2: r2 < 0.8,
-    "ring": lambda x, y, r2: (r2 < 1) & (r2 > 0.36),
-    "target": lambda x, y, r2: ((r2 < 1) & (r2 > 0.49)) | (r2 < 0.12),  # a ring around a disc
-    "triangle": lambda x, y, r2: (y > -0.5) & (y + 3**0.5 * abs(x) < 1),
-    "cross": lambda x, y, r2: (np.maximum(abs(x), abs(y)) < 0.96) & (np.minimum(abs(x), abs(y)) < 0.27),
-    "bar": lambda x, y, r2: (abs(x) < 0.96) & (abs(y) < 0.28),
-    "stripes": lambda x, y, r2: (abs(x) < 0.8) & (abs(y) < 0.6) & (abs(y) > 0.2),
-    "dots": lambda x, y, r2: (abs(x) - 0.63) ** 2 + y * y < 0.13,
-}
-CLASS_NAMES = list(INSIDE)
+# No two look alike at 16 pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels
+CLASS_NAMES = ["circle", "ring", "target", "triangle", "cross", "bar", "stripes", "dots"]
 COLOURS = np.array(
     [
         [235, 64, 52],  # red
@@ -59,6 +47,33 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
     return images
 
 
+def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Which points (x, y) lie in the shape, in units of its circumscribed radius.
+
+    All stand upright: shapes at every angle take a small model an hour, not minutes.
+    """
+    r2 = x * x + y * y
+    dx = abs(x)
+    dy = abs(y)
+    match shape:
+        case "circle":
+            return r2 < 0.8
+        case "ring":
+            return (r2 < 1) & (r2 > 0.36)
+        case "target":  # a ring around a disc
+            return ((r2 < 1) & (r2 > 0.49)) | (r2 < 0.12)
+        case "triangle":
+            return (y > -0.5) & (y + 3**0.5 * dx < 1)
+        case "cross":
+            return (np.maximum(dx, dy) < 0.96) & (np.minimum(dx, dy) < 0.27)
+        case "bar":
+            return (dx < 0.96) & (dy < 0.28)
+        case "stripes":
+            return (dx < 0.8) & (dy < 0.6) & (dy > 0.2)
+        case "dots":
+            return (dx - 0.63) ** 2 + y * y < 0.13
+
+
 def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
     u_radius, u_x, u_y = rng.uniform(size=(3, num))
@@ -81,12 +96,13 @@ def draw_masks(label: int, poses: np.ndarray, resolution: int) -> np.ndarray:
     masks = np.empty((len(poses), resolution, resolution), np.float32)
     per_block = max(1, 2**20 // side**2)  # about a million points at once fit in the cache
     for start in range(0, len(poses), per_block):
-        radius, left, top = poses[start : start + per_block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
+        block = slice(start, start + per_block)
+        radius, left, top = poses[block].T.astype(np.float32)[:, :, None, None]  # (n, 1, 1) each
         x = (grid[None, None, :] - left) / radius  # (n, 1, side)
         y = (grid[None, :, None] - top) / radius  # (n, side, 1)
-        points = INSIDE[CLASS_NAMES[label]](x, y, x * x + y * y)  # (n, side, side)
+        points = inside(CLASS_NAMES[label], x, y)  # (n, side, side)
         points = points.reshape(-1, resolution, SUPERSAMPLES, resolution, SUPERSAMPLES)
-        masks[start : start + per_block] = points.mean((2, 4), dtype=np.float32)
+        masks[block] = points.mean((2, 4), dtype=np.float32)
     return masks
 
 
