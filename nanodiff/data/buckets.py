@@ -19,17 +19,21 @@ def choose_sizes(ratios: np.ndarray, resolution: int, unit: int, minimum: int = 
     """
     widths = [unit * round(resolution * ratio**0.5 / unit) for ratio in ASPECTS]
     sizes = list(dict.fromkeys(zip(reversed(widths), widths)))
-    minimum = minimum or max(1, min(BUCKET_IMAGES, len(ratios) // 10))
+    if not minimum:
+        minimum = max(1, min(BUCKET_IMAGES, len(ratios) // 10))
     kept = kept_area(ratios, sizes)  # (n, len(sizes))
     square = sizes.index((resolution, resolution))
-    best, best_kept = [square], kept[:, square].mean()
+    kept_by_square = kept[:, square].mean()
+    best = [square]
+    best_kept = kept_by_square
     for number in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(range(len(sizes)), number):
             part = kept[:, chosen]
             counts = np.bincount(part.argmax(1), minlength=number)
             part_kept = part.max(1).mean()
             if counts.min() >= minimum and part_kept > best_kept:
-                best, best_kept = chosen, part_kept
-    lost = f"{1 - best_kept:.1%} of an image, {1 - kept[:, square].mean():.1%} by a square"
+                best = chosen
+                best_kept = part_kept
+    lost = f"{1 - best_kept:.1%} of an image, {1 - kept_by_square:.1%} by a square"
     print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {lost}")
     return [sizes[i] for i in best]

@@ -37,7 +37,8 @@ def make_codec(
             description.setdefault("latents", stored)
         info = latents_of(description, autoencoder)
         if not like and "mean" in info:
-            info["offset"], info["scale"] = info.pop("mean"), info.pop("std")
+            info["offset"] = info.pop("mean")
+            info["scale"] = info.pop("std")
         if not stored:
             unit = info["downsample"]
         description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
@@ -54,8 +55,10 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     """
     wanted = {key: description.get(key) for key in ("kind", "channels", "resolution", "range")}  # of the set
     wanted |= facts_to_match(description)
-    if description["kind"] != "latents":
-        codec = Arrays(description) if description["kind"] == "arrays" else Pixels(description)
+    if description["kind"] == "images":
+        codec = Pixels(description)
+    elif description["kind"] == "arrays":
+        codec = Arrays(description)
     else:
         info = latents_of(description, autoencoder)
         encoder = None
@@ -64,7 +67,8 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
             if found["sha256"] != info["sha256"]:
                 made_by = found["autoencoder"]
                 raise UserError(f"{dataset.name!r} holds latents of {made_by}, the model wants {info['autoencoder']}'s")
-            info["parts"], info["copies"] = found["parts"], found["copies"]
+            info["parts"] = found["parts"]
+            info["copies"] = found["copies"]
             wanted["channels"] *= info["parts"] * info["copies"]
         elif dataset is not None:  # images, which are encoded on the fly
             encoder = open_matching(autoencoder or info["path"], info).to(device)

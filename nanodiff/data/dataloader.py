@@ -20,13 +20,15 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     A bijection that needs no table: a Feistel network, whose rounds exchange the halves of a number's bits, permutes
     [0, 4^k), the least that holds num; what lands beyond num goes through it again until it does not.
     """
-    half = np.uint64(max(1, (int(num - 1).bit_length() + 1) // 2))
+    bits = int(num - 1).bit_length()
+    half = np.uint64(max(1, (bits + 1) // 2))
     low = np.uint64(2 ** int(half) - 1)
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     found = np.array(positions, np.uint64)
     beyond = np.arange(len(found))
     while len(beyond):
-        left, right = found[beyond] >> half, found[beyond] & low
+        left = found[beyond] >> half
+        right = found[beyond] & low
         for k in keys:
             mixed = (right ^ k) * np.uint64(0x9E3779B97F4A7C15)
             mixed = (mixed ^ mixed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
@@ -98,7 +100,8 @@ class DataLoader:
         epochs, offsets = np.divmod(positions, len(bucket))
         parts = []
         for epoch in np.unique(epochs):
-            parts.append(shuffled(offsets[epochs == epoch], len(bucket), (self.seed, int(epoch), number)))
+            key = (self.seed, int(epoch), number)
+            parts.append(shuffled(offsets[epochs == epoch], len(bucket), key))
         return bucket.start + np.concatenate(parts)
 
     def bucket(self, step: int) -> tuple[int, int]:
@@ -110,25 +113,32 @@ class DataLoader:
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
         if len(counts) == 1:
             return 0, step
-        batches = lambda epochs: epochs * counts // self.total_batch_size
+
+        def batches(epochs):
+            return epochs * counts // self.total_batch_size
+
         epoch = step * self.total_batch_size // len(self.dataset)  # or a later one, as left-overs delay batches
         while batches(epoch + 1).sum() <= step:
             epoch += 1
         before = batches(epoch)
         bucket_of = np.repeat(np.arange(len(counts)), batches(epoch + 1) - before)  # of each batch, in no order yet
         places = np.arange(step - before.sum() + 1)  # of this epoch's batches up to this step's
-        order = bucket_of[shuffled(places, len(bucket_of), (self.seed, epoch, len(counts)))]
+        drawn = shuffled(places, len(bucket_of), (self.seed, epoch, len(counts)))
+        order = bucket_of[drawn]
         number = order[-1]
-        return int(number), int(before[number] + np.sum(order[:-1] == number))
+        earlier = np.sum(order[:-1] == number)
+        return int(number), int(before[number] + earlier)
 
     def _read_ahead(self) -> None:
-        self._ahead.append(self._thread.submit(self._read, *divmod(next(self._numbers), self._micro_steps)))
+        self._ahead.append(self._thread.submit(self._read, next(self._numbers)))
 
-    def _read(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
-        """The thread's work: "images" and conditions on the CPU."""
-
-        def tensor(x):
-            return torch.from_numpy(x).pin_memory() if self.device.type == "cuda" else torch.from_numpy(x)
-
-        images, cond = self.dataset.rows(self.indices(step, micro_step))
-        return {name: tensor(x) for name, x in ({"images": images} | cond).items()}
+    def _read(self, number: int) -> dict[str, torch.Tensor]:
+        """The thread's work: "images" and conditions of a micro-step on the CPU."""
+        step, micro_step = divmod(number, self._micro_steps)
+        images, rows = self.dataset.rows(self.indices(step, micro_step))
+        rows["images"] = images
+        for name, x in rows.items():
+            rows[name] = torch.from_numpy(x)
+            if self.device.type == "cuda":
+                rows[name] = rows[name].pin_memory()
+        return rows

@@ -70,7 +70,9 @@ class Dataset:
     def __init__(self, path: Path, split: str):
         self.path = path
         self.split = split
-        self.name = path.name if path.parent == data_dir() else str(path)
+        self.name = str(path)
+        if path.parent == data_dir():
+            self.name = path.name
         self.meta = read_json(path / "meta.json")
         # Check what costs nothing; map labels and vectors now, shards on first use
         with reading(path / "meta.json"):
@@ -100,23 +102,26 @@ class Dataset:
                 bucket = self.buckets.get(size, range(end - entry["num_images"], end))
                 self.buckets[size] = range(bucket.start, end)
             for entry in files_of(part):
-                with reading(path / entry["file"]):
-                    found = (path / entry["file"]).stat().st_size
+                file = path / entry["file"]
+                with reading(file):
+                    found = file.stat().st_size
                 if found != entry["bytes"]:
                     wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
-                    raise UserError(f"{path / entry['file']} is damaged or truncated: it has {wanted}")
+                    raise UserError(f"{file} is damaged or truncated: it has {wanted}")
             self._folder = path.stat().st_ino
             self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
-            files = {name: part[key]["file"] for name, key in FILES.items() if part.get(key)}
-            unlabelled = {"y": np.broadcast_to(np.int64(0), len(self))}
-            self._rows = unlabelled | {name: open_npy(path / file, len(self)) for name, file in files.items()}
+            self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
+            for name, key in FILES.items():
+                if part.get(key):
+                    self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
                 file = path / part["labels"]["file"]
                 raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
 
     def _open_shard(self, k: int) -> np.ndarray:
-        shard = open_npy(self.path / self._shards[k]["file"], self._shards[k]["num_images"])
+        entry = self._shards[k]
+        shard = open_npy(self.path / entry["file"], entry["num_images"])
         if self.path.stat().st_ino != self._folder:
             raise UserError(f"{self.path} was made anew while it was in use")
         return shard
@@ -127,14 +132,17 @@ class Dataset:
     def first(self, num_images: int) -> np.ndarray:
         """Indices of the first images or, for a set in buckets, of as many spread evenly over it."""
         indices = np.arange(num_images)
-        return indices * len(self) // num_images if len(self.buckets) > 1 else indices
+        if len(self.buckets) > 1:
+            indices = indices * len(self) // num_images
+        return indices
 
     def batches(self, indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Ascending indices in batches, each of one bucket."""
         cuts = np.searchsorted(indices, [bucket.stop for bucket in self.buckets.values()])
         batches = []
         for part in np.split(indices, cuts[:-1]):
-            batches += [batch for batch in in_batches(part, batch_size) if len(batch)]
+            if len(part):
+                batches += in_batches(part, batch_size)
         return batches
 
     def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -190,10 +198,15 @@ class Dataset:
         """The same images with the classes of a model of this description, matched by name, or by order (see
         same_order). Classes that it lacks follow; no label is its null class."""
         known = model["class_names"]
-        own_names = known if same_order(self.class_names, known) else self.class_names
-        names = [*known, *(name for name in own_names if name not in known)]
-        other = self.relabelled([names.index(name) for name in own_names] or [len(known)])
-        other.class_names, other.num_classes = names, len(names)
+        own_names = self.class_names
+        if same_order(own_names, known):
+            own_names = known
+        names = list(known)
+        names += [name for name in own_names if name not in known]
+        numbers = [names.index(name) for name in own_names]
+        other = self.relabelled(numbers or [len(known)])
+        other.class_names = names
+        other.num_classes = len(names)
         other.meta = self.meta | {"class_names": names}
         return other
 
@@ -214,8 +227,10 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
 
 def same_order(names: list[str], known: list[str]) -> bool:
     """Can equally many classes be matched by order, since one side's are called "0", "1", ...?"""
+    if len(names) != len(known):
+        return False
     numbers = [str(i) for i in range(len(known))]
-    return len(names) == len(known) and (list(names) == numbers or list(known) == numbers)
+    return numbers in (list(names), list(known))
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
@@ -237,7 +252,9 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
             "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
         )
     dataset = Dataset(path, split)
-    return dataset.seen_by(like) if like else dataset
+    if like:
+        dataset = dataset.seen_by(like)
+    return dataset
 
 
 def make_shapes(name: str) -> None:
@@ -247,14 +264,15 @@ def make_shapes(name: str) -> None:
             return
         for split in SPLITS:
             blocks = zip(*draw_split(split, seed=0, resolution=SHAPES[name]))
-            images, labels = (np.concatenate(arrays) for arrays in blocks)
+            images, labels = map(np.concatenate, blocks)
             writer.append(split, images, labels)
 
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
     captions = [shard["captions"] for shard in part["shards"] if "captions" in shard]
-    return part["shards"] + captions + [part[key] for key in FILES.values() if part.get(key)]
+    rows = [part[key] for key in FILES.values() if part.get(key)]
+    return part["shards"] + captions + rows
 
 
 def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
@@ -263,7 +281,10 @@ def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
     Each rank takes its share; with `pause`, in half of the time.
     """
     rank, _, world = get_dist()
-    entries = [entry for part in dataset.meta["splits"].values() for entry in files_of(part)][rank::world]
+    entries = []
+    for part in dataset.meta["splits"].values():
+        entries += files_of(part)
+    entries = entries[rank::world]
     for entry in entries:
         start = time.perf_counter()
         path = dataset.path / entry["file"]
@@ -322,7 +343,12 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)  # np.save would not say which error stopped it
     written = manifest[path.name]
-    entry = {"file": path.name, "num_images": len(array), "bytes": written["size"], "sha256": written["sha256"]}
+    entry = {
+        "file": path.name,
+        "num_images": len(array),
+        "bytes": written["size"],
+        "sha256": written["sha256"],
+    }
     if len(set(array.shape[2:])) == 2:  # () of labels
         entry["size"] = array.shape[2:]
     return entry
@@ -333,7 +359,8 @@ def write_shard(path: Path, images: np.ndarray, captions: list[str]) -> dict:
     entry = write_npy(path, images)
     if any(captions):
         file = path.with_name(path.name.replace("images", "captions"))
-        entry["captions"] = write_npy(file, np.array([caption.encode(errors="replace") for caption in captions]))
+        texts = [caption.encode(errors="replace") for caption in captions]
+        entry["captions"] = write_npy(file, np.array(texts))
     return entry
 
 
@@ -371,13 +398,15 @@ class DatasetWriter:
         self._parts = []
 
     def __enter__(self):
-        path, wait = self.path, self.wait
+        path = self.path
+        wait = self.wait
         if path.name in SHAPES and not wait:
             raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(f"{tmp}*",))
-        if path.exists() and not (is_set(path) and (self.overwrite or wait)):
+        may_replace = is_set(path) and (self.overwrite or wait)
+        if path.exists() and not may_replace:
             self._lock.close()
             hint = "--overwrite replaces it" if is_set(path) else "it is no data set"
             raise UserError(f"{path} exists already ({hint}); choose another --name")
@@ -391,7 +420,8 @@ class DatasetWriter:
         self.folder = self.parts
         plan_file = self.folder / "notes" / "plan.json"
         text = json.dumps(plan).encode()
-        if self.folder.exists() and not (plan_file.is_file() and plan_file.read_bytes() == text):
+        has_this_plan = plan_file.is_file() and plan_file.read_bytes() == text
+        if self.folder.exists() and not has_this_plan:
             print0(f"{self.folder} was begun with other images or settings; starting again")
             shutil.rmtree(self.folder)
         plan_file.parent.mkdir(parents=True, exist_ok=True)
@@ -400,14 +430,16 @@ class DatasetWriter:
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Write (n, C, H, W) images, n > 0, of one of the buckets, and a row for each of every condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        assert images.dtype == (np.uint8 if self.meta["kind"] == "images" else np.float16)
+        dtype = np.uint8 if self.meta["kind"] == "images" else np.float16
+        assert images.dtype == dtype
         if y is not None:
             cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
         for ids in in_batches(np.arange(len(images)), per_shard):
             number = sum(part.split == split for part in self._parts)
             shard = write_npy(self.folder / f"{split}_images_{number:03d}.npy", images[ids])
-            self.add(split, shard, **{name: np.asarray(x)[ids] for name, x in cond.items()})
+            rows = {name: np.asarray(x)[ids] for name, x in cond.items()}
+            self.add(split, shard, **rows)
 
     def add(self, split: str, shard: dict, **cond) -> None:
         """Add a shard that is in the folder, by its entry in meta.json, and the conditions of its images."""
@@ -418,11 +450,15 @@ class DatasetWriter:
         self._parts.append(Part(split, shard, rows))
 
     def _finish(self) -> None:
-        # Tall ones first, by height / width
-        parts = sorted(self._parts, key=lambda part: np.divide(*part.shard.get("size", (1, 1))), reverse=True)
+        def tallness(part):
+            height, width = part.shard.get("size", (1, 1))
+            return height / width
+
+        parts = sorted(self._parts, key=tallness, reverse=True)
         if not any(part.split == "train" for part in parts):
             raise UserError(f"data set {self.path.name!r} would hold no image to train on")
-        _, channels, height, _ = np.load(self.folder / parts[0].shard["file"], mmap_mode="r").shape
+        tallest = np.load(self.folder / parts[0].shard["file"], mmap_mode="r")
+        _, channels, height, _ = tallest.shape
         self.meta["channels"] = channels - self.meta.get("given_channels", 0)
         self.meta["resolution"] = self.meta["resolution"] or height
         for split in SPLITS:
@@ -430,11 +466,13 @@ class DatasetWriter:
             if not inside:
                 continue
             shards = [part.shard for part in inside]
-            entry = {"num_images": sum(shard["num_images"] for shard in shards), "labels": None, "shards": shards}
-            rows = {name: [part.rows[name] for part in inside] for name in inside[0].rows}
-            for name, arrays in rows.items():
+            num_images = sum(shard["num_images"] for shard in shards)
+            entry = {"num_images": num_images, "labels": None, "shards": shards}
+            rows = {}
+            for name in inside[0].rows:
+                rows[name] = [part.rows[name] for part in inside]
                 file = self.folder / f"{split}_{FILES[name]}.npy"
-                entry[FILES[name]] = write_npy(file, np.concatenate(arrays))
+                entry[FILES[name]] = write_npy(file, np.concatenate(rows[name]))
             if split == "train":
                 note_statistics(rows, self.meta)
             self.meta["splits"][split] = entry

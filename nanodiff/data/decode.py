@@ -42,7 +42,9 @@ def import_pillow():
 def open_image(payload: str | bytes):
     """An image file, by its path or content, as a PIL image whose pixels are not read yet."""
     Image = import_pillow()
-    file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
+    file = payload
+    if isinstance(payload, bytes):
+        file = io.BytesIO(payload)
     try:
         return Image.open(file, formats=FORMATS)
     except Image.UnidentifiedImageError:
@@ -65,7 +67,9 @@ def aspect_ratio(payload: str | bytes) -> float:
             lies_on_its_side = orientation(image) > 4
     except Exception:  # Pillow raises nearly every kind on damaged files
         return math.nan
-    return height / width if lies_on_its_side else width / height
+    if lies_on_its_side:
+        return height / width
+    return width / height
 
 
 def kept_area(ratios, sizes: list) -> np.ndarray:
@@ -91,7 +95,9 @@ def center_crop(image, height: int, width: int, scaling: str = ""):
 def upright(image):
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(image) if orientation(image) > 1 else image
+    if orientation(image) > 1:
+        return ImageOps.exif_transpose(image)
+    return image
 
 
 def to_rgb(image, ground: str = "white"):
@@ -128,7 +134,9 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
         if payload.dtype != np.uint8 or channels not in (1, 3):
             given = f"{payload.dtype} of {width}x{height} with {channels} channels"
             raise UserError(f"resolution: only uint8 with 1 or 3 channels can be scaled, not {given}")
-        image = import_pillow().fromarray(payload.squeeze(2) if channels == 1 else payload)
+        if channels == 1:
+            payload = payload.squeeze(2)
+        image = import_pillow().fromarray(payload)
     else:
         image = to_rgb(open_image(payload))
     side = min(image.size)
@@ -146,9 +154,11 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
     """
     name = "an array"
     if not isinstance(payload, np.ndarray):
-        name, image = payload, upright(open_image(payload))
+        name = payload
+        image = upright(open_image(payload))
         if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
-            image = to_rgb(image).convert("L" if image.mode[0] in "1IF" else "RGB")
+            mode = "L" if image.mode[0] in "1IF" else "RGB"
+            image = to_rgb(image).convert(mode)
         payload = np.asarray(image)
     planes = payload.reshape(*payload.shape[:2], -1).transpose(2, 0, 1)
     if channels and len(planes) != channels:
@@ -177,7 +187,8 @@ def with_second(item: Item, image: np.ndarray) -> np.ndarray:
 def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]], list[str]]:
     """-> the items with their image (C, H, W) as payload, each with its shorter side before scaling; and "name: reason"
     of the unreadable ones."""
-    done, skipped = [], []
+    done = []
+    skipped = []
     for item in items:
         try:
             image, side = decode(item.payload, sizes)

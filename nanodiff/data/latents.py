@@ -45,7 +45,8 @@ class Latents(Pixels):
             if flip is not None:
                 flip = flip.to(stored.device).view(-1, 1, 1, 1, 1)
                 latent = torch.where(flip, copies[:, 1], latent)
-            mean, std = latent[:, 0], latent[:, -1]
+            mean = latent[:, 0]
+            std = latent[:, -1]
         z = mean
         if randn_like and self.info["parts"] == 2:
             z = mean + std * randn_like(mean)
@@ -114,7 +115,8 @@ def latents_of(description: dict, autoencoder: str) -> dict:
 
 def check_sides(dataset, autoencoder) -> None:
     """Raise UserError unless this autoencoder can encode the images of the set."""
-    unit, kind = autoencoder.downsample, dataset.meta["kind"]
+    unit = autoencoder.downsample
+    kind = dataset.meta["kind"]
     sides = {dataset.resolution}.union(*dataset.buckets)
     if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):
         given = f"{kind}, {dataset.channels} channels, sides of {', '.join(map(str, sorted(sides)))} px"

@@ -51,13 +51,15 @@ def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
     """The items of each part, whose files and images fit into a shard."""
     image_bytes = (3 + source.meta.get("given_channels", 0)) * resolution**2
     most = images_per_part(source.num_images, image_bytes or 2**19)  # a guess before they are decoded
-    task, size = [], 0
+    task = []
+    size = 0
     for item in source.items:
         task.append(item)
         size += image_bytes + getattr(item.payload, "nbytes", len(item.payload))
         if size >= MAX_SHARD_BYTES or len(task) == most:
             yield task
-            task, size = [], 0
+            task = []
+            size = 0
     if task:
         yield task
 
@@ -74,7 +76,8 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
         image = item.payload
         counts["enlarged"] += side < min(image.shape[1:])
         counts["dark"] += int(image.dtype == np.uint8 and image.max() < 64)
-        alike.setdefault(("val" if item.is_val else "train", image.shape), []).append(item)
+        split = "val" if item.is_val else "train"
+        alike.setdefault((split, image.shape), []).append(item)
     groups = []
     for (split, _), members in sorted(alike.items()):
         images = np.stack([item.payload for item in members])

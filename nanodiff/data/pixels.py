@@ -14,7 +14,9 @@ def to_uint8(x: torch.Tensor) -> torch.Tensor:
 
 def visible(x):
     """Images (N, C, H, W), a tensor or an array -> their first three channels as colours, or the first as gray."""
-    return x[:, :3] if x.shape[1] >= 3 else x[:, :1]
+    if x.shape[1] >= 3:
+        return x[:, :3]
+    return x[:, :1]
 
 
 class Pixels:
@@ -28,7 +30,8 @@ class Pixels:
 
     def __init__(self, description: dict):
         self.description = description
-        channels, side = description["channels"], description["resolution"]
+        channels = description["channels"]
+        side = description["resolution"]
         self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of the same area
         sizes = description.get("sizes") or [(side, side, 1)]
         self.shapes = [(channels, height, width) for height, width, _ in sizes]  # all there are
@@ -38,7 +41,8 @@ class Pixels:
     def sample_shape(self, number: int) -> tuple[int, int, int]:
         """(C, H, W) of a sample's x0. Samples 8k to 8k + 7 share a shape, drawn in proportion to the data."""
         u = (number // 8 + 0.5) * 0.618033988749895 % 1  # multiples of the golden ratio spread evenly
-        return self.shapes[np.searchsorted(self.counts / self.counts[-1], u, side="right")]
+        shares = self.counts / self.counts[-1]
+        return self.shapes[np.searchsorted(shares, u, side="right")]
 
     def to_x0(self, stored, flip=None, randn_like=None) -> torch.Tensor:
         """What the data set stores -> x0, float32; mirrored where `flip` (N,).
