@@ -44,7 +44,9 @@ IMAGES = ("given", "low_res")  # a model takes one of them at most
 
 def second_channels(config: Conditioned) -> int:
     """Channels of the second image; 0 = there is none."""
-    return config.given_channels or (config.in_channels if config.low_res else 0)
+    if config.low_res and not config.given_channels:
+        return config.in_channels
+    return config.given_channels
 
 
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
@@ -56,7 +58,9 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
         side = config.low_res or config.image_size
         shapes["low_res" if config.low_res else "given"] = (channels, side, side)
     if config.vector_dim:
-        shapes["vectors"] = (config.vector_len, config.vector_dim) if config.vector_len else (config.vector_dim,)
+        shapes["vectors"] = (config.vector_dim,)
+        if config.vector_len:
+            shapes["vectors"] = (config.vector_len, config.vector_dim)
     return shapes
 
 
@@ -67,9 +71,11 @@ def droppable(config: Conditioned) -> list[str]:
 
 def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torch.Tensor]:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
-    dtypes = {"y": torch.int64}
-    shapes = row_shapes(config).items()
-    return {name: torch.zeros(n, *shape, dtype=dtypes.get(name), device=device) for name, shape in shapes}
+    cond = {}
+    for name, shape in row_shapes(config).items():
+        dtype = torch.int64 if name == "y" else None
+        cond[name] = torch.zeros(n, *shape, dtype=dtype, device=device)
+    return cond
 
 
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
@@ -101,7 +107,7 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
     """
     null = {}
     for name in droppable(config):
-        value = math.nan if cond[name].is_floating_point() else config.num_classes
+        value = config.num_classes if name == "y" else math.nan
         null[name] = torch.full_like(cond[name], value)
     return null
 
@@ -109,23 +115,30 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
 def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) with as many dimensions."""
     is_nan = x.isnan()
-    return x.masked_fill(is_nan, 0), is_nan.any(tuple(range(1, x.ndim)), keepdim=True).to(x.dtype)
+    is_null = is_nan.any(tuple(range(1, x.ndim)), keepdim=True)
+    return x.masked_fill(is_nan, 0), is_null.to(x.dtype)
 
 
 def input_channels(config: Conditioned) -> int:
     """The number of channels of x_t with_images."""
-    return config.in_channels + second_channels(config) + (1 if config.given_channels else 0)
+    channels = config.in_channels + second_channels(config)
+    if config.given_channels:
+        channels += 1
+    return channels
 
 
 def with_images(config: Conditioned, x_t, **images):
     """x_t (N, C, H, W) and, behind its channels, those of the second image, at its size, and 1 where that is null."""
+    size = x_t.shape[2:]
     parts = [x_t]
     for image in images.values():
         image, is_null = null_rows(image)
-        mode = "area" if image.shape[-1] > x_t.shape[-1] else "bilinear"  # latents are smaller
-        parts.append(F.interpolate(image, x_t.shape[2:], mode=mode))
+        mode = "bilinear"
+        if image.shape[-1] > size[-1]:  # latents are smaller
+            mode = "area"
+        parts.append(F.interpolate(image, size, mode=mode))
         if config.given_channels:
-            parts.append(is_null.expand(-1, 1, *x_t.shape[2:]))
+            parts.append(is_null.expand(-1, 1, *size))
     return torch.cat(parts, dim=1)
 
 
@@ -138,10 +151,12 @@ GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose chan
 
 def describe_conditions(meta: dict) -> dict:
     """A codec's description of the conditions, from a set's meta.json: FACTS, class names, what from_stored needs."""
-    described = {"num_classes": len(meta["class_names"]), "class_names": list(meta["class_names"])}
+    class_names = list(meta["class_names"])
+    described = {"num_classes": len(class_names), "class_names": class_names}
     described |= {key: meta[key] for key in GIVEN if key in meta}
     vectors = meta.get("vectors", {"dim": 0, "len": 0})
-    described |= {"vector_dim": vectors["dim"], "vector_len": vectors["len"]}
+    described["vector_dim"] = vectors["dim"]
+    described["vector_len"] = vectors["len"]
     if "vectors" in meta:
         described["vectors"] = {"mean": vectors["mean"], "std": vectors["std"]}
     return described
@@ -149,7 +164,9 @@ def describe_conditions(meta: dict) -> dict:
 
 def facts_to_match(description: dict) -> dict[str, int]:
     """The facts in which data must agree with a model's description; classes are matched by name."""
-    names = ["given_channels"] if description.get("given_channels") else []
+    names = []
+    if description.get("given_channels"):
+        names += ["given_channels"]
     if description.get("vector_dim"):
         names += ["vector_dim", "vector_len"]
     return {name: description[name] for name in names}
@@ -165,7 +182,9 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
         stored = np.asarray(rows).astype(np.float16)
     if not np.isfinite(stored).all():
         raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
-    shape = {"dim": stored.shape[-1], "len": stored.shape[1] if stored.ndim == 3 else 0}
+    shape = {"dim": stored.shape[-1], "len": 0}
+    if stored.ndim == 3:
+        shape["len"] = stored.shape[1]
     meta.setdefault("vectors", shape)
     return stored
 
@@ -176,7 +195,9 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
     """
     if "vectors" not in rows or "mean" in meta["vectors"]:  # a set of latents has those of its images
         return
-    count, total, squares = 0, 0.0, 0.0
+    count = 0
+    total = 0.0
+    squares = 0.0
     for part in rows["vectors"]:
         tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
         if part.ndim == 3:
@@ -199,7 +220,8 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
         x = x / 127.5 - 1
     if flip is None:
         return x
-    return torch.where(flip.to(x.device).view(-1, 1, 1, 1), x.flip(3), x)
+    flip = flip.to(x.device).view(-1, 1, 1, 1)
+    return torch.where(flip, x.flip(3), x)
 
 
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
