@@ -36,7 +36,9 @@ def names_file(path: str | Path):
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__
+        cause = error
+        if isinstance(error, RuntimeError):
+            cause = error.__context__
         if not isinstance(cause, OSError):
             raise
         if cause.errno and not cause.filename:
@@ -48,7 +50,9 @@ class Hashed:
     """A file being written from its start to its end, and the SHA-256 of what was."""
 
     def __init__(self, file):
-        self.file, self.sha256, self.flush = file, hashlib.sha256(), file.flush
+        self.file = file
+        self.flush = file.flush
+        self.sha256 = hashlib.sha256()
 
     def write(self, data) -> int:
         self.sha256.update(data)
@@ -68,7 +72,8 @@ def writing(path: Path, manifest: dict | None = None):
             if manifest is None:
                 yield file
             else:
-                yield (hashed := Hashed(file))
+                hashed = Hashed(file)
+                yield hashed
                 manifest[path.name] = {"size": file.tell(), "sha256": hashed.sha256.hexdigest()}
             file.flush()
             os.fsync(file.fileno())
@@ -94,7 +99,9 @@ def name_of_settings(stem: str, config, *apart: str) -> str:
             stem += f"_{key}={value}"
             name += f"_{key}={Path(str(value)).name}"
     name = re.sub(r"[^\w.,=+-]+", "-", name, flags=re.ASCII)[:150]
-    return name if name == stem else f"{name}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
+    if name == stem:
+        return name
+    return f"{name}_{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
@@ -127,7 +134,10 @@ def lock_file(
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}; see {hint}") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        how = fcntl.LOCK_EX
+        if not wait:
+            how |= fcntl.LOCK_NB
+        fcntl.flock(file, how)
     except BlockingIOError:
         file.close()
         raise UserError(busy) from None
@@ -165,8 +175,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json(path: Path, fault: str = "is damaged or truncated") -> dict:
-    with reading(path, fault):
+def read_json(path: Path) -> dict:
+    with reading(path):
         return {**json.loads(path.read_bytes())}
 
 
@@ -224,5 +234,6 @@ def load_tensors(path: Path, mmap: bool = False):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             # The first sentence says what was refused; drop the next, which tells how to load it anyway
-            refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
+            reason = str(error.__context__ or error).strip()
+            refused = reason.split("\n")[0].split(". ")[0]
             raise UserError(f"{path} {fault}: {refused[:200]}") from None

@@ -37,18 +37,21 @@ def make_grid(images, columns: int) -> np.ndarray:
     """
     scale = max(1, 48 // max(image.shape[2] for image in images))
     tiles = []  # (top, left, (H, W, C))
-    top, width = PADDING, 0
+    top = PADDING
+    width = 0
     for first in range(0, len(images), columns):
         left = PADDING
         for image in images[first : first + columns]:
-            tile = np.asarray(image).transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
+            tile = np.asarray(image).transpose(1, 2, 0)
+            tile = tile.repeat(scale, 0).repeat(scale, 1)
             tiles.append((top, left, tile))
             left += tile.shape[1] + PADDING
         top += tile.shape[0] + PADDING
         width = max(width, left)
     grid = np.zeros((top, width, 3), np.uint8)
     for top, left, tile in tiles:
-        grid[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+        h, w, _ = tile.shape
+        grid[top : top + h, left : left + w] = tile
     return grid
 
 

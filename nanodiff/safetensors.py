@@ -69,7 +69,11 @@ def save_safetensors(
         if tensor.dtype not in CODES:
             raise UserError(f"{path}: {name!r} is {tensor.dtype}; safetensors files hold {', '.join(DTYPES)}")
         end = begin + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)  # some CPUs round a product by where its factors lie
@@ -89,7 +93,9 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
         metadata = header.pop("__metadata__", {})
         # Copy on write: torch wants writable memory, and the file must not change
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + header_bytes :]
-        num_bytes = max((info["data_offsets"][1] for info in header.values()), default=0)
+        num_bytes = 0
+        for info in header.values():
+            num_bytes = max(num_bytes, info["data_offsets"][1])
         if num_bytes != len(data):
             raise UserError(f"{path} is cut or damaged: its tensors take {num_bytes:,} bytes, it has {len(data):,}")
         for name, info in header.items():
@@ -98,6 +104,8 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
             part = data[begin:end]
             if (8 + header_bytes + begin) % dtype.itemsize:
                 part = bytearray(part)  # unaligned: copy
-            flat = torch.frombuffer(part, dtype=dtype) if begin < end else torch.empty(0, dtype=dtype)
+            flat = torch.empty(0, dtype=dtype)
+            if begin < end:  # frombuffer takes no empty buffer
+                flat = torch.frombuffer(part, dtype=dtype)
             tensors[name] = flat.reshape(info["shape"])
     return tensors, metadata

@@ -75,7 +75,8 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
         for x in [images, images.flip(3)][:copies]:
             mean, std = encoder.encode(x)  # (B, C, h, w) fp32
             blocks += [mean, std][: encoder.parts]
-            mean, std = mean.cpu().double(), std.cpu().double()
+            mean = mean.cpu().double()
+            std = std.cpu().double()
             sums[0] += mean.sum((0, 2, 3))
             sums[1] += (mean**2 + std**2).sum((0, 2, 3))
         if second:
@@ -106,7 +107,8 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
         finished = len([*writer.parts.glob("notes/*[0-9].json")])
         print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
     wait_for_first_rank()
-    sums, count = torch.zeros(2, encoder.latent_channels, dtype=torch.float64), 0
+    sums = np.zeros((2, encoder.latent_channels))
+    count = 0
     for split in source.meta["splits"]:
         dataset = open_dataset(data, split)
         batches = dataset.batches(np.arange(len(dataset)), per_shard)
@@ -114,12 +116,14 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
         for rows, facts in zip(batches, notes):
             writer.add(split, facts["shard"], **dataset.cond(rows))
             if split == "train":
-                sums += torch.tensor(facts["sums"], dtype=torch.float64)
+                sums += facts["sums"]
                 count += facts["count"]
     writer.meta |= {"kind": "latents", "resolution": latent_size}
-    writer.meta |= {name: source.meta[name] for name in (*FILES, *GIVEN) if name in source.meta}
-    mean, square = sums / count
-    std = (square - mean**2).clamp(min=1e-12).sqrt()
+    for key in (*FILES, *GIVEN):
+        if key in source.meta:
+            writer.meta[key] = source.meta[key]
+    mean, square = sums / max(count, 1)  # other ranks count nothing
+    std = np.sqrt((square - mean**2).clip(1e-12))
     latents = describe_latents(encoder, autoencoder) | {"source": source.name, "copies": copies}
     if latent_norm == "channels":
         latents |= {"mean": mean.tolist(), "std": std.tolist()}

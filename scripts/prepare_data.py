@@ -79,7 +79,9 @@ if range:
     if not -math.inf < low < high < math.inf:
         raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
     options.range = low, high
-cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+cores = os.cpu_count()
+if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container
+    cores = len(os.sched_getaffinity(0))
 if not name:
     name = source
     if path and source not in ("cifar10", "mnist"):
@@ -114,7 +116,10 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     free_mb = shutil.disk_usage(writer.folder).free / 1e6
     if need_mb > free_mb:
         raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
-    skipped, counts, per_class, first = [], Counter(), Counter(), None
+    skipped = []
+    counts = Counter()
+    per_class = Counter()
+    first = None
     with Progress(images_in.num_images, "images", "preparing") as bar:
         for note in make_parts(images_in, resolution, writer.folder, workers or cores):
             for group in note["groups"]:
@@ -148,7 +153,9 @@ dt = time.perf_counter() - start
 made = dataset.open_dataset(writer.path)
 numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in made.meta["splits"].items())
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
-labelled = f"{made.num_classes} classes" if made.num_classes else "unlabelled"
+labelled = "unlabelled"
+if made.num_classes:
+    labelled = f"{made.num_classes} classes"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
 if vectors:
