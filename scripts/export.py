@@ -60,8 +60,11 @@ try:
         meta.pop("lora", None)  # merged
         save_safetensors(tensors, path, described(meta))
     else:
+        state = {"ema": tensors, "nanodiff": told}
+        if form == "openai":
+            state = tensors
         with writing(path) as file:
-            torch.save(tensors if form == "openai" else {"ema": tensors, "nanodiff": told}, file)
+            torch.save(state, file)
 except OSError as e:
     raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
 
@@ -69,7 +72,8 @@ num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
 options = ""
 if form == "openai":
-    options = "".join(f",{name}={value}" for name, value in told.items())
+    for name, value in told.items():
+        options += f",{name}={value}"
 print0(f"to sample: python -m scripts.sample --model={shlex.quote(f'{path}{options}')}")
 if form != "safetensors":
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")

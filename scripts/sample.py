@@ -103,7 +103,9 @@ if num_images > GRID_IMAGES and not npz:
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
 
-folder = loaded.run_dir / "samples" if loaded.run_dir else Path()
+folder = Path()  # here
+if loaded.run_dir:
+    folder = loaded.run_dir / "samples"
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
 stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
 if out and Path(stem).is_dir():
@@ -152,7 +154,11 @@ start = time.perf_counter()
 with Progress(num_images - before, "images", "sampling") as bar:
     for k in store.missing(rank, world):
         drawn = store.num_drawn() - before  # by all ranks
-        on_step = lambda i, steps, x0, drawn=drawn: bar.update(drawn + len(x0) * i / steps - bar.done)
+
+        def on_step(i, steps, x0, drawn=drawn):
+            done = drawn + len(x0) * i / steps
+            bar.update(done - bar.done)
+
         with autocast:
             x0 = samples.draw(store.parts[k], on_step)
         store.write(k, codec.to_output(x0).transpose(0, 2, 3, 1))  # (n, H, W, C)
@@ -169,11 +175,18 @@ if not_finite:
 if stopped:
     print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
 elif rank == 0:
-    images = [codec.picture(image.transpose(2, 0, 1)[None])[0] for image in store.first(GRID_IMAGES)]  # (C, H, W) each
-    num_shown, columns = len(images), samples.columns
+    images = []  # (C, H, W) each
+    for stored in store.first(GRID_IMAGES):
+        image = stored.transpose(2, 0, 1)[None]  # (1, C, H, W)
+        images.append(codec.picture(image)[0])
+    num_shown = len(images)
+    columns = samples.columns
     shown = samples.shown(range(num_shown))
     if shown:  # the second image, then the sample
-        images = [image for pair in zip(shown, images) for image in pair]
+        pairs = zip(shown, images)
+        images = []
+        for pair in pairs:
+            images += pair
         columns = 8
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, protocol=store.protocol))

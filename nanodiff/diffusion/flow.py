@@ -19,18 +19,22 @@ TIMES = {
 MIN_T = 0.05  # v = (x_t - x0) / t: dividing by less would weigh an error of x0 over 1 / 0.05^2 = 400 times in the loss
 
 
+def per_image(x):
+    return x.view(-1, 1, 1, 1)  # (N,) -> (N, 1, 1, 1), beside images
+
+
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) evaluates the
 # network; t and t_next are floats, 1 >= t > t_next >= 0; generator has randn_like, as the module torch does. A new
 # sampler is one such function and its entry in SAMPLERS.
 
 
-def euler(velocity, x, t, t_next, generator=torch):
+def euler(velocity, x, t, t_next, generator):
     """First order, one evaluation per step."""
     v = velocity(x, t)
     return x - (t - t_next) * v, x - t * v
 
 
-def heun(velocity, x, t, t_next, generator=torch):
+def heun(velocity, x, t, t_next, generator):
     """Second order, two evaluations per step; the last step is Euler's (EDM, Karras et al. 2022, algorithm 1)."""
     v = velocity(x, t)
     h = t - t_next
@@ -41,7 +45,7 @@ def heun(velocity, x, t, t_next, generator=torch):
     return x - h / 2 * (v + v_next), x0
 
 
-def sde(velocity, x, t, t_next, generator=torch):
+def sde(velocity, x, t, t_next, generator):
     """Euler-Maruyama for the reverse SDE with the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
 
     Backwards in time dx = [v - w/2 score] dt + sqrt(w) dW; w = t, score = -E[noise | x_t] / t = -(x + (1 - t) v) / t.
@@ -95,7 +99,7 @@ class FlowMatching:
         out = model(x_t, TIMES[self.time_input](t), **cond).float()
         if self.prediction == "v":
             return out
-        return (x_t - out) / t.view(-1, 1, 1, 1).clamp(min=MIN_T)
+        return (x_t - out) / per_image(t).clamp(min=MIN_T)
 
     def noised(self, x0, t, noise):
         """x_t; t is a float or broadcasts."""
@@ -105,7 +109,7 @@ class FlowMatching:
         """(N, 1, 1, 1) bool: does t lie in the interval of guidance?"""
         low, high = self.cfg_interval
         inside = (low <= t) & (t <= high)
-        return inside.view(-1, 1, 1, 1)
+        return per_image(inside)
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
@@ -117,8 +121,7 @@ class FlowMatching:
         whose solution is v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training:
         guidance of scale w. The bracket is 0 where the label is dropped.
         """
-        w = t.view(-1, 1, 1, 1)
-        x_t = self.noised(x0, w, noise)
+        x_t = self.noised(x0, per_image(t), noise)
         v = self.velocity(model, x_t, t, **cond)
         target = noise - x0
         if draw and self.done >= self.guided_from:
@@ -127,7 +130,8 @@ class FlowMatching:
                 toward_class = v - self.velocity(model, x_t, t, **unlabelled)
             share = self.is_guided(t) * (1 - 1 / self.cfg_scale)
             target = target + share * toward_class
-        return {"loss": (v - target).square().flatten(1).mean(1)}
+        error = (v - target).square()
+        return {"loss": error.flatten(1).mean(1)}
 
     @torch.no_grad()
     def sample(
@@ -161,7 +165,8 @@ class FlowMatching:
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
             if known is not None:
-                x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
+                kept = self.noised(known.x0, t_next, noise)
+                x = torch.where(known.mask, kept, x)
             if progress is not None:
                 progress(i, steps, x0)
         return x

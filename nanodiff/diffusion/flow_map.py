@@ -7,11 +7,11 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.conditions import null_condition
 from nanodiff.diffusion import flow
-from nanodiff.diffusion.flow import MIN_T, FlowMatching
+from nanodiff.diffusion.flow import MIN_T, FlowMatching, per_image
 from nanodiff.diffusion.guidance import with_and_without
 
 
-def jump(velocity, x, t, t_next, generator=torch):
+def jump(velocity, x, t, t_next, generator):
     """One jump, exact for a perfect flow map at any length: the mean velocity between t and t_next times their gap."""
     u = velocity(x, t, t_next)
     return x - (t - t_next) * u, x - t * u
@@ -58,11 +58,12 @@ class FlowMap(FlowMatching):
 
     def teacher_velocity(self, x_t, t, **cond):
         """v (N, C, H, W) at x_t and t (N,), guided."""
-        velocity, model = self.teacher.process.velocity, self.teacher.model
+        model = self.teacher.model
+        velocity = functools.partial(self.teacher.process.velocity, model)
         if self.cfg_scale == 1:
-            return velocity(model, x_t, t, **cond)
+            return velocity(x_t, t, **cond)
         null = null_condition(model.config, cond)
-        v, v_null = with_and_without(functools.partial(velocity, model), x_t, t, cond, null)
+        v, v_null = with_and_without(velocity, x_t, t, cond, null)
         guided = v_null + self.cfg_scale * (v - v_null)
         return torch.where(self.is_guided(t), guided, v)
 
@@ -83,14 +84,18 @@ class FlowMap(FlowMatching):
         if self.teacher.process.prediction == "x0":  # below MIN_T its v is clamped: take that at MIN_T to the end
             floor = ((MIN_T - r) / (t - r)).clamp(0, 1)
             raised = (floor - share).clamp(min=0)
-            share, weight = share + raised, weight + raised
+            share = share + raised
+            weight = weight + raised
         m = r + share * (t - r)
-        w, gap, share, weight = (x.view(-1, 1, 1, 1) for x in (t, t - m, share, weight))
-        x_t = self.noised(x0, w, noise)
+        gap = per_image(t - m)
+        share = per_image(share)
+        weight = per_image(weight)
+        x_t = self.noised(x0, per_image(t), noise)
         u_tr = self.velocity(model, x_t, t, r, **cond)
         with torch.no_grad():
             u_tm = self.velocity(model, x_t, t, m, **cond)
-            v = self.teacher_velocity(x_t - gap * u_tm, m, **cond)
+            x_m = x_t - gap * u_tm
+            v = self.teacher_velocity(x_m, m, **cond)
             target = (1 - share) * u_tm + weight * v + (share - weight) * u_tr
         error = u_tr - target
         # |error| beyond a width: squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md).

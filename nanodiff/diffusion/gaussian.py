@@ -127,7 +127,8 @@ def dpmpp(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     _, _, x0 = p
     if i == 0:  # lambda = infinity
         return x0
-    alpha, sigma = process.tables["sqrt_alpha_bar"], process.tables["sqrt_one_minus_alpha_bar"]
+    alpha = process.tables["sqrt_alpha_bar"]
+    sigma = process.tables["sqrt_one_minus_alpha_bar"]
     lam = np.log(alpha / sigma)
     h = lam[i - 1] - lam[i]
     D = x0  # the first step is DDIM's
@@ -169,7 +170,9 @@ class GaussianDiffusion:
         self.num_outputs = 2 if self.variance.startswith("learned") else 1  # of the network, per channel of x_t
         self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
         self.default_steps = T if self.objective == "x_prev" else min(25, T)
-        self.set_alpha_bar(np.cumprod(1 - make_betas(self.noise_schedule, T)), np.arange(T) * (self.t_end / T))
+        betas = make_betas(self.noise_schedule, T)
+        model_t = np.arange(T) * (self.t_end / T)
+        self.set_alpha_bar(np.cumprod(1 - betas), model_t)
 
     def set_alpha_bar(self, alpha_bar: np.ndarray, model_t: np.ndarray) -> None:
         """alpha_bar and model_t, the t that the model sees: (T,) in float64."""
@@ -239,7 +242,8 @@ class GaussianDiffusion:
     def q_posterior(self, x0, x_t, t):
         """mean (N, C, H, W) and log_variance (N, 1, 1, 1) of q(x_{t-1} | x_t, x_0)."""
         at = self.at(t)
-        return at.posterior_mean_coef1 * x0 + at.posterior_mean_coef2 * x_t, at.posterior_log_variance_clipped
+        mean = at.posterior_mean_coef1 * x0 + at.posterior_mean_coef2 * x_t
+        return mean, at.posterior_log_variance_clipped
 
     def eps_from_x0(self, x_t, t, x0):
         at = self.at(t)
@@ -303,7 +307,8 @@ class GaussianDiffusion:
         mean, log_variance, _ = p
         kl = normal_kl(*self.q_posterior(x0, x_t, t), mean, log_variance)
         nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
-        return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
+        nats = torch.where(t == 0, mean_flat(nll), mean_flat(kl))
+        return nats / math.log(2)
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
@@ -314,11 +319,16 @@ class GaussianDiffusion:
         """
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)
-        vb_scale = {"rescaled_kl": self.num_timesteps, "rescaled_mse": self.num_timesteps / 1000}.get(self.loss, 1)
+        vb_scale = 1
+        if self.loss == "rescaled_kl":
+            vb_scale = self.num_timesteps
+        if self.loss == "rescaled_mse":
+            vb_scale = self.num_timesteps / 1000
         if self.loss.endswith("kl"):
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
-        mse = mean_flat((self.target(x0, x_t, t, noise) - prediction) ** 2)
+        target = self.target(x0, x_t, t, noise)
+        mse = mean_flat((target - prediction) ** 2)
         if self.num_outputs == 1:
             return {"loss": mse, "mse": mse}
         p = self.p_mean_variance(prediction.detach(), log_variance, x_t, t)
@@ -339,9 +349,11 @@ class GaussianDiffusion:
             x_t = self.q_sample(x0, t, noise)
             p = self.denoise(model, x_t, t, **cond)
             _, _, x0_found = p
+            eps_found = self.eps_from_x0(x_t, t, x0_found)
+            vb = self.vb_term(p, x0, x_t, t)
             xstart_mse = mean_flat((x0_found - x0) ** 2)
-            mse = mean_flat((self.eps_from_x0(x_t, t, x0_found) - noise) ** 2)
-            terms.append(torch.stack([self.vb_term(p, x0, x_t, t), xstart_mse, mse]))
+            mse = mean_flat((eps_found - noise) ** 2)
+            terms.append(torch.stack([vb, xstart_mse, mse]))
         vb, xstart_mse, mse = torch.stack(terms, dim=2)
         last = self.at(full(x0, T - 1))
         zero = x0.new_zeros(())
@@ -374,16 +386,19 @@ class GaussianDiffusion:
         """
         process = self.respaced(steps)
         T = process.num_timesteps
-        x_t, x0 = noise, None
+        x_t = noise
+        x0 = None
         if known is not None:
             T = round(known.strength * T)
             x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
-            p = process.denoise(denoiser, x_t, full(x_t, i), at=process.model_t[i] / process.t_end)
+            at = process.model_t[i] / process.t_end
+            p = process.denoise(denoiser, x_t, full(x_t, i), at=at)
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
             if known is not None:
-                x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
+                kept = process.noised(known.x0, i - 1, noise)
+                x_t = torch.where(known.mask, kept, x_t)
             if progress is not None:
                 progress(T - i, T, x0)
         return x_t

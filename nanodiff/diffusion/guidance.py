@@ -65,8 +65,10 @@ def make_denoiser(model, cond: dict, settings):
     """
     cfg_scale = settings.cfg_scale
     weak_model = settings.weak_model
-    if cfg_scale != 1 and weak_model is None and not null_condition(model.config, cond):
-        raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
+    if cfg_scale != 1 and weak_model is None:
+        null = null_condition(model.config, cond)
+        if not null:
+            raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
     low, high = settings.cfg_interval
     always = low <= 0 and high >= 1
 
@@ -77,9 +79,10 @@ def make_denoiser(model, cond: dict, settings):
             strong = model(x_t, t, **cond).float()
             weak = weak_model(x_t, t, **cond).float()
         else:
-            strong, weak = with_and_without(model, x_t, t, cond, null_condition(model.config, cond))
+            strong, weak = with_and_without(model, x_t, t, cond, null)
         c = settings.cfg_channels or x_t.shape[1]
-        guided = weak[:, :c] + cfg_scale * (strong[:, :c] - weak[:, :c])
+        start = weak[:, :c]
+        guided = start + cfg_scale * (strong[:, :c] - start)
         return torch.cat([guided, strong[:, c:]], dim=1)
 
     return denoiser
@@ -87,6 +90,8 @@ def make_denoiser(model, cond: dict, settings):
 
 def with_and_without(predict, x_t, t, cond: dict, null: dict):
     """predict(x_t, t, **cond), and the same with `null` for the condition, in one pass of twice the batch; fp32."""
-    without = cond | null
-    both = {name: torch.cat([value, without[name]]) for name, value in cond.items()}
-    return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)
+    both = {}
+    for name, value in cond.items():
+        both[name] = torch.cat([value, null.get(name, value)])
+    out = predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
+    return out.float().chunk(2)

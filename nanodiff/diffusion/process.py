@@ -24,18 +24,22 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
         settings = {name: config[name] for name in names if name in config}
         interval = parse_interval(config.get("cfg_interval", "0,1"))
         process = kind(prediction, cfg_interval=interval, **settings)
-        std, timesteps = process.timestep_std, config.get("timesteps", "auto")
+        std = process.timestep_std
+        timesteps = config.get("timesteps", "auto")
         if std != 1 and timesteps not in ("auto", "logit-normal"):
             raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
         return process
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "gaussian_loss")
     rescale = config.get("rescale_timesteps", True)  # published models may see t itself
-    return GaussianDiffusion(*(config[name] for name in names), rescale, clip_denoised=facts["kind"] != "latents")
+    values = [config[name] for name in names]
+    is_image = facts["kind"] != "latents"
+    return GaussianDiffusion(*values, rescale, clip_denoised=is_image)
 
 
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
     """Resolve "auto"; refuse now what process.sample would fail on later. `steps`: a number, or a respacing."""
-    sampler = process.default_sampler if sampler == "auto" else sampler
+    if sampler == "auto":
+        sampler = process.default_sampler
     if sampler not in process.samplers:
         accepted = ", ".join(process.samplers)
         raise UserError(f"sampler={sampler!r} is not a sampler of {process.kind}; accepted: auto, {accepted}")

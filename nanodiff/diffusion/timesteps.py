@@ -17,7 +17,9 @@ from nanodiff.dist import collective
 
 def unit(t, process):
     """t as a fraction of its range, in [0, 1]."""
-    return t / process.num_timesteps if process.is_gaussian else t
+    if process.is_gaussian:
+        return t / process.num_timesteps
+    return t
 
 
 def uniform(u, process):
@@ -47,7 +49,8 @@ def bell(u, process):
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
-    return process.shift(torch.sigmoid(z)), torch.ones_like(u)
+    t = process.shift(torch.sigmoid(z))
+    return t, torch.ones_like(u)
 
 
 class Timesteps(torch.nn.Module):
@@ -58,7 +61,8 @@ class Timesteps(torch.nn.Module):
         self.draw = draw
         self.process = process
         # draw grows with u, so these t come from one range of u
-        t, _ = draw((torch.arange(100_000) + 0.5) / 100_000, process)
+        evenly = (torch.arange(100_000) + 0.5) / 100_000
+        t, _ = draw(evenly, process)
         t = unit(t, process)
         self.low = (t < low).float().mean().item()
         self.high = (t <= high).float().mean().item()
@@ -98,7 +102,8 @@ class LossSecondMoment(Timesteps):
     def sample(self, u):
         p = self.probabilities()
         weights = 1 / (len(p) * p)  # keep the mean loss unbiased
-        cdf, weights = torch.stack([p.cumsum(0), weights]).float().to(u.device, non_blocking=True)
+        table = torch.stack([p.cumsum(0), weights]).float()  # (2, T): one copy to the device
+        cdf, weights = table.to(u.device, non_blocking=True)
         t = torch.searchsorted(cdf, u, right=True).clamp(max=len(p) - 1)  # the inverse CDF
         return t, weights[t]
 

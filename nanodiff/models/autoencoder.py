@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError
 from nanodiff.files import load_tensors, reading
+from nanodiff.models.unet import conv3
 from nanodiff.safetensors import load_safetensors
 
 # Pixels per forward pass. The SD VAE's decoder takes 4.2 KB per pixel: 4 GB on a GPU. A CPU is fastest with one 256 px
@@ -38,14 +39,18 @@ class Autoencoder(nn.Module):
         if H % self.downsample or W % self.downsample:
             raise UserError(f"image of {W}x{H} px: {self.name} needs multiples of {self.downsample} px")
         x = x.contiguous(memory_format=torch.channels_last)
-        mean, *logvar = in_slices(self.encoder, x, H * W).chunk(self.parts, dim=1)
-        std = torch.exp(0.5 * logvar[0].clamp(-30, 20)) if logvar else torch.zeros_like(mean)
-        return mean, std
+        out = in_slices(self.encoder, x, H * W)
+        if self.parts == 1:
+            return out, torch.zeros_like(out)
+        mean, logvar = out.chunk(2, dim=1)
+        return mean, torch.exp(0.5 * logvar.clamp(-30, 20))
 
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """Latents (N, C, h, w) -> images (N, 3, 8h, 8w) in fp32; about [-1, 1], not clamped."""
-        return in_slices(self.decoder, z, z.shape[2] * z.shape[3] * self.downsample**2)
+        h, w = z.shape[2:]
+        pixels = h * w * self.downsample**2
+        return in_slices(self.decoder, z, pixels)
 
 
 def in_slices(network: nn.Module, x: torch.Tensor, pixels: int) -> torch.Tensor:
@@ -56,10 +61,6 @@ def in_slices(network: nn.Module, x: torch.Tensor, pixels: int) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # AutoencoderKL: Rombach et al. 2022 (latent diffusion)
-
-
-def conv3(c_in: int, c_out: int, **kwargs) -> nn.Conv2d:
-    return nn.Conv2d(c_in, c_out, 3, padding=1, **kwargs)
 
 
 def layer(c_in: int, c_out: int, groups: int) -> nn.Sequential:
@@ -75,7 +76,9 @@ class ResnetBlock(nn.Module):
         super().__init__()
         self.layer1 = layer(c_in, c_out, groups)
         self.layer2 = layer(c_out, c_out, groups)
-        self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
+        self.shortcut = nn.Identity()
+        if c_in != c_out:
+            self.shortcut = nn.Conv2d(c_in, c_out, 1)
 
     def forward(self, x):
         return self.shortcut(x) + self.layer2(self.layer1(x))
@@ -127,10 +130,21 @@ class AutoencoderKL(Autoencoder):
         super().__init__()
         self.latent_channels = latent_channels
         self.downsample = 2 ** (len(widths) - 1)
-        down = lambda c: nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
-        up = lambda c: nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))
-        conv1 = lambda c: nn.Conv2d(c, c, 1) if quant_conv else nn.Identity()  # SD 3 and FLUX do without
-        first, last = widths[0], widths[-1]
+
+        def down(c):
+            pad = nn.ZeroPad2d((0, 1, 0, 1))
+            return nn.Sequential(pad, nn.Conv2d(c, c, 3, stride=2))
+
+        def up(c):
+            return nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))
+
+        def conv1(c):
+            if quant_conv:
+                return nn.Conv2d(c, c, 1)
+            return nn.Identity()  # SD 3 and FLUX
+
+        first = widths[0]
+        last = widths[-1]
         self.encoder = named(
             conv_in=conv3(3, first),
             down_blocks=levels(widths, blocks, groups, down),
@@ -198,7 +212,9 @@ class TinyAutoencoder(Autoencoder):
         self.encoder = nn.Sequential(*encoder, conv3(width, latent_channels))
         decoder = [conv3(latent_channels, width), nn.ReLU()]
         for pool in (mid_pool, False, False):
-            decoder += [*blocks(pool), nn.Upsample(scale_factor=2), conv3(width, width, bias=False)]
+            decoder += blocks(pool)
+            decoder.append(nn.Upsample(scale_factor=2))
+            decoder.append(conv3(width, width, bias=False))
         self.decoder = nn.Sequential(*decoder, TinyBlock(width), conv3(width, 3))
 
     def encode(self, x):
@@ -252,12 +268,18 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     digest = hashlib.sha256()
     with reading(path, "holds neither an SD VAE nor both halves of a TAESD"):
         for prefix, file in files.items():
-            tensors = load_safetensors(file)[0] if file.suffix == ".safetensors" else load_tensors(file)
+            if file.suffix == ".safetensors":
+                tensors, _ = load_safetensors(file)
+            else:
+                tensors = load_tensors(file)
             tensors = tensors.get("state_dict", tensors)
-            weights |= {prefix + name: w for name, w in tensors.items()}
+            for name, w in tensors.items():
+                weights[prefix + name] = w
             digest.update(np.memmap(file, np.uint8, "r"))
-        weights = {name: w.to(torch.float32, copy=True) for name, w in rename(weights).items()}  # no views of the file
-        config = json.loads(settings.read_text()) if settings.is_file() else {}
+        weights = rename(weights)
+        config = {}
+        if settings.is_file():
+            config = json.loads(settings.read_text())
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)
@@ -291,9 +313,10 @@ def find_weights(path: Path) -> dict[str, Path]:
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename weights of any published layout to the names above; drop those of other networks."""
+    """Copies in fp32 of weights of any published layout, under the names above; drop those of other networks."""
     weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
-    finest = len({name.split(".")[2] for name in weights if name.startswith("decoder.up.")}) - 1
+    levels_up = {name.split(".")[2] for name in weights if name.startswith("decoder.up.")}
+    finest = len(levels_up) - 1
     renamed = {}
     for name, w in weights.items():
         # CompVis counts the decoder's levels from the finest, diffusers from the coarsest
@@ -303,7 +326,7 @@ def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if ".middle.1." in name and w.ndim == 4:  # CompVis': 1x1 convolutions
             w = w.flatten(1)
         if name.startswith(("encoder.", "decoder.")):
-            renamed[name] = w
+            renamed[name] = w.to(torch.float32, copy=True)  # no view of the file
     return renamed
 
 
@@ -318,4 +341,5 @@ def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
     widths = [len(weights[name]) for name in convs if ".0.layer1." in name]
     blocks = len(convs) // len(widths)
-    return AutoencoderKL(widths, blocks, latent_channels, groups, quant_conv="encoder.quant_conv.weight" in weights)
+    has_quant_conv = "encoder.quant_conv.weight" in weights
+    return AutoencoderKL(widths, blocks, latent_channels, groups, has_quant_conv)

@@ -75,8 +75,9 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],
         "out_channels": out_channels,
-        **{name: facts.get(name, 0) for name in FACTS},
     }
+    for name in FACTS:
+        shape[name] = facts.get(name, 0)
     if not config["class_cond"]:
         shape["num_classes"] = 0
     if low_res:
@@ -96,9 +97,12 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
 
 def stored_config(meta: dict) -> DiTConfig | UNetConfig:
     """The model's config in a checkpoint's meta."""
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["model_config"].items()}  # JSON has no tuples
-    fields["checkpointing"] = False
-    return (UNetConfig if meta["arch"] == "unet" else DiTConfig)(**fields)
+    kind = UNetConfig if meta["arch"] == "unet" else DiTConfig
+    fields = meta["model_config"] | {"checkpointing": False}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)  # JSON has no tuples
+    return kind(**fields)
 
 
 def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:
@@ -135,10 +139,12 @@ def estimate_flops(model: torch.nn.Module) -> int:
         elif hasattr(module, "qkv"):  # q k^T and weights @ v: 2 T T C each
             counts.append(4 * args[0].numel() ** 2 // module.qkv.in_features)
 
-    config, p = model.config, next(model.parameters())
+    config = model.config
+    p = next(model.parameters())
     x_t = p.new_zeros(1, config.in_channels, config.image_size, config.image_size)
+    cond = some_conditions(config, 1, p.device)
     hook = torch.nn.modules.module.register_module_forward_hook(count)
-    model(x_t, x_t.new_zeros(1), **some_conditions(config, 1, p.device))
+    model(x_t, x_t.new_zeros(1), **cond)
     hook.remove()
     return 3 * sum(counts)
 
@@ -153,10 +159,13 @@ def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = 
 
     # By default compiling stops at the ninth graph of one forward(). A UNet has more block shapes; aspect buckets have
     # up to seven image shapes, each in training and in evaluation
-    _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 1000
+    _dynamo.config.recompile_limit = 1000
+    _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
-    options = dict(dynamic=False, mode="max-autotune-no-cudagraphs" if autotune else None)
+    options = dict(dynamic=False)
+    if autotune:
+        options["mode"] = "max-autotune-no-cudagraphs"
     if whole:
         return torch.compile(model, **options)
     for part in model.parts():
@@ -178,7 +187,7 @@ def compiled(
     model: torch.nn.Module,
     device: torch.device,
     num_steps: int,
-    compile: str = "True",
+    compile: str,
 ) -> torch.nn.Module:
     """The model, compiled where torch.compile works here, if `compile` is True or max (see `autotune` above).
 

@@ -131,7 +131,9 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
     """
     head_dim = config.width // config.heads
     angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device)
-    angles = F.pad(angles.flatten(1), (0, 0, config.vector_len, 0))[:, None, None]
+    angles = angles.flatten(1)  # (T, head_dim/2)
+    angles = F.pad(angles, (0, 0, config.vector_len, 0))  # (L + T, head_dim/2)
+    angles = angles[:, None, None]
     return angles.sin().float(), angles.cos().float()
 
 
@@ -144,9 +146,9 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def embedder(C: int) -> nn.Module:
-    """The MLP of two layers that takes a timestep_embedding."""
-    return nn.Sequential(nn.Linear(T_EMBED_DIM, C), nn.SiLU(), nn.Linear(C, C))
+def embedder(dim: int, C: int) -> nn.Module:
+    """The MLP of two layers that takes a timestep_embedding of length `dim`."""
+    return nn.Sequential(nn.Linear(dim, C), nn.SiLU(), nn.Linear(C, C))
 
 
 def run_block(config, block, *args):
@@ -192,11 +194,15 @@ class Block(nn.Module):
         hidden = config.mlp_hidden
         self.heads = config.heads
         self.modern = config.block == "modern"
-        self.norm = rms_norm if self.modern else layer_norm
+        self.norm = layer_norm
+        fc1_width = hidden
+        if self.modern:
+            self.norm = rms_norm
+            fc1_width = 2 * hidden  # gate and up in one matrix
         bias = not self.modern
         self.qkv = nn.Linear(C, 3 * C, bias=bias)
         self.proj = nn.Linear(C, C, bias=bias)
-        self.fc1 = nn.Linear(C, 2 * hidden if self.modern else hidden, bias=bias)  # modern: gate and up in one matrix
+        self.fc1 = nn.Linear(C, fc1_width, bias=bias)
         self.fc2 = nn.Linear(hidden, C, bias=bias)
         self.ada = nn.Linear(C, 6 * C)
 
@@ -246,8 +252,10 @@ class Final(nn.Module):
         self.ada = nn.Linear(config.width, 2 * config.width)
 
     def forward(self, x, c):  # (N, T, C), (N, C) -> (N, T, p*p*out)
-        shift, scale = self.ada(c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C) each
-        return self.linear(modulate(self.norm(x.float()), shift, scale))
+        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 2 C)
+        shift, scale = ada.chunk(2, dim=-1)
+        h = modulate(self.norm(x.float()), shift, scale)
+        return self.linear(h)
 
 
 class DiT(nn.Module):
@@ -258,9 +266,9 @@ class DiT(nn.Module):
         self.config = config
         C = config.width
         self.patch_embed = nn.Linear(input_channels(config) * config.patch_size**2, C)
-        self.t_embed = embedder(C)
+        self.t_embed = embedder(T_EMBED_DIM, C)
         if config.flow_map:
-            self.h_embed = embedder(C)
+            self.h_embed = embedder(T_EMBED_DIM, C)
         # nn.Embedding would draw its table; for that, torch on "meta" imports its compiler: 2 s at every start
         if config.num_classes:
             self.y_embed = nn.Embedding.from_pretrained(torch.empty(config.num_classes + 1, C), freeze=False)
@@ -279,7 +287,9 @@ class DiT(nn.Module):
         Xavier-uniform matrices, N(0, 0.02) embeddings; biases, adaLN and the last layer are zero, so each block starts
         as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
         """
-        zero = ("ada", "final") if self.config.vector_len else ("ada", "final", "vector_embed")
+        zero = ("ada", "final")
+        if not self.config.vector_len:
+            zero += ("vector_embed",)
         for name, p in self.named_parameters():
             w = torch.zeros(p.shape, device="cpu")
             if p.ndim > 1 and name.startswith(("t_embed", "h_embed", "y_embed", "vector_position")):
@@ -299,19 +309,22 @@ class DiT(nn.Module):
         """
         cfg = self.config
         p = cfg.patch_size
-        x = F.pixel_unshuffle(with_images(self.config, x_t, **images), p)  # (N, C p p, rows, cols)
+        x = with_images(cfg, x_t, **images)
+        x = F.pixel_unshuffle(x, p)  # (N, C p p, rows, cols)
         N, _, rows, cols = x.shape
         x = self.patch_embed(x.flatten(2).mT.contiguous())  # a token for each patch, in the order of rows
         # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        x = (x.float() + position_table(cfg, rows, cols, x.device)).to(stream)
+        positions = position_table(cfg, rows, cols, x.device)
+        x = (x.float() + positions).to(stream)
         rotation = rotation_table(cfg, rows, cols, x.device)
 
         c = self.t_embed(timestep_embedding(t, T_EMBED_DIM))  # (N, width)
         if cfg.num_classes:
             c = c + self.y_embed(y)
         if cfg.flow_map:
-            h = torch.zeros_like(t) if h is None else h
+            if h is None:
+                h = torch.zeros_like(t)
             c = c + self.h_embed(timestep_embedding(h, T_EMBED_DIM))
         if cfg.vector_dim:
             vectors, is_null = null_rows(vectors)

@@ -23,7 +23,12 @@ def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator)
     with torch.no_grad():
         layer.lora_A.weight.copy_((2 * u - 1) * n_in**-0.5)
         layer.lora_B.weight.zero_()
-    layer.register_forward_hook(lambda layer, x, y: y + alpha / rank * layer.lora_B(layer.lora_A(*x)))
+
+    def add_update(layer, x, y):
+        update = layer.lora_B(layer.lora_A(*x))
+        return y + alpha / rank * update
+
+    layer.register_forward_hook(add_update)
 
 
 def learn_rows(table: nn.Embedding, rows: list[int]) -> None:
@@ -68,7 +73,8 @@ def add_lora(
     for name in find_layers(model, targets):
         adapt(model.get_submodule(name), rank, alpha, generator)
     if rows:
-        learn_rows(class_table(model)[1], list(rows))
+        _, table = class_table(model)
+        learn_rows(table, rows)
     model.register_state_dict_post_hook(drop_frozen)
     model.register_load_state_dict_pre_hook(fill_frozen)
 
@@ -79,7 +85,9 @@ def drop_frozen(model, state_dict, prefix, local_metadata) -> None:
 
 
 def fill_frozen(model, state_dict, *others) -> None:
-    state_dict |= {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            state_dict[name] = p.detach()
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanodiff.common import UserError
 from nanodiff.conditions import Conditioned, input_channels, null_rows, with_images
-from nanodiff.models.dit import run_block, timestep_embedding
+from nanodiff.models.dit import embedder, run_block, timestep_embedding
 
 # Width of each level as a multiple of model_channels: IDDPM's for 32, 64 and 256 pixels, ADM's (2021) for 128
 CHANNEL_MULT = {
@@ -83,6 +83,10 @@ def no_autocast(x):
     return torch.autocast(x.device.type, enabled=False)
 
 
+def conv3(c_in: int, c_out: int, **kwargs) -> nn.Conv2d:
+    return nn.Conv2d(c_in, c_out, 3, padding=1, **kwargs)
+
+
 class GroupNorm(nn.GroupNorm):
     """Group normalisation that keeps the dtype of x; autocast would write fp32."""
 
@@ -91,13 +95,15 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x):
         with no_autocast(x):
-            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class Upsample(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = conv3(channels, channels)
 
     def forward(self, x):
         with no_autocast(x):  # autocast on the CPU would copy pixels in fp32
@@ -112,11 +118,14 @@ class ResBlock(nn.Module):
         super().__init__()
         self.scale_shift = config.use_scale_shift_norm
         emb = 4 * config.model_channels
-        self.in_layers = nn.Sequential(GroupNorm(cin), nn.SiLU(), nn.Conv2d(cin, cout, 3, padding=1))
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, 2 * cout if self.scale_shift else cout))
-        last = nn.Conv2d(cout, cout, 3, padding=1)  # zero at init, so a block starts as its skip
+        self.in_layers = nn.Sequential(GroupNorm(cin), nn.SiLU(), conv3(cin, cout))
+        emb_out = 2 * cout if self.scale_shift else cout
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb, emb_out))
+        last = conv3(cout, cout)  # zero at init, so a block starts as its skip
         self.out_layers = nn.Sequential(GroupNorm(cout), nn.SiLU(), nn.Dropout(config.dropout), last)
-        self.skip_connection = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
+        self.skip_connection = nn.Identity()
+        if cin != cout:
+            self.skip_connection = nn.Conv2d(cin, cout, 1)
 
     def forward(self, x, emb):  # (N, cin, H, W), (N, 4 * model_channels) -> (N, cout, H, W)
         h = self.in_layers(x)
@@ -124,7 +133,8 @@ class ResBlock(nn.Module):
         if self.scale_shift:
             norm, act, dropout, conv = self.out_layers
             scale, shift = emb.chunk(2, dim=1)
-            h = conv(dropout(act(norm(h) * (1 + scale) + shift)))
+            h = norm(h) * (1 + scale) + shift
+            h = conv(dropout(act(h)))
         else:
             h = self.out_layers(h + emb)
         return self.skip_connection(x) + h
@@ -151,16 +161,21 @@ class AttentionBlock(nn.Module):
             q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
             h = F.scaled_dot_product_attention(q, k, v)
             h = h.transpose(1, 2).reshape(N, T, C).to(x.dtype)
-        return x + self.proj_out(h).transpose(1, 2).view(N, C, H, W)
+        out = self.proj_out(h).transpose(1, 2)  # (N, C, T)
+        return x + out.view(N, C, H, W)
 
 
 class Level(nn.Sequential):
     """Layers in sequence; residual blocks also take the embedding."""
 
     def forward(self, x, emb, skip=None):
-        x = x if skip is None else torch.cat([x, skip], dim=1)
+        if skip is not None:
+            x = torch.cat([x, skip], dim=1)
         for layer in self:
-            x = layer(x, emb) if isinstance(layer, ResBlock) else layer(x)
+            if isinstance(layer, ResBlock):
+                x = layer(x, emb)
+            else:
+                x = layer(x)
         return x
 
 
@@ -170,8 +185,9 @@ class UNet(nn.Module):
     def __init__(self, config: UNetConfig):
         super().__init__()
         self.config = c = config
-        width, emb = c.model_channels, 4 * c.model_channels
-        self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
+        width = c.model_channels
+        emb = 4 * width
+        self.time_embed = embedder(width, emb)
         if c.num_classes:
             # Not drawn here: see dit.py
             self.label_emb = nn.Embedding.from_pretrained(torch.empty(c.num_classes + c.null_class, emb), freeze=False)
@@ -180,31 +196,38 @@ class UNet(nn.Module):
             self.vector_null = nn.Parameter(torch.empty(emb))
 
         def blocks(cin, cout, level, heads=c.num_heads):
-            res = ResBlock(cin, cout, c)
-            return [res, AttentionBlock(cout, heads)] if level in c.attention_levels else [res]
+            layers = [ResBlock(cin, cout, c)]
+            if level in c.attention_levels:
+                layers.append(AttentionBlock(cout, heads))
+            return layers
 
         ch = width
-        self.input_blocks = nn.ModuleList([Level(nn.Conv2d(input_channels(c), ch, 3, padding=1))])
+        first = conv3(input_channels(c), ch)
+        self.input_blocks = nn.ModuleList([Level(first)])
         skips = [ch]  # channels of each input block's output
         for level, mult in enumerate(c.channel_mult):
+            cout = mult * width
             if level:
-                down = nn.Conv2d(ch, ch, 3, stride=2, padding=1)
+                down = conv3(ch, ch, stride=2)
                 self.input_blocks.append(Level(nn.Sequential(OrderedDict(op=down))))
                 skips.append(ch)
             for _ in range(c.num_res_blocks):
-                self.input_blocks.append(Level(*blocks(ch, mult * width, level)))
-                ch = mult * width
+                layers = blocks(ch, cout, level)
+                self.input_blocks.append(Level(*layers))
+                ch = cout
                 skips.append(ch)
         self.middle_block = Level(ResBlock(ch, ch, c), AttentionBlock(ch, c.num_heads), ResBlock(ch, ch, c))
         self.output_blocks = nn.ModuleList()
+        heads_up = c.num_heads_upsample or c.num_heads
         for level, mult in reversed(list(enumerate(c.channel_mult))):
+            cout = mult * width
             for i in range(c.num_res_blocks + 1):
-                layers = blocks(ch + skips.pop(), mult * width, level, c.num_heads_upsample or c.num_heads)
-                ch = mult * width
+                layers = blocks(ch + skips.pop(), cout, level, heads_up)
+                ch = cout
                 if level and i == c.num_res_blocks:
                     layers.append(Upsample(ch))
                 self.output_blocks.append(Level(*layers))
-        self.out = nn.Sequential(GroupNorm(ch), nn.SiLU(), nn.Conv2d(ch, c.out_channels, 3, padding=1))  # zero at init
+        self.out = nn.Sequential(GroupNorm(ch), nn.SiLU(), conv3(ch, c.out_channels))  # zero at init
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -213,14 +236,16 @@ class UNet(nn.Module):
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
             elif isinstance(m, nn.Embedding):
-                m.weight.copy_(torch.randn(m.weight.shape, generator=generator, device="cpu"))
+                normal = torch.randn(m.weight.shape, generator=generator, device="cpu")
+                m.weight.copy_(normal)
             elif isinstance(m, nn.Linear | nn.Conv2d):
                 bound = m.weight[0].numel() ** -0.5
                 for p in m.parameters(recurse=False):
                     uniform = torch.rand(p.shape, generator=generator, device="cpu")
                     p.copy_((2 * uniform - 1) * bound)
         for name, p in self.named_parameters():
-            if "out_layers.3." in name or "proj_out." in name or name.startswith(("out.2.", "vector_")):
+            ends_a_block = "out_layers.3." in name or "proj_out." in name
+            if ends_a_block or name.startswith(("out.2.", "vector_")):
                 p.zero_()
 
     def forward(self, x_t, t, y=None, vectors=None, **images):
@@ -232,7 +257,9 @@ class UNet(nn.Module):
         c = self.config
         x_t = with_images(c, x_t, **images)
         device = x_t.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_t.dtype
+        dtype = x_t.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         with no_autocast(x_t):  # as published, the embedding and the output layer stay in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:

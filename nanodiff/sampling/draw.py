@@ -47,25 +47,33 @@ def in_words(protocol: dict) -> str:
     if "sampler" in protocol:
         words.append("{sampler}, {steps} steps ({network_evaluations} evaluations)".format(**protocol))
     if "cfg_scale" in protocol:
-        scale, interval = protocol["cfg_scale"], protocol["cfg_interval"].replace(",", "..")
-        guidance = f"guidance {scale:g}" + (f" in {interval}" if interval != "0..1" else "")
-        words += [guidance if scale != 1 else "no guidance", f"seed {protocol['seed']}"]
+        scale = protocol["cfg_scale"]
+        interval = protocol["cfg_interval"].replace(",", "..")
+        guidance = "no guidance"
+        if scale != 1:
+            guidance = f"guidance {scale:g}"
+            if interval != "0..1":
+                guidance += f" in {interval}"
+        words += [guidance, f"seed {protocol['seed']}"]
     return ", ".join(words)
 
 
 def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
     """Class numbers from numbers and names, "ring,3"; None for ""."""
+    if not classes:
+        return None
     known = {name: number for number, name in enumerate(class_names)}
-    known |= {str(number): number for number in range(len(class_names))}
+    for number in range(len(class_names)):
+        known[str(number)] = number
     chosen = []
-    for given in classes.split(",") if classes else []:
+    for given in classes.split(","):
         if given not in known:
             accepted = "no classes"
             if class_names:
                 accepted = f"{len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
             raise UserError(f"classes: {given!r} is unknown; this model has {accepted}")
         chosen.append(known[given])
-    return chosen or None
+    return chosen
 
 
 def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
@@ -73,9 +81,12 @@ def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
     if not size:
         return None
     pixels = codec.image_size // codec.shape[1]  # per latent
-    unit, largest = model_config.side_unit * pixels, 4 * codec.image_size
-    sides = [int(side) if side.isdecimal() else 0 for side in size.replace(",", "x").split("x")]
-    if len(sides) > 2 or any(side % unit or not 0 < side <= largest for side in sides):
+    unit = model_config.side_unit * pixels
+    largest = 4 * codec.image_size
+    allowed = range(unit, largest + 1, unit)
+    texts = size.replace(",", "x").split("x")
+    sides = [int(text) if text.isdecimal() else 0 for text in texts]
+    if len(sides) > 2 or any(side not in allowed for side in sides):
         accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
         raise UserError(f"size={size!r}; accepted: {accepted}")
     shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
@@ -109,7 +120,9 @@ class ModelSamples:
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of an image."""
         side = self.codec.image_size
-        return (3 if "latents" in self.codec.description else self.codec.shape[0], side, side)
+        if "latents" in self.codec.description:
+            return 3, side, side
+        return self.codec.shape[0], side, side
 
     @property
     def is_mixed(self) -> bool:
@@ -130,7 +143,9 @@ class ModelSamples:
     def columns(self) -> int:
         """Of a grid: one for each class, if samples take 4 to 10 in turn, else 8."""
         n = len(self.turns.labels)
-        return n if 4 <= n <= 10 and not self.is_mixed else 8
+        if 4 <= n <= 10 and not self.is_mixed:
+            return n
+        return 8
 
     def network_evaluations(self) -> int:
         """Forward passes per image, including the guide's; counted on a dummy model."""
@@ -140,9 +155,13 @@ class ModelSamples:
             num_images.append(len(x_t))
             return x_t.new_zeros(len(x_t), config.out_channels, 1, 1)
 
-        config = stand_in.config = self.model.config
+        config = self.model.config
+        stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
-        known = self.given and Known(noise, self.given.strength, torch.zeros(1, dtype=torch.bool))
+        known = None
+        if self.given:
+            nothing = torch.zeros(1, dtype=torch.bool)
+            known = Known(noise, self.given.strength, nothing)
         settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
         dummy = replace(self, model=stand_in, settings=settings)
         dummy.sample(noise, some_conditions(config, 1), known=known)
@@ -169,11 +188,14 @@ class ModelSamples:
     def labels(self, ids) -> np.ndarray:
         """Classes (n,) int64 of samples; zeros for an unconditional model."""
         turns = self.turns
-        return turns.labels[[turns.rows(i, self.shape_of(i)) for i in ids]]
+        rows = [turns.rows(i, self.shape_of(i)) for i in ids]
+        return turns.labels[rows]
 
     def batches(self, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Consecutive ids from 0 on, in batches of one shape."""
-        return in_batches(ids, math.gcd(8, batch_size) if self.is_mixed else batch_size)
+        if self.is_mixed:
+            batch_size = math.gcd(8, batch_size)
+        return in_batches(ids, batch_size)
 
     def sample(self, noise, cond: dict, **more) -> torch.Tensor:
         """x0 (N, C, H, W) from noise; `more`: generator, progress and known of process.sample."""
@@ -188,14 +210,18 @@ class ModelSamples:
         """
         device = next(self.model.parameters()).device
         shape = self.shape_of(ids[0])
-        cond = {"y": torch.from_numpy(self.labels(ids))} if self.num_classes else {}
-        cond |= {name: inputs(ids, shape) for name, inputs in self.inputs.items()}
-        cond = {name: x.to(device) for name, x in cond.items()}
+        cond = {}
+        if self.num_classes:
+            cond["y"] = torch.from_numpy(self.labels(ids)).to(device)
+        for name, inputs in self.inputs.items():
+            cond[name] = inputs(ids, shape).to(device)
         known = None
-        if self.given:
-            stored = self.given.images[np.asarray(ids) % len(self.given.images)]
-            x0 = self.codec.to_x0(torch.from_numpy(stored).to(device))
-            known = Known(x0, self.given.strength, self.given.mask.to(device))
+        given = self.given
+        if given:
+            rows = np.asarray(ids) % len(given.images)
+            stored = torch.from_numpy(given.images[rows])
+            x0 = self.codec.to_x0(stored.to(device))
+            known = Known(x0, given.strength, given.mask.to(device))
         generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
         noise = generator.randn((len(ids), *shape), device)
         x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)
@@ -212,13 +238,15 @@ class ModelSamples:
         pictures = []
         for name in self.inputs.keys() & IMAGES:
             for part in in_batches(np.asarray(ids), 8):  # of one shape
-                size = self.shape_of(part[0])
-                image = self.inputs[name](part, size)
+                shape = self.shape_of(part[0])
+                image = self.inputs[name](part, shape)
                 if name == "low_res":  # of x0
-                    pictures += self.codec.to_pixels(F.interpolate(image, size[1:], mode="nearest"))
+                    enlarged = F.interpolate(image, shape[1:], mode="nearest")
+                    pictures += self.codec.to_pixels(enlarged)
                 else:
-                    sides = [side * self.codec.image_size // self.codec.shape[1] for side in size[1:]]
-                    pictures += to_uint8(visible(F.interpolate(image, sides, mode="nearest"))).cpu()
+                    sides = [side * self.codec.image_size // self.codec.shape[1] for side in shape[1:]]
+                    enlarged = F.interpolate(image, sides, mode="nearest")
+                    pictures += to_uint8(visible(enlarged)).cpu()
         return pictures
 
 
@@ -233,23 +261,34 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     columns = 8 if codec.image_size <= 128 else 4
     inputs = inputs_of(val_set, codec, model.config, device)
     image = next((inputs[name] for name in inputs.keys() & IMAGES), None)
-    n, num_classes, classes = columns * columns, model.config.num_classes, None
+    n = columns * columns
+    num_classes = model.config.num_classes
+    classes = None
     if image:
         n = 24
+        columns = 9  # three triples
     elif num_classes and not inputs:
         if num_classes <= 10:
             n = columns * num_classes
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
-    batches = samples.batches(np.arange(n), min(batch_size, -(-n // get_dist()[2])))  # every rank draws something
+    _, _, world = get_dist()
+    share = math.ceil(n / world)  # every rank draws something
+    batches = samples.batches(np.arange(n), min(batch_size, share))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each
-        pictures = [samples.images(ids)]
-        if image:
-            truth, _ = stored_images(val_set, image.rows(ids, samples.shape_of(ids[0])), codec, device)
-            pictures = [samples.shown(ids), *pictures, codec.to_pixels(truth)]
-        return [picture for row in zip(*pictures) for picture in row]
+        drawn = samples.images(ids)
+        if not image:
+            return drawn
+        rows = image.rows(ids, samples.shape_of(ids[0]))
+        truth, _ = stored_images(val_set, rows, codec, device)
+        pictures = []
+        for triple in zip(samples.shown(ids), drawn, codec.to_pixels(truth)):
+            pictures += triple
+        return pictures
 
     parts = gather_batches(draw, batches, "grid")
     pictures = [picture for part in parts for picture in part]
-    return make_grid(pictures, 9 if image else columns) if pictures else None
+    if not pictures:
+        return None
+    return make_grid(pictures, columns)

@@ -41,7 +41,8 @@ def read_from_images(where: str, samples) -> np.ndarray:
     """The images of an .npz (arr_0), .npy or folder. Files are scaled."""
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))
-    return decoded_items("from_images", where, list(source.items), [(side, side)] if source.unread else [])
+    sizes = [(side, side)] if source.unread else []
+    return decoded_items("from_images", where, list(source.items), sizes)
 
 
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
@@ -57,7 +58,8 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
     if mask:
         pixels = read_mask(mask, codec.image_size)
         described["mask"] = with_hash(mask, pixels)
-        share = F.interpolate(torch.from_numpy(pixels).float()[None, None], size=codec.shape[1:], mode="area")
+        whites = torch.from_numpy(pixels).float()[None, None]  # (1, 1, H, W)
+        share = F.interpolate(whites, size=codec.shape[1:], mode="area")
         is_known = share == 1  # a latent is known where all its pixels are
         if not is_known.any():
             raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
@@ -73,7 +75,9 @@ def read_mask(path: str, side: int) -> np.ndarray:
         if file.suffix == ".npy":
             levels = np.load(file)
         else:
-            levels = np.asarray(center_crop(to_rgb(open_image(str(file)), "black"), side, side).convert("L"))
+            image = to_rgb(open_image(str(file)), "black")
+            gray = center_crop(image, side, side).convert("L")
+            levels = np.asarray(gray)
         is_kept = levels if levels.dtype == bool else levels >= 128
     if is_kept.shape != (side, side):
         raise UserError(f"mask={path!r} is of shape {is_kept.shape}; accepted: {(side, side)}")

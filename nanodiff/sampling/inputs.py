@@ -32,20 +32,25 @@ class Inputs:
     described: str
 
     def rows(self, ids, shape) -> np.ndarray:
-        difference = lambda size: abs(size[0] / size[1] - shape[1] / shape[2])
-        bucket = self.buckets[min(self.buckets, key=difference)]
+        def difference(size):
+            height, width = size
+            return abs(height / width - shape[1] / shape[2])
+
+        nearest = min(self.buckets, key=difference)
+        bucket = self.buckets[nearest]
         return bucket.start + np.asarray(ids) % len(bucket)
 
     def __call__(self, ids, shape) -> torch.Tensor:
         return self.read(self.rows(ids, shape), shape)
 
 
-def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str = "") -> dict[str, Inputs]:
+def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[str, Inputs]:
     """Open the conditions that a Loaded model takes besides classes.
 
     `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
     """
-    config, own = loaded.model.config, loaded.data["name"]
+    config = loaded.model.config
+    own = loaded.data["name"]
     taken = row_shapes(config)
     inputs = {}
     for name, read in READERS.items():
@@ -76,8 +81,13 @@ def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
         x0, given = stored_images(dataset, rows, codec, device)
         return conditioning(config, given, x0)[name]
 
-    more = (dataset.buckets, dataset.labels(np.arange(len(dataset))), dataset.described)
-    return {name: Inputs(functools.partial(read, name), *more) for name in row_shapes(config) if name != "y"}
+    labels = dataset.labels(np.arange(len(dataset)))
+    inputs = {}
+    for name in row_shapes(config):
+        if name != "y":
+            reader = functools.partial(read, name)
+            inputs[name] = Inputs(reader, dataset.buckets, labels, dataset.described)
+    return inputs
 
 
 def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
@@ -101,7 +111,8 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
     def read(rows, shape):
         sides = [n * side // codec.shape[1] for n in shape[1:]]  # of pixels, where the samples are latents
-        return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
+        stored = {"given": decoded(rows, *sides)}
+        return from_stored(stored, {}, device=loaded.device)["given"]
 
     with reading(Path(where)):
         squares = decoded(range(len(items)), side, side)
@@ -110,7 +121,8 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
 def read_low_res(where: str, loaded, codec) -> Inputs:
     """Small images of the same kinds of places. Images of the model's size are downsampled as in training."""
-    config, side = loaded.model.config, codec.image_size
+    config = loaded.model.config
+    side = codec.image_size
     items, labels = labelled_items("low_res", where, loaded)
     images = decoded_items("low_res", where, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
@@ -122,7 +134,9 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
         if shape[1] != shape[2]:
             raise UserError(f"low_res={where!r} holds squares; accepted: --size={side}x{side}")
         x = codec.to_x0(torch.from_numpy(images[rows]).to(loaded.device))
-        return x if x.shape[-1] == config.low_res else made_from(x, config)["low_res"]
+        if x.shape[-1] == config.low_res:
+            return x
+        return made_from(x, config)["low_res"]
 
     return from_file(read, where, images, labels)
 
@@ -155,15 +169,18 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
 
 def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
     """Images, and the model's classes for them (n,); None without classes."""
-    source, known = open_images(setting, where), loaded.class_names
-    items, names = list(source.items), source.class_names
+    source = open_images(setting, where)
+    known = loaded.class_names
+    items = list(source.items)
+    names = source.class_names
     if not (known and names):
         if known:
             print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
     if Path(where).expanduser().is_dir():  # classes go by name
-        labels = np.array(match_labels(names, known, f"{setting}={where!r}"))[labels]
+        numbers = match_labels(names, known, f"{setting}={where!r}")
+        labels = np.array(numbers)[labels]
     elif len(names) > len(known):
         raise UserError(f"{setting}={where!r} has {len(names)} classes, the model {len(known)}; see arr_1")
     return items, labels
@@ -181,5 +198,6 @@ def with_hash(where: str, *arrays: np.ndarray | None) -> str:
     """Describe a file in a protocol by path and content, as the content may change under one path."""
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(b"" if array is None else array.tobytes())
+        if array is not None:
+            digest.update(array.tobytes())
     return f"{where}, SHA-256 {digest.hexdigest()}"

@@ -23,16 +23,19 @@ from nanodiff.sampling.inputs import READERS, open_inputs
 def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
     """SampleSettings that settings of scripts/sample.py ask for, by default the run's own."""
     asked = vars(taken) | asked
-    config, process = loaded.config, loaded.process
+    config = loaded.config
+    process = loaded.process
+    published_steps = min(50, getattr(process, "num_timesteps", 50))
     own = {  # a published file has none: 50 steps, guidance 2
-        "steps": config.get("sample_steps", min(50, getattr(process, "num_timesteps", 50))) or process.default_steps,
+        "steps": config.get("sample_steps", published_steps) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
         "cfg_scale": config.get("cfg_scale", 2.0),
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
     fault = loaded.why_unguided
     if weak_model:
-        fault, own["cfg_scale"] = "", 2.0
+        fault = ""
+        own["cfg_scale"] = 2.0
     given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
     own |= given
     steps = asked["respacing"] or own["steps"]
@@ -52,7 +55,8 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     size = parse_size(asked.size, loaded.model.config, codec)
     samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
     if asked.from_images:
-        start_from(samples, read_from_images(asked.from_images, samples), asked.from_images, asked.strength, asked.mask)
+        images = read_from_images(asked.from_images, samples)
+        start_from(samples, images, asked.from_images, asked.strength, asked.mask)
         if size:
             raise UserError(f"size={asked.size!r} with from_images; accepted: the model's own size")
     elif asked.mask or asked.strength != taken.strength:

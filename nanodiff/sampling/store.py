@@ -1,7 +1,6 @@
 """Resumable sampling: one .npy per batch, merged into one .npz."""
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -64,19 +63,26 @@ class SampleStore:
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
-        images = (image for k in range(len(self.parts)) for image in self.read(k))
-        return list(itertools.islice(images, n))
+        images = []
+        for k in range(len(self.parts)):
+            if len(images) >= n:
+                break
+            images.extend(self.read(k))
+        return images[:n]
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
 
         numpy.savez copies the images from the disk, a few at a time.
         """
-        raw, whole, first = self.folder / "raw", self.folder / "whole.npz", self.read(0)
+        raw = self.folder / "raw"
+        whole = self.folder / "whole.npz"
+        first = self.read(0)
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
                 file.write(self.read(k).data)
-        images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
+        shape = (self.num_images, *first.shape[1:])
+        images = np.memmap(raw, first.dtype, "r", shape=shape)
         with writing(whole) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
         os.replace(whole, self.output)
