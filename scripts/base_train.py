@@ -59,7 +59,7 @@ from nanodiff.web.report import refresh_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
-# checked: the accepted values, if limited; a colon; the meaning. Settings below "# Only ..." are refused elsewhere.
+# checked: the accepted values, if limited; a colon; the meaning. Below "# Only X": refused where X is not so.
 
 # What everybody touches
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
@@ -106,7 +106,7 @@ lora_targets = "all"  # linear layers to adapt, by the ends of their names, such
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
 #                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from a flow run (init_from)
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal, mean 0, for flow; else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit(t) normal, mean 0, for flow; else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
@@ -162,8 +162,8 @@ gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned var
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Presets and the command line override the globals above; `config` is a dict of all, config.given of what was given.
-# What is changed below (sizes from rules, guidance that has no labels) is changed in both, so config.json records what
-# was used. With init_from, settings of shape and process that nobody gave are the source's.
+# Sizes from rules, and guidance without labels, are changed below in both, so that config.json records what was used.
+# With init_from, settings of shape and process that nobody gave are the source's.
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model; on resume, only if it is a teacher or the base of adapters. like: its classes and scale, to
-# read the data by
+# source: init_from's model (on resume, only a teacher or the base of adapters); like: its classes and scale, by which
+# the data are read
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ lora = with_adapters(raw_model, source, config, class_names) if lora_rank else N
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# Counted: matrix products, convolutions, attention. A third each: forward, gradients of activations, gradients of
-# weights; frozen weights need not the last
+# Counted: matrix products, convolutions, attention. Forward is a third, gradients of activations another, gradients of
+# weights, if they learn, the last
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
@@ -239,8 +239,8 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
-# with the root of the batch was measured (runs/LOG.md). AdamW moves each weight by about the rate, and a wider layer
-# adds up more such moves; Muon scales itself.
+# with the root of the batch was measured (runs/LOG.md). And 256 / width? AdamW moves each weight by about lr, and a
+# wider layer adds up more such moves; Muon scales itself.
 
 # 1) The horizon: num_iterations, else num_epochs, else target_flops, else the ratio
 tokens = model_config.num_tokens
@@ -267,7 +267,7 @@ elif choose_batch:
     else:  # images = steps * batch, so batch stands on both sides: solved for batch / 64, it is linear in the steps
         relative = num_iterations * 64 * tokens / 20e6
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
-    if total_batch_size % world:  # 3, 5, 6, 7 ranks: each takes as many images
+    if total_batch_size % world:  # 3, 5, 6, 7 ranks: all take equally many
         total_batch_size = world * max(1, round(total_batch_size / world))
 
 # 3) The rates. Where the batch is given, they are what the settings say
@@ -325,9 +325,9 @@ groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
-# device_batch_size=0: a GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until memory
-# is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. If a total_batch_size that was
-# given does not divide, it is refused
+# device_batch_size=0: a GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until its
+# memory is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. One that is given is
+# lowered to the share; then device_batch_size * ranks must divide total_batch_size, else the run is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -347,7 +347,7 @@ sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
 # The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks.
-# Lower is better. The first figure is the best, as is the first after metric or number of images have changed
+# Lower is better. The first figure is best so far, as is the first after another metric or number of images
 judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
@@ -438,8 +438,8 @@ def save():
     saver.step = step  # on all ranks, which save together
 
 
-# Compiled as a whole for 3,000 steps or more on one rank, else block by block, which starts sooner and lets the exchange
-# overlap. Not compiled: on MPS, and a UNet on a CPU
+# Compiled as a whole for 3,000 steps or more on one rank, else block by block, which starts sooner and lets the
+# exchange overlap. Not compiled: on MPS, and a UNet on a CPU
 model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
 # A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
@@ -527,7 +527,7 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # a set of latents has the mirrored images', too
+        flips = u_flip[rows] < 0.5 if flip else None  # latents: take the mirrored image's, stored too
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
@@ -551,7 +551,7 @@ while True:
         # During the run c grows from 0.1 to infinity: from |error| to error^2 / (2 c), its square but for a factor.
         # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
-        with autocast:
+        with autocast:  # backward takes the types of forward
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
         # The last micro-step completes gradients: ranks send each part while backward still computes the next
@@ -599,9 +599,9 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # step and, under train/, since the last line and over all ranks: loss, loss_running, loss_q0 ... loss_q3 by quarter
-        # of t (mse_q0, vb_q0, too, of a learned variance), dt_ms, data_ms (waits for data), images_per_sec, and mfu = 100 *
-        # flops_per_image * images_per_sec / peak of all devices
+        # step and, under train/, since the last line and over all ranks: loss, loss_running, loss_q0 ... loss_q3 (by
+        # quarter of t; of a learned variance mse_q0, vb_q0, too), dt_ms, data_ms (waits for data), images_per_sec, and
+        # mfu = 100 * flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm
