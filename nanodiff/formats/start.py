@@ -118,7 +118,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
         if table is not None:
             known = class_names if same_order(class_names, loaded.class_names) else loaded.class_names
             weights[name] = class_rows(table, known, class_names, len(own[name]))
-            note = f"; of its classes: {len({*known} & {*class_names})} of {len(class_names)}"
+            note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
 
