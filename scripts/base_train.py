@@ -59,7 +59,7 @@ from nanodiff.web.report import refresh_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
-# checked: the accepted values, if limited; a colon; the meaning. Below "# Only X": refused where X is not so.
+# checked: the accepted values, if limited; a colon; the meaning. Under "# Only X": refused if set without X.
 
 # What everybody touches
 model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
@@ -192,7 +192,7 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model (on resume, only a teacher or the base of adapters); like: its classes and scale, by which
+# source: init_from's model (on resume, only as teacher or base of adapters); like: its classes and scale, by which
 # the data are read
 source, like = open_source(config, meta, device)
 
@@ -298,8 +298,8 @@ if eval_every >= 0:
     print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Record what is used. Refuse what can do nothing with these data (bits/dim of latents, learned guidance without
-# conditions) and, on resume, changed settings. training/resume.py lists those that may change (FREE: cadences,
+# Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
+# on resume, changed settings. training/resume.py lists those that may change (FREE: cadences,
 # sampling, device_batch_size, all that does not shape the weights) and those that may with resume=changed (RATES)
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
@@ -326,8 +326,8 @@ optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtyp
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 # device_batch_size=0: a GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until its
-# memory is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. One that is given is
-# lowered to the share; then device_batch_size * ranks must divide total_batch_size, else the run is refused
+# memory is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. A given one is lowered
+# to the share. Either way device_batch_size * ranks must divide total_batch_size, else the run is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -347,7 +347,7 @@ sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
 # The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks.
-# Lower is better. The first figure is best so far, as is the first after another metric or number of images
+# Lower is better. The first figure is best, also the first after a change of metric or number of images
 judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
@@ -545,10 +545,10 @@ while True:
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
         # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. In short,
-        # with m late on the way from t to r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
+        # with m between t and r, nearer r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
         #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
         #     loss = mean(sqrt(error^2 + c^2) - c), error = (left - right) / (t - r)
-        # During the run c grows from 0.1 to infinity: from |error| to error^2 / (2 c), its square but for a factor.
+        # During the run c grows from 0.1 to infinity: the loss turns from |error| into error^2 / (2 c).
         # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:  # backward takes the types of forward
