@@ -68,8 +68,9 @@ if verify:
     sys.exit()
 if classes and not name:
     raise UserError(f"classes={classes!r}: give this part of a set a --name of its own")
-if aspect_buckets and (resolution == 0 or resolution % (side_unit or 16)):
-    raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {side_unit or 16}")
+unit = side_unit or 16
+if aspect_buckets and (resolution == 0 or resolution % unit):
+    raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
 options = Options(**{setting: config[setting] for setting in Options.__annotations__})
 if range:
     try:

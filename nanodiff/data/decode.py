@@ -143,7 +143,7 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
     if sizes:
         nearest = kept_area(image.width / image.height, sizes).argmax()
         image = center_crop(image, *sizes[nearest])
-    pixels = np.asarray(image).reshape(image.height, image.width, -1)
+    pixels = np.atleast_3d(np.asarray(image))
     return pixels.transpose(2, 0, 1), side
 
 
@@ -160,7 +160,7 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
             mode = "L" if image.mode[0] in "1IF" else "RGB"
             image = to_rgb(image).convert(mode)
         payload = np.asarray(image)
-    planes = payload.reshape(*payload.shape[:2], -1).transpose(2, 0, 1)
+    planes = np.atleast_3d(payload).transpose(2, 0, 1)
     if channels and len(planes) != channels:
         raise UserError(f"{name} has {len(planes)} channels; accepted for a second image: {channels}")
     if planes.shape[1:] == (height, width):

@@ -84,11 +84,12 @@ def detect(path: Path) -> str:
 def open_source(source: str, path: str, options: Options) -> Source:
     """The images of a source, one of SOURCES or "auto"."""
     file = Path(path).expanduser()
+    is_there = path and (file.exists() or glob.glob(str(file)))
     if source == "cifar10" and not path:
         file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
-    elif source != "shapes" and not (path and (file.exists() or glob.glob(str(file)))):
+    elif source != "shapes" and not is_there:
         raise UserError(
             f"path={path!r} is no file, folder or pattern of tars; only --source=shapes and cifar10 need none"
         )
@@ -136,9 +137,10 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     print0(f"listing the files in {path}")
     files, streams = CONTAINERS[kind](path)
     table = find_table(streams, options)
-    unknown = set(table or ())
+    facts_of = table or {}
+    unknown = set(facts_of)
     ignored = Counter()
-    read = functools.partial(samples, streams, table or {}, options, ignored)
+    read = functools.partial(samples, streams, facts_of, options, ignored)
     places = {}
     place_of = []  # of each image
     num_captions = 0
@@ -205,7 +207,7 @@ def array_source(blocks: Iterable, num_images: int, class_names: list[str], opti
                 labels = itertools.repeat(0)
             for image, label, i in zip(images, labels, numbers):
                 is_val = split == "val" if split else held_out[i]
-                yield Item(f"image {i}", image.reshape(*image.shape[:2], -1), int(label), is_val)
+                yield Item(f"image {i}", np.atleast_3d(image), int(label), is_val)
 
     return Source(num_images, class_names, items())
 
@@ -290,7 +292,9 @@ def read_idx(path: Path, options: Options) -> Source:
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
     """The arrays of an .npz, or the one in an .npy under this name."""
     file = np.load(path, mmap_mode="r", allow_pickle=False)
-    return {name: file} if isinstance(file, np.ndarray) else file
+    if isinstance(file, np.ndarray):
+        return {name: file}
+    return file
 
 
 def mapped(path: Path, name: str) -> np.ndarray:
@@ -345,14 +349,13 @@ def read_arrays(path: Path, options: Options) -> Source:
     facts = len(images), class_numbers(labels), options
     if is_bytes:
         return array_source([("", images, labels)], *facts)
-    found = float(images.min()), float(images.max())  # NaN if there is one
-    if not np.isfinite(found).all():
+    least = float(images.min())  # NaN if there is one
+    most = float(images.max())
+    if not np.isfinite([least, most]).all():
         raise UserError(f"{path} holds NaN or infinity")
-    low, high = options.range or found
-    if low > found[1] or high < found[0]:
-        raise UserError(
-            f"{path} holds values from {found[0]:g} to {found[1]:g}; range={low:g},{high:g} has none of them"
-        )
+    low, high = options.range or (least, most)
+    if low > most or high < least:
+        raise UserError(f"{path} holds values from {least:g} to {most:g}; range={low:g},{high:g} has none of them")
     if low == high:
         raise UserError(f"{path} holds the value {low:g} alone; give --range=LOW,HIGH")
 
