@@ -11,7 +11,7 @@ reader (data/sources.py, sampling/), and its use in a backbone.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Conditioned:
     vector_len: int = 0  # L vectors an image, such as a caption, become a DiT's tokens; 0 = one, added to t's embedding
 
 
-FIELDS = tuple(field.name for field in fields(Conditioned))
+FIELDS = tuple(Conditioned.__annotations__)
 # The fields that the data decide; a description has them
 FACTS = ("num_classes", "given_channels", "vector_dim", "vector_len")
 IMAGES = ("given", "low_res")  # a model takes one of them at most
@@ -235,7 +235,8 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[s
         cond["given"] = to_model_range(cond["given"], flip)
     if "vectors" in cond and "vectors" in description:
         stored = cond["vectors"]
-        mean, std = (torch.tensor(description["vectors"][key], device=stored.device) for key in ("mean", "std"))
+        facts = description["vectors"]
+        mean, std = torch.tensor([facts["mean"], facts["std"]], device=stored.device)  # (D,) each
         normal = (stored.float() - mean) / std
         if stored.ndim == 3:
             normal[~stored.any(2)] = 0
