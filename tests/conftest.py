@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -38,6 +39,24 @@ def base(tmp_path, monkeypatch):
     """An empty $NANODIFF_BASE_DIR."""
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A base folder with the sets tiny and large, and a run of each kind of tiny_runs. Tests write to copies of it."""
+    from processes import run_process
+    from tiny_runs import make_runs
+
+    base = tmp_path_factory.mktemp("made")
+    run_process(make_runs, NANODIFF_BASE_DIR=str(base))
+    return base
+
+
+@pytest.fixture
+def run_dir(base, made):
+    """The newest run, "flow", in a copy of them that is $NANODIFF_BASE_DIR."""
+    shutil.copytree(made, base, dirs_exist_ok=True)
+    return base / "runs" / "flow"
 
 
 @pytest.fixture
@@ -83,7 +102,3 @@ def script_settings(name, *argv):
     names = {"__file__": str(path)}
     exec(compile(head, str(path), "exec"), names)
     return configure(names, list(argv))
-
-
-def base_train_settings(*argv):
-    return script_settings("base_train", *argv)

@@ -41,14 +41,20 @@ def noise(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
+def write(file, content):
+    """A file of bytes or text, and the folders above it; returns its path."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
 def make_folder(root, sizes=((8, 8),), classes=("cat", "dog"), per_class=4):
     """PNG files class/number.png; returns {relative name: array}."""
     arrays = {}
     for c in classes:
-        (root / c).mkdir(parents=True, exist_ok=True)
         for i in range(per_class):
             arrays[f"{c}/{i}.png"] = array = noise(*sizes[i % len(sizes)], seed=len(arrays))
-            (root / c / f"{i}.png").write_bytes(encode_png(array))
+            write(root / c / f"{i}.png", encode_png(array))
     return arrays
 
 

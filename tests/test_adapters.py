@@ -1,7 +1,5 @@
 """base_train with lora_rank: the base stays; the same adapters whatever the ranks, micro-batches and interruptions."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -17,23 +15,17 @@ from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 # Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class
 TINY = (
-    "--init_from=old --data=tuned --lora_rank=2 --total_batch_size=16 --num_iterations=6 --log_every=1 "
+    "--init_from=flow --data=tuned --lora_rank=2 --total_batch_size=16 --num_iterations=6 --log_every=1 "
     "--sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip --eval_every=3 --eval_images=8"
 ).split()  # fmt: skip
 NEW = ["star", "bar"]  # the first is unknown to the base
 
 
 @pytest.fixture
-def old(base, run_script, tmp_path_factory):
+def old(run_dir):
     """A base of random weights, and a set of 40 images of a class that it lacks and one that it knows."""
-    made = tmp_path_factory.getbasetemp() / "old"  # once for all tests
-    if not made.exists():
-        make_data()
-        make_run(run_script, "old")
-        make_data("tuned", class_names=NEW, train=40, val=8)
-        base.rename(made)
-    shutil.copytree(made, base, dirs_exist_ok=True)
-    return base / "runs" / "old"
+    make_data("tuned", class_names=NEW, train=40, val=8)
+    return run_dir
 
 
 def adapters(base, tag, step=6):
@@ -58,16 +50,13 @@ def test_the_base_stays_and_only_adapters_are_trained_and_kept(base, old, run_sc
     done = run_script("base_train", *TINY, "--model_tag=a", "--lora_targets=qkv,fc2", *grid)
     assert done["process"].timestep_shift == load_run("a", "cpu").process.timestep_shift == 3
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
-    tuned, plain = dict(done["raw_model"].named_parameters()), load_run("old", "cpu").model.state_dict()
+    tuned, plain = dict(done["raw_model"].named_parameters()), load_run("flow", "cpu").model.state_dict()
     for name, x in plain.items():
         if name != "y_embed.weight":
             assert torch.equal(x, tuned[name]), name
     assert torch.equal(tuned["y_embed.weight"][:8], plain["y_embed.weight"][:8])
     tensors, _ = adapters(base, "a")
-    assert {name.removeprefix("base_model.model.") for name in tensors} == {
-        "y_embed.token_adapter.trainable_tokens_delta",
-        *(f"blocks.0.{layer}.lora_{part}.weight" for layer in ("qkv", "fc2") for part in "AB"),
-    }
+    assert len(tensors) == 1 + 2 * 2  # rows of the class table, and both factors of each layer; names: test_lora.py
     assert all(x.abs().max() > 0 for x in tensors.values())
     saved = load_safetensors(done["run_dir"] / "checkpoints/step_000006/model.safetensors")[0]
     assert sum(x.numel() for x in saved.values()) == sum(x.numel() for x in tensors.values()) == done["num_trained"]
@@ -79,14 +68,14 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=2")
     file = base / "runs/a/adapters/step_000002.safetensors"
     run = load_run("a", "cpu")
-    by_hand = build(*read(*find("old"), str(file)), "cpu")
+    by_hand = build(*read(*find("flow"), str(file)), "cpu")
     for other in (by_hand, load_run(str(file), "cpu")):
         assert_identical(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
     assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
     images, labels, _ = draw("--model=a", "--num_images=9")
     assert labels.tolist() == [*range(9)]
-    by_file = ("--model=old", f"--lora={file}", "--num_images=9")
+    by_file = ("--model=flow", f"--lora={file}", "--num_images=9")
     assert np.array_equal(images, draw(*by_file)[0]) and not np.array_equal(images, draw(*by_file, "--lora_scale=0")[0])
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
@@ -146,7 +135,7 @@ def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_scrip
     assert run_script("base_train", *TINY, "--model_tag=a", "--num_iterations=3", "--resume=changed")["step"] == 3
     save_checkpoint(old, 1, {"model": changed, "ema_0.999": changed}, meta)
     for use in (lambda: load_run("a", "cpu"), lambda: run_script("base_train", *TINY, "--model_tag=a", *more)):
-        refused("adapters for other weights: old,step=1,ema=0.999", use)
+        refused("adapters for other weights: flow,step=1,ema=0.999", use)
 
 
 def test_training_goes_on_from_adapters(base, old, run_script):

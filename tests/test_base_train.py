@@ -229,7 +229,7 @@ def test_an_overflow_on_one_rank_of_two(tiny):
 def train_twice_with_wandb():
     for iterations in (2, 3):
         more = (f"--num_iterations={iterations}", "--resume=changed", "--sample_every=0", "--sample_steps=2")
-        run_script("base_train", *TINY, *more, "--run=offline", "--model_tag=a")["lock"].close()
+        run_script("base_train", *TINY, *more, "--run=offline", "--model_tag=a")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from conftest import refused
 from processes import FORK, Started
 
-from nanodiff.device import host_copy
 from nanodiff.files import load_tensors, why_corrupt
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training import checkpoint
@@ -105,25 +103,6 @@ def test_kill_9_within_a_save(tmp_path, moment):
     lock_run(tmp_path).close()  # clears away what was left
     save(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
-
-
-def test_training_goes_on_while_a_thread_writes(tmp_path, monkeypatch):
-    """The file holds the weights of the save's own step; the next save waits for this one."""
-    may_write, save = threading.Event(), checkpoint.save_safetensors
-    monkeypatch.setattr(checkpoint, "save_safetensors", lambda *args: may_write.wait(60) and save(*args))
-    weights, saver = {"w": torch.ones(3)}, Saver()
-    saver.start(tmp_path, 1, {"model": host_copy(weights)}, META)
-    weights["w"] += 1
-    saver.check()
-    assert steps(tmp_path) == []
-    threading.Timer(0.1, may_write.set).start()
-    saver.wait()
-    saver.start(tmp_path, 2, {"model": host_copy(weights)}, META)
-    assert steps(tmp_path)[0] == 1
-    saver.wait()
-    for step, value in ((1, 1.0), (2, 2.0)):
-        path = find_checkpoint(tmp_path, step)
-        assert load_safetensors(path / "model.safetensors")[0]["w"].tolist() == [value] * 3
 
 
 def flip_a_bit(path):

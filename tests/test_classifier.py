@@ -9,14 +9,7 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
-from nanodiff.metrics.classifier import (
-    Classifier,
-    get_classifier,
-    plan_training,
-    shift,
-    shrink,
-    train_classifier,
-)
+from nanodiff.metrics.classifier import Classifier, get_classifier, plan_training, shift, shrink, train_classifier
 
 
 @pytest.fixture

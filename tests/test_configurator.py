@@ -88,19 +88,12 @@ def typed(config):
     return {name: (type(value), value) for name, value in config.items()}
 
 
-def test_no_arguments_gives_the_defaults_in_file_order(script):
-    config = script()["config"]
-    assert typed(config) == typed(DEFAULTS) and list(config) == list(DEFAULTS)
-
-
 @pytest.mark.parametrize(
     "arg, name, value",
     [
         ("--depth=1_000_000", "depth", 1_000_000), ("--depth=1e6", "depth", 1_000_000), ("--lr=3", "lr", 3.0),
         ("--shift=-2", "shift", -2.0), ("--tag=12", "tag", "12"), ("--tag=", "tag", ""), ("--tag=a=b", "tag", "a=b"),
-        ("--tag=None", "tag", "None"), ("--compile", "compile", True), ("--compile=false", "compile", False),
-        ("--ema_rates=0.99,0.9999", "ema_rates", "0.99,0.9999"), ("--resume=100", "resume", "100"),
-        ("--sampler=heun", "sampler", "heun"),
+        ("--compile", "compile", True), ("--compile=false", "compile", False), ("--sampler=heun", "sampler", "heun"),
     ],
 )  # fmt: skip
 def test_command_line_values(script, arg, name, value):
@@ -144,13 +137,11 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
     "arg, parts",
     [
         ("--depht=4", ["depht", "nearest: depth"]), ("--save-every=4", ["save-every", "nearest: save_every"]),
-        ("--zzzz=4", ["zzzz", "--help"]), ("--_private=4", ["_private"]), ("--after=4", ["after"]), ("--", ["''"]),
+        ("--zzzz=4", ["zzzz", "--help"]), ("--_private=4", ["_private"]), ("--", ["''"]),
         ("--depth=1.5", ["depth=1.5", "an integer"]), ("--depth=four", ["depth='four'", "an integer"]),
-        ("--depth=True", ["depth=True"]), ("--depth=1e400", ["depth=inf"]), ("--depth", ["depth=True", ">= 1"]),
-        ("--depth=0", ["depth=0", ">= 1"]), ("--lr=nan", ["lr=nan", "a finite number"]), ("--lr=0", ["lr=0", "> 0"]),
-        ("--label_drop=1", ["label_drop=1", "[0, 1)"]), ("--compile=yes", ["compile='yes'", "True or False"]),
-        ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--device_type=gpu", ['""|cuda|cpu']),
-        ("--save_every=0", ["save_every=0", ">= 1 or -1"]), ("--resume=later", ["auto|never or >= 0"]),
+        ("--depth=1e400", ["depth=inf"]), ("--depth", ["depth=True", ">= 1"]), ("--depth=0", ["depth=0", ">= 1"]),
+        ("--lr=nan", ["lr=nan", "a finite number"]), ("--compile=yes", ["compile='yes'", "True or False"]),
+        ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--resume=later", ["auto|never or >= 0"]),
         ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
         ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
         ("--sampler=ddim", ["auto|euler|heun"]),
@@ -168,9 +159,9 @@ def test_mistakes_on_the_command_line(script, capsys, arg, parts):
         ("\n\ndepth = 'four'", ["line 3", "depth='four'", "an integer"]), ("tag = None", ["tag"]),
         ("tag = {'a': 1}", ["tag={'a': 1}"]), ("ema_rates = (0.9, None)", ["ema_rates=(0.9, None)"]),
         ("depth = ().__class__", ["literals"]), ("lr = 1e999", ["lr=inf"]), ("lr = 1" + "0" * 400, ["finite"]),
-        ("depth = 3\ndepth == 4", ["line 2", "literals"]), ("depth = width", ["line 1", "literals"]),
-        ("depth += 1", ["literals"]), ("depth = width = 1", ["literals"]), ("depth: int = 1", ["literals"]),
-        ("import os", ["literals"]), ("depth = 3\nwidth = (", ["line 2"]), (b"depth = \xff", ["preset.py"]),
+        ("depth = 3\ndepth += 4", ["line 2", "literals"]), ("depth = width", ["line 1", "literals"]),
+        ("depth = width = 1", ["literals"]), ("import os", ["literals"]), ("depth = 3\nwidth = (", ["line 2"]),
+        (b"depth = \xff", ["preset.py"]),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
@@ -196,10 +187,6 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, monk
     assert "_private" not in out and "after" not in out
 
 
-def test_the_defaults_that_help_shows_are_accepted(script):
-    assert script(*[f"--{name}={v}" for name, v in DEFAULTS.items()])["config"] == DEFAULTS
-
-
 def test_every_rule_of_a_script_is_read():
     """One that is not would be checked by nobody."""
     text = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
@@ -216,10 +203,10 @@ def test_what_is_given_twice_is_said(script, capsys):
 @pytest.mark.parametrize(
     "rule, accepted, refused",
     [
-        (">= 1", [1, 2.5, "7"], [0, 0.999, "x", "", "True"]), ("> 0", [1e-9], [0, -0.0]), ("< 1e-3", [0], [0.001]),
-        ("(-1, 0.5]", [0.5, 0, -0.9], [-1, 0.51]), ("-1 or [2, 4]", [-1, -1.0, 2, 4], [0, 1, 5, -2]),
-        ("2|4|8", [2, 4.0, 8], [3, 24]), ("a|b-c", ["a", "b-c"], ["b", "c", "", "a|b-c", "A"]),
-        ('""|a', ["", "a"], ['""', " "]), ("auto|never or >= 0", ["auto", "0", "12"], ["-1", "Auto", "nan"]),
+        (">= 1", [1, 2.5, "7"], [0, 0.999, "x", "", "True"]), ("> 0", [1e-9], [0]), ("< 1e-3", [0], [0.001]),
+        ("(-1, 0.5]", [0.5, -0.9], [-1, 0.51]), ("-1 or [2, 4]", [-1, 2, 4], [0, 5]), ("2|4", [2, 4.0], [3, 24]),
+        ("a|b-c", ["a", "b-c"], ["b", "", "A"]), ('""|a', ["", "a"], ['""', " "]),
+        ("auto|never or >= 0", ["auto", "0", "12"], ["-1", "Auto", "nan"]),
     ],
 )  # fmt: skip
 def test_rules_accept_and_refuse(rule, accepted, refused):

@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from conftest import refused
-from image_helpers import archive, noise, prepare, report
+from image_helpers import archive, noise, prepare, report, write
 from tiny_runs import make_autoencoder
 
 from nanodiff.data.dataset import open_dataset, verify
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("base")
 NAMES = [f"{i:03d}" for i in range(60)]
 LABELS = [str(i * 7 % 12) for i in range(60)]
 CAPTIONS = [f"number {i} of größe {i % 5}" for i in range(60)]
-
-
-def write(file, content):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def images(folder):

@@ -18,14 +18,7 @@ from nanodiff.metrics import cache, classifier
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier, get_classifier
 from nanodiff.metrics.distances import frechet_distance
-from nanodiff.metrics.features import (
-    collect_features,
-    compare,
-    image_set,
-    load_network,
-    load_stats,
-    reference_features,
-)
+from nanodiff.metrics.features import collect_features, compare, image_set, load_network, load_stats, reference_features
 
 
 def make_network(seed=0):

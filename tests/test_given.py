@@ -51,7 +51,7 @@ def test_strength_and_mask(draw, images, tmp_path, run, sampler):  # noqa: F811
 
 def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
     """A picture whose left third is white, used as a picture and as a mask; what is transparent is not kept."""
-    for size in ((64, 40), (40, 64), (16, 16), (300, 200)):
+    for size in ((64, 40), (40, 64), (300, 200)):
         picture = Image.new("RGB", size)
         picture.paste("white", (0, 0, size[0] // 3, size[1]))
         picture.save(tmp_path / "a.png")
@@ -65,19 +65,16 @@ def test_a_mask_is_cropped_as_its_picture_is(tmp_path):
 
 @pytest.mark.parametrize("process", [FlowMatching(timestep_shift=0.3), GaussianDiffusion()])
 def test_the_known_part_has_the_noise_of_each_step(process):
-    """With the model that knows x0 = 0 elsewhere and v = noise, every x_t is the forward process's."""
-    generator = torch.Generator().manual_seed(0)
-    x0, noise = (torch.randn(2, 1, 4, 4, generator=generator) for _ in range(2))
-    known = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool))
-    seen = []
-    denoiser = lambda x_t, t, at: seen.append(x_t.clone()) or torch.zeros_like(x_t)
-    sampler = "ddim" if process.is_gaussian else "euler"
-    process.sample(denoiser, noise, 5, sampler, known=known)
+    """Of every x_t it is the forward process's, with the noise that sampling started from."""
+    x0, noise = torch.randn(2, 2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    known, seen = Known(x0, 1.0, torch.ones(1, 1, 4, 4, dtype=torch.bool)), []
+    denoiser = lambda x_t, t, at: seen.append((x_t.clone(), t)) or torch.zeros_like(x_t)
+    process.sample(denoiser, noise, 5, "ddim" if process.is_gaussian else "euler", known=known)
     assert len(seen) == 5
-    for x_t in seen:  # a combination of x0 and noise: alpha x0 + sigma noise
-        columns = torch.stack([x0.flatten(), noise.flatten()], 1)
-        solution = torch.linalg.lstsq(columns, x_t.flatten()[:, None]).solution
-        torch.testing.assert_close(columns @ solution, x_t.flatten()[:, None], rtol=1e-4, atol=1e-5)
+    for x_t, t in seen[1:]:
+        part = t[0] / 1000
+        expected = process.q_sample(x0, t.long(), noise) if process.is_gaussian else (1 - part) * x0 + part * noise
+        torch.testing.assert_close(x_t, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_of_images_of_any_size(draw, tmp_path, capsys):  # noqa: F811

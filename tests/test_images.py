@@ -19,7 +19,7 @@ from nanodiff.png import encode_png
 pytestmark = pytest.mark.usefixtures("base")
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (40, 24), (33, 71), (10, 12), (64, 64), (16, 100), (150, 131)])
+@pytest.mark.parametrize("shape", [(16, 16), (33, 71), (10, 12), (64, 64), (150, 131)])
 def test_crop_is_that_of_adm(shape):
     array = noise(*shape)
     found = decode(encode_png(array), [[16, 16]])[0].transpose(1, 2, 0)
@@ -110,7 +110,6 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
     "names, labels, class_names, numbers, splits",
     [
         (SPLITS, "auto", ["a", "b"], [0, 1, 0], ["train", "train", "val", None]),  # val/ goes before test/
-        (SPLITS, "none", [], [0, 0, 0], ["train", "train", "val", None]),
         (["set/train/a/1.png", "set/test/a/2.png"], "auto", ["a"], [0, 0], ["train", "val"]),
         (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], ["", ""]),  # numbers in their order
         (["only/1.png", "only/2.png"], "auto", ["only"], [0, 0], ["", ""]),  # one class is fine
@@ -152,7 +151,6 @@ WRONG_CSV = {
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
-    "0.png,owl\n2.png": r"no class .* for 2 of 3 images, such as '2\.png'",
     "0.png,owl\n2.png,owl": r"no class .* for 1 of 3 images, such as 'x/1\.png'",
 }
 

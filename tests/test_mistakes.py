@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from image_helpers import make_folder
-from tiny_runs import TINY, make_autoencoder, make_data, make_runs
+from tiny_runs import TINY, make_autoencoder, make_data
 
 from nanodiff.common import UserError
 from nanodiff.png import encode_png
@@ -16,24 +16,24 @@ from nanodiff.png import encode_png
 TRAIN = ("base_train", *TINY)
 UNET = ("base_train", *(arg for arg in TINY if "patch_size" not in arg), "--arch=unet")
 EPS = ("--objective=eps", "--num_timesteps=20")
-LORA = (*TRAIN, "--init_from=a", "--lora_rank=2")
-SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1", "--model=a")
+LORA = (*TRAIN, "--init_from=flow", "--lora_rank=2")
+SAMPLE = ("sample", "--device_type=cpu", "--num_images=2", "--steps=1", "--model=flow")
 GIVEN = (*SAMPLE, "--from_images=s.npz")
 EVAL = ("base_eval", "--device_type=cpu")
+EXPORT = ("export", "--model=flow")
 PREPARE = ("prepare_data", "--workers=1")
 BUCKETS = (*PREPARE, "--path=images", "--name=x", "--aspect_buckets")
 CACHE = ("cache_latents", "--device_type=cpu", "--data=tiny", "--autoencoder=vae")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(made, tmp_path_factory):
     """The base folder and current folder: a set, runs of one step, and files that are wrong in many ways."""
-    root = tmp_path_factory.mktemp("place")
+    root = shutil.copytree(made, tmp_path_factory.mktemp("place"), dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(root))
         patch.chdir(root)
-        make_runs(root, a=[], plain=["--class_cond=False"], eps=EPS, x0=["--objective=flow_x0"], large=["--data=large"])
-        shutil.copytree(root / "runs" / "a", root / "runs" / "broken")
+        shutil.copytree(root / "runs" / "flow", root / "runs" / "broken")
         shutil.rmtree(root / "runs" / "broken" / "checkpoints" / "step_000000")
         model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.safetensors"
         data = model.read_bytes()
@@ -44,7 +44,9 @@ def place(tmp_path_factory):
         make_data("unlabelled", class_names=())
         make_data("alone", class_names=(), val=0)
         np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
-        np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8))
+        np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8), [0, 8])
+        np.savez(root / "floats.npz", np.zeros((12, 16, 16, 3)))
+        np.savez(root / "odd.npz", np.zeros((2, 5, 5, 3), np.uint8))
         (root / "text.png").write_text("no image")
         (root / "black.png").write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8)))
         make_folder(root / "images")
@@ -58,8 +60,6 @@ MISTAKES = [
     # settings
     ((*TRAIN, "--dept=3"), "dept"),
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
-    ((*TRAIN, "--patch_size=5"), "patch_size=5"),
-    ((*TRAIN, "--timesteps=loss-second-moment"), "loss-second-moment"),
     ((*TRAIN, "--bpd_every=1"), "bpd_every"),
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
@@ -68,12 +68,14 @@ MISTAKES = [
     ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, sde"),
     ((*SAMPLE, "--respacing=ddim10"), "respacing='ddim10'"),
     ((*SAMPLE, "--model=eps", "--respacing=ddim19"), "ddim19"),
+    ((*SAMPLE, "--model=eps", "--respacing=60"), "60 timesteps from a section of 50"),
+    ((*SAMPLE, "--model=eps", "--respacing=5,0"), "respacing='5,0'; accepted: "),
+    ((*TRAIN, *EPS, "--num_timesteps=10", "--noise_schedule=linear"), "num_timesteps=10 has betas outside (0, 1)"),
     ((*SAMPLE, "--model=eps", "--sampler=ddpm", "--eta=0.5"), "eta=0.5 with sampler=ddpm"),
     ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
     ((*TRAIN, "--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes or vectors, label_drop > 0"),
-    ((*TRAIN, "--guided_from=0.5", "--class_cond=False"), "guided_from=0.5 needs classes"),
     ((*TRAIN, "--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
     ((*TRAIN, "--guided_from=0.5", "--objective=eps"), "guided_from"),
     ((*TRAIN, "--objective=flow_map"), "flow_map tunes a flow run"),
@@ -87,32 +89,32 @@ MISTAKES = [
     # data sets
     ((*TRAIN, "--data=unheard"), "unheard"),
     # runs
-    ((*TRAIN, "--model_tag=a", "--resume=never"), "resume=never"),
+    ((*TRAIN, "--model_tag=flow", "--resume=never"), "resume=never"),
     ((*TRAIN, "--model_tag=broken"), "broken"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
-    ((*TRAIN, "--model_tag=a/b"), "model_tag='a/b'"),
     ((*TRAIN, "--model_tag=.."), "model_tag='..'"),
     ((*TRAIN, "--device_batch_size=3"), "total_batch_size=8 is not a multiple of device_batch_size"),
     ((*SAMPLE, f"--model={'x' * 300}"), "xxx"),
     ((*SAMPLE, "--model=~nobody/x"), "~nobody/x"),
     ((*SAMPLE, "--model=empty"), "empty"),
-    ((*SAMPLE, "--ema=0.5"), "0.5"),
     ((*SAMPLE, "--out=file/x"), "see out"),
     ((*SAMPLE, "--model=flat.pt"), "flat.pt"),
     ((*EVAL, "--model=plain", "--metric=loss", "--data=alone"), "'val'"),
     ((*EVAL, "--model=plain", "--metric=class_accuracy"), "class_accuracy"),
-    ((*EVAL, "--model=a", "--metric=bpd"), "bpd"),
-    ((*EVAL, "--model=a", "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
-    ((*EVAL, "--model=a", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
-    ((*EVAL, "--model=a", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
+    ((*EVAL, "--model=flow", "--metric=bpd"), "bpd"),
+    ((*EVAL, "--model=flow", "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
+    ((*EVAL, "--model=flow", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
+    ((*EVAL, "--model=flow", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
     ((*EVAL, "--metric=fd_classifier", "--samples=s.npz", "--data=unlabelled"), "labels of 2 or more classes"),
     ((*EVAL, "--metric=class_accuracy", "--samples=s.npz", "--data=tiny"), "s.npz has no classes"),
-    ((*EVAL, "--model=a", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
-    (("report", "b"), "nearest tags: "),
+    ((*EVAL, "--metric=fid", "--samples=absent"), "no such file or folder"),
+    ((*EVAL, "--metric=fid", "--samples=runs/empty"), "no images in"),
+    ((*EVAL, "--metric=fid", "--samples=floats.npz", "--data=tiny"), "uint8"),
+    ((*EVAL, "--model=flow", "--metric=well_formed"), "data='tiny'; accepted: shapes, shapes32, shapes64"),
+    (("sample_web", "--model=b"), "nearest tags: "),
     (("report", "empty"), "empty/config.json"),
     # adapters
     ((*LORA, "--init_from="), "lora_rank=2 needs --init_from"),
-    ((*LORA, "--init_from=none"), "'none' is no folder, file or tag; nearest tags: "),
     ((*LORA, "--data=large"), "the data have resolution 32, the model wants 16"),
     ((*LORA, "--t_range=0.8,0.5"), "t_range='0.8,0.5'; accepted: two numbers"),
     ((*LORA, "--trainable=final"), "trainable='final' with lora_rank"),
@@ -124,6 +126,9 @@ MISTAKES = [
     ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; this model has no classes"),
     ((*SAMPLE, "--out=."), "is a folder; accepted: the path of a file in it, without suffix"),
     ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
+    ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),
+    ((*SAMPLE, "--model=sr", "--low_res=small.npz"), "9 classes"),
+    ((*SAMPLE, "--vectors=s.npz"), "trained without vectors"),
     ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
     ((*SAMPLE, "--guide_model=x0"), "they differ in objective"),
     ((*SAMPLE, "--guide_model=large"), "they differ in image_size"),
@@ -134,6 +139,11 @@ MISTAKES = [
     ((*GIVEN, "--mask=black.png"), "black.png' keeps nothing"),
     ((*GIVEN, "--size=16x32"), "size='16x32' with from_images"),
     ((*SAMPLE, "--strength=0.2"), "would do nothing without from_images"),
+    # exports
+    ((*EXPORT, "--form=meta"), "takes arch=dit_classic with classes; "),
+    ((*EXPORT, "--form=openai"), "takes arch=unet; "),
+    ((*EXPORT, "--out=model.pt"), "model.pt"),
+    ((*EXPORT, "--out=file/x.safetensors"), "file/x"),
     # preparing data
     (PREPARE, "path"),
     ((*PREPARE, "--path=objects.npz"), "objects.npz"),
@@ -142,10 +152,7 @@ MISTAKES = [
     (BUCKETS, "resolution=0; accepted with aspect_buckets: multiples of 16"),
     ((*BUCKETS, "--path=", "--source=shapes", "--resolution=16"), "aspect_buckets=True is for image files"),
     ((*CACHE, "--autoencoder="), "give --data=NAME of an image set and --autoencoder=PATH"),
-    ((*CACHE, "--data=nowhere"), "no data set 'nowhere'"),
     ((*CACHE, "--autoencoder=nowhere"), "no such file: nowhere"),
-    ((*CACHE, "--name=a/b"), "name='a/b' cannot name a data set"),
-    ((*CACHE, "--name=large"), "exists already (--overwrite replaces it)"),
 ]
 
 

@@ -138,7 +138,7 @@ def polynomial(s):
     return x
 
 
-SHAPES = [(48, 48), (48, 64), (64, 48), (32, 100), (100, 32), (1, 7), (7, 1)]
+SHAPES = [(48, 48), (32, 100), (100, 32), (1, 7), (7, 1)]
 
 
 @pytest.mark.parametrize("rows,cols", SHAPES)

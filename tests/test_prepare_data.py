@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import refused
-from image_helpers import archive, everything, idx, make_folder, prepare, report, write_cifar, write_mnist
+from image_helpers import archive, everything, idx, make_folder, prepare, report, write, write_cifar, write_mnist
 from processes import FORK, Started
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
@@ -26,15 +26,9 @@ def npz(tmp, **arrays):
     return tmp / "a.npz"
 
 
-def file(tmp, name, data):
-    (tmp / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp / name).write_bytes(data)
-    return tmp / name
-
-
 def bad_mnist(tmp, stem, data):
     write_mnist(tmp / "m")
-    file(tmp, f"m/train-{stem}-ubyte.gz", gzip.compress(data))
+    write(tmp / f"m/train-{stem}-ubyte.gz", gzip.compress(data))
     return tmp / "m"
 
 
@@ -55,7 +49,7 @@ def sized(tmp, sizes):
 
 def zipped(tmp):
     make_folder(tmp / "in")
-    file(tmp, "in/dataset.json", b'{"labels": [3]}')
+    write(tmp / "in/dataset.json", b'{"labels": [3]}')
     return archive(tmp / "in", "zip", tmp / "a.zip")
 
 
@@ -65,7 +59,7 @@ def middle(tmp):
     data = bytearray(archive(tmp / "in", "tar", tmp / "a.tar").read_bytes())
     header = [i for i in range(0, len(data), 512) if data[i + 156 : i + 258 : 101] == b"0u"][2]
     data[header + 124 : header + 126] = b"zz"
-    return file(tmp, "a.tar", data)
+    return write(tmp / "a.tar", bytes(data))
 
 
 def array(tmp, values, **settings):
@@ -88,25 +82,22 @@ FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
-    "unknown kind of file": (lambda t: file(t, "a.bin", b"abcdefgh"), "cannot tell"),
+    "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
     "not square": (lambda t: sized(t, [(8, 9)]), "is 9x8; without prepare_data's --resolution"),
-    "images in no class folder": (lambda t: file(sized(t, [(8, 8)]), "loose.png", b"").parent, "class .* for 1 of 9"),
-    "CIFAR-10 truncated": (lambda t: cifar(t) | {"path": cut(t / "c.tar.gz")}, "truncated"),
+    "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class .* for 1 of 9"),
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
     "zip with odd labels": (lambda t: zipped(t), "dataset.json is not a table"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
-    "IDX too long": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS) + b"x"), "damaged"),
     "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "is 8x8"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "has no array arr_0"),
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "tar with a damaged header": (lambda t: middle(t), "damaged"),
     "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
     "NaN": (lambda t: array(t, np.full((4, 8, 8), np.nan)), "holds NaN"),
-    "NaN in a range": (lambda t: array(t, np.full((4, 8, 8), np.nan), range="0,1"), "holds NaN"),
     "one value": (lambda t: array(t, np.ones((4, 8, 8))), "the value 1 alone"),
     "range upside down": (lambda t: array(t, np.ones((4, 8, 8)), range="1,0"), "accepted: two numbers LOW,HIGH"),
     "range of bytes": (lambda t: array(t, IMAGES, range="0,1"), "is for arrays beyond 8 bits"),
@@ -119,7 +110,6 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "too many vectors": (lambda t: many_vectors(t), "9 vectors for 8 images"),
     "a name missing": (lambda t: vectors(t, names=FILES[:1], vectors=np.ones((1, 2))), "none for 7 .* 'cat/1.png'"),
     "a name twice": (lambda t: vectors(t, names=["a"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
-    "no names": (lambda t: vectors(t, vectors=np.ones((8, 2))), "0 different names for 8 vectors"),
     "vectors of no shape": (lambda t: vectors(t, names=["a"], vectors=np.ones(1)), r"float64 of shape \(1,\)"),
     "integer vectors": (lambda t: vectors(t, names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
     "no vectors": (lambda t: vectors(t, names=["a"]), "vectors.*not a file in the archive"),

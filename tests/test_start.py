@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import base_train_settings
+from conftest import script_settings
 from figures import inputs
 from tiny_runs import TINY, make_data, randomise
 
@@ -29,7 +29,7 @@ TRAIN = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
     ],
 )
 def test_settings_to_a_shape_and_back(args):
-    settings = base_train_settings(*args.split())
+    settings = script_settings("base_train", *args.split())
     shape = make_model_config(settings, FACTS, 3)
     found = model_settings(shape)
     assert make_model_config(dict(settings) | found, FACTS, 3) == shape
@@ -44,8 +44,8 @@ def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
 
     monkeypatch.setattr(build, "DiTConfig", Config)
     with pytest.raises(KeyError, match="sandwich"):
-        make_model_config(base_train_settings(), FACTS, 3)
-    settings = dict(base_train_settings()) | {"sandwich": True}
+        make_model_config(script_settings("base_train"), FACTS, 3)
+    settings = dict(script_settings("base_train")) | {"sandwich": True}
     shape = make_model_config(settings, FACTS, 3)
     assert shape.sandwich and model_settings(shape)["sandwich"] is True
 

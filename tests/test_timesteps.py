@@ -41,9 +41,9 @@ def test_logit_normal_quantiles(std):
     assert (weight == 1).all()
 
 
-@pytest.mark.parametrize("shift, median", [(3.0, 0.75), (5.0, 5 / 6), (math.exp(0.8), 0.69), (1.0, 0.5)])
+@pytest.mark.parametrize("shift, median", [(3.0, 0.75), (math.exp(0.8), 0.69), (1.0, 0.5)])
 def test_timestep_shift(shift, median):
-    """Medians of t in DiffSynth-Studio's FLUX, Wan and Qwen schedules; the ends stay; samplers take the same steps."""
+    """Medians of t in DiffSynth-Studio's FLUX and Qwen schedules; the ends stay; samplers take the same steps."""
     process = FlowMatching(timestep_shift=shift)
     t, _ = make_timesteps("uniform", process).sample(grid(1001))
     assert t[500].item() == pytest.approx(median, abs=2e-3) and t.min() > 0 and t.max() < 1

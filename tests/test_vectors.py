@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import refused
 from figures import CONFIGS, filled, inputs
-from processes import run_process
 from test_base_train import TINY
-from tiny_runs import assert_identical, assert_resumes, make_data, make_run, run_script, weights
+from tiny_runs import assert_identical, make_data, make_run, weights
 
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
@@ -48,31 +47,21 @@ def test_one_hot_vectors_are_labels():
     torch.testing.assert_close(by_vector, make_denoiser(labelled, {"y": y}, settings)(x_t, t))
 
 
-def test_a_run_with_vectors_resumes_bit_for_bit(base, run_script):
+def test_a_run_learns_from_vectors(base, run_script):
+    """Their way through a resume: tests/test_dataloader.py."""
     make_data(vectors_of=words, train=72)
-    assert_resumes(base, run_script, *TINY, "--device_batch_size=8")
-    assert weights(base, "whole")["model.safetensors"]["vector_embed.weight"].abs().max() > 0  # it learns
+    run_script("base_train", *TINY, "--model_tag=whole")
+    assert weights(base, "whole")["model.safetensors"]["vector_embed.weight"].abs().max() > 0
     unet = [arg for arg in TINY if "patch_size" not in arg] + ["--arch=unet", "--model_tag=unet"]
     refused("arch=unet takes one vector", run_script, "base_train", *unet)
 
 
-def make_unlabelled_run():
+@pytest.fixture
+def here(base, run_script):
+    """A base folder with a set of one-hot vectors without labels, and a run of random weights on it."""
     make_data(class_names=(), vectors_of=one_hot, train=72)
     make_run(run_script, "a")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A base folder with a set of one-hot vectors without labels, and a run of random weights on it."""
-    base = tmp_path_factory.mktemp("vectors")
-    run_process(make_unlabelled_run, NANODIFF_BASE_DIR=str(base))
     return base
-
-
-@pytest.fixture
-def here(trained, monkeypatch):
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(trained))
-    return trained
 
 
 SAMPLE = ("sample", "--model=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
@@ -103,12 +92,6 @@ def test_mistakes_are_one_line(here, run_script, tmp_path):
     ):
         np.save(tmp_path / "bad.npy", array)
         refused(said, run_script, *SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    make_data("plain", class_names=())
-    run_script("base_train", *TINY, "--data=plain", "--model_tag=plain", "--num_iterations=0", "--eval_every=-1")
-    other = (*SAMPLE, "--model=plain", f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
-    refused("trained without vectors", run_script, *other)
-    other = ("base_eval", "--model=a", "--data=plain", "--metric=loss", "--device_type=cpu")
-    refused("has vector_dim 0, the model wants 8", run_script, *other)
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):

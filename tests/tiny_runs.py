@@ -25,6 +25,17 @@ TINY = (
     "--compile=False --dtype=float32 --device_type=cpu"
 ).split()  # fmt: skip
 TIMELESS = ("--dtype=float32", "--device_type=cpu")
+GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
+RUNS = dict(
+    eps=(*GAUSSIAN, "--variance=learned_range"),
+    small=(*GAUSSIAN, "--variance=fixed_small"),
+    plain=["--class_cond=False"],
+    always=["--label_drop=0"],
+    x0=["--objective=flow_x0"],
+    large=["--data=large"],
+    sr=["--low_res_size=8"],
+    flow=[],
+)
 
 
 def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=False, vectors_of=None, **sizes):
@@ -122,19 +133,16 @@ def make_run(run_script, tag, *args):
 def run_script(name, *args):
     """As the fixture of this name, in a process that does nothing else."""
     sys.argv = [name, *args]
-    return runpy.run_module(f"scripts.{name}", run_name="__main__")
+    done = runpy.run_module(f"scripts.{name}", run_name="__main__")
+    done["lock"].close()
+    return done
 
 
-def make_data_and_runs(runs):
+def make_runs():
     make_data()
     make_data("large", resolution=32)
-    for tag, args in runs.items():
+    for tag, args in RUNS.items():
         make_run(run_script, tag, *args)
-
-
-def make_runs(base, **runs):
-    """Data and runs (tag=arguments) in the folder `base`, made by a process of their own: once for many tests."""
-    run_process(make_data_and_runs, runs, NANODIFF_BASE_DIR=str(base))
 
 
 def assert_resumes(base, train, *args):
