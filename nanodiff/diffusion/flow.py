@@ -165,8 +165,7 @@ class FlowMatching:
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
             if known is not None:
-                kept = self.noised(known.x0, t_next, noise)
-                x = torch.where(known.mask, kept, x)
+                x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
             if progress is not None:
                 progress(i, steps, x0)
         return x

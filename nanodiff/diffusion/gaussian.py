@@ -307,8 +307,7 @@ class GaussianDiffusion:
         mean, log_variance, _ = p
         kl = normal_kl(*self.q_posterior(x0, x_t, t), mean, log_variance)
         nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
-        nats = torch.where(t == 0, mean_flat(nll), mean_flat(kl))
-        return nats / math.log(2)
+        return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
@@ -397,8 +396,7 @@ class GaussianDiffusion:
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
             if known is not None:
-                kept = process.noised(known.x0, i - 1, noise)
-                x_t = torch.where(known.mask, kept, x_t)
+                x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
             if progress is not None:
                 progress(T - i, T, x0)
         return x_t

@@ -230,6 +230,7 @@ class TinyAutoencoder(Autoencoder):
 
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 RENAMES = [  # from CompVis' names, TAESD's, diffusers', and diffusers' before 0.18 (SD 1.5's VAE), to the names above
+    (r"^first_stage_model\.", ""),  # in a whole SD checkpoint
     (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
     (r"^(encoder|decoder)\.layers\.", r"\1."),
     (r"^quant_conv\.", "encoder.quant_conv."),
@@ -314,8 +315,7 @@ def find_weights(path: Path) -> dict[str, Path]:
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in fp32 of weights of any published layout, under the names above; drop those of other networks."""
-    weights = {name.removeprefix("first_stage_model."): w for name, w in weights.items()}
-    levels_up = {name.split(".")[2] for name in weights if name.startswith("decoder.up.")}
+    levels_up = {name.split("decoder.up.")[1][0] for name in weights if "decoder.up." in name}
     finest = len(levels_up) - 1
     renamed = {}
     for name, w in weights.items():

@@ -65,12 +65,16 @@ def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
     if low_res and facts.get("given_channels"):
         raise UserError(f"low_res_size={low_res}: the data hold second images already; accepted: 0")
-    kind = UNetConfig if config["arch"] == "unet" else DiTConfig
+    kind = DiTConfig
     is_map = config["objective"].startswith("flow_map")
-    if is_map and kind is UNetConfig:
-        raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
-    if facts.get("vector_len") and kind is UNetConfig:
-        raise UserError("arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic")
+    if config["arch"] == "unet":
+        kind = UNetConfig
+        if is_map:
+            raise UserError(f"objective={config['objective']}: a flow map needs arch=dit or dit_classic")
+        if facts.get("vector_len"):
+            raise UserError(
+                "arch=unet takes one vector an image, and the data hold sequences; accepted: dit, dit_classic"
+            )
     shape = {
         "image_size": facts["resolution"],
         "in_channels": facts["channels"],

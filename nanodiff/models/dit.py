@@ -217,12 +217,11 @@ class Block(nn.Module):
         return (x + gate2 * self.mlp(h)).to(x.dtype)
 
     def attention(self, x, rotation):
-        N, T, C = x.shape
-        qkv = self.qkv(x).view(N, T, 3, self.heads, C // self.heads)  # (N, T, 3, heads, head_dim)
+        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))  # (N, T, 3, heads, head_dim)
         qkv = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (N, heads, T, head_dim)
-        out = attention(q, k, v).transpose(1, 2)
-        return self.proj(out.reshape(N, T, C))
+        out = attention(q, k, v).transpose(1, 2)  # (N, T, heads, head_dim)
+        return self.proj(out.flatten(2))
 
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""

@@ -272,8 +272,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
             n = columns * num_classes
         classes = (np.arange(n) * num_classes // n).tolist()
     samples = ModelSamples(model, process, codec, settings, classes=classes, inputs=inputs)
-    _, _, world = get_dist()
-    share = math.ceil(n / world)  # every rank draws something
+    share = math.ceil(n / get_dist()[2])  # every rank draws something
     batches = samples.batches(np.arange(n), min(batch_size, share))
 
     def draw(ids):  # (k,) -> k pictures or, with images, 3 k: (C, H, W) uint8 each

@@ -111,8 +111,7 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
     def read(rows, shape):
         sides = [n * side // codec.shape[1] for n in shape[1:]]  # of pixels, where the samples are latents
-        stored = {"given": decoded(rows, *sides)}
-        return from_stored(stored, {}, device=loaded.device)["given"]
+        return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
 
     with reading(Path(where)):
         squares = decoded(range(len(items)), side, side)

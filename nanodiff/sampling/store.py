@@ -81,8 +81,7 @@ class SampleStore:
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
                 file.write(self.read(k).data)
-        shape = (self.num_images, *first.shape[1:])
-        images = np.memmap(raw, first.dtype, "r", shape=shape)
+        images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
         with writing(whole) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
         os.replace(whole, self.output)
