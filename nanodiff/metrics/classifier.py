@@ -168,7 +168,8 @@ def load_images(dataset, resolution: int, seed: int = 0):
 
 def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
     """The classifier of a state dict, for images of `resolution`."""
-    num_classes, channels = len(tensors.get("head.bias", ())), tensors["trunk.0.0.weight"].shape[1]
+    num_classes = len(tensors.get("head.bias", ()))
+    channels = tensors["trunk.0.0.weight"].shape[1]
     classifier = Classifier(channels, resolution, num_classes)
     classifier.load_state_dict(tensors, strict=False)  # a file is without batch normalisation's counters
     return classifier.to(device, memory_format=torch.channels_last).eval()

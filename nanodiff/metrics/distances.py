@@ -18,7 +18,8 @@ def mean_and_covariance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """(F,), and (F, F), unbiased, of all the vectors."""
     count = sums[-1, -1]
     mu = sums[-1, :-1] / count
-    return mu, (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
+    sigma = (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)
+    return mu, sigma
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
@@ -60,8 +61,9 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
         both = torch.cat([draw(x), draw(y)])
         kernel = (both @ both.T / both.shape[1] + 1) ** 3  # (2m, 2m)
         kernel.fill_diagonal_(0)  # unbiased: no image with itself
-        within = (kernel[:m, :m].sum() + kernel[m:, m:].sum()) / (m * (m - 1))
-        values[i] = within - 2 * kernel[:m, m:].mean()
+        within = kernel[:m, :m].sum() + kernel[m:, m:].sum()
+        between = kernel[:m, m:].mean()
+        values[i] = within / (m * (m - 1)) - 2 * between
     return float(values.mean()), float(values.std(correction=0))
 
 

@@ -48,7 +48,8 @@ def image_set(name: str, split: str) -> Dataset:
     dataset = open_dataset(name, split)
     if dataset.meta["kind"] == "latents":
         return open_dataset(dataset.meta["latents"]["source"], split)
-    kind, channels = dataset.meta["kind"], dataset.meta["channels"]
+    kind = dataset.meta["kind"]
+    channels = dataset.meta["channels"]
     if kind == "arrays" or channels not in (1, 3):
         given = f"{kind} of {channels} channels"
         raise UserError(f"data={name!r} holds {given}; metrics of features accept uint8 images of 1 or 3 channels")
@@ -78,7 +79,8 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     """
     all_ids = np.concatenate(batches)
     generator = make_generator(0)
-    kept = np.sort(all_ids)[torch.randperm(len(all_ids), generator=generator)[:KEPT]]
+    chosen = torch.randperm(len(all_ids), generator=generator)[:KEPT]
+    kept = np.sort(all_ids)[chosen]
     sums = torch.zeros(network.num_features + 1, network.num_features + 1, dtype=torch.float64)
 
     def compute(ids):
@@ -109,8 +111,11 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
 def load_stats(path: str, num_features: int) -> Features:
     """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files, and in ours `some`."""
     with reading(path), np.load(Path(path).expanduser(), allow_pickle=False) as file:
-        mu, sigma = (torch.from_numpy(file[name].astype(np.float64)) for name in ("mu", "sigma"))
-        some = torch.from_numpy(file["some"].astype(np.float32)) if "some" in file else None
+        mu = torch.from_numpy(file["mu"].astype(np.float64))
+        sigma = torch.from_numpy(file["sigma"].astype(np.float64))
+        some = None
+        if "some" in file:
+            some = torch.from_numpy(file["some"].astype(np.float32))
     if sigma.shape != (num_features, num_features):
         raise UserError(f"{path} holds a sigma of shape {tuple(sigma.shape)}, expected {num_features} features")
     return Features(mu, sigma, some)
@@ -121,7 +126,8 @@ def reference_features(dataset: Dataset, network) -> Features | None:
 
     Cached beside the set in stats_NETWORK_SPLIT.npz, which load_stats reads too.
     """
-    of = [f"{VERSION} {KEPT}".encode(), dataset, *(x.cpu() for x in network.state_dict().values())]
+    weights = [x.cpu() for x in network.state_dict().values()]
+    of = [f"{VERSION} {KEPT}".encode(), dataset, *weights]
 
     def compute():
         print0(f"computing features of {dataset.name!r}, {dataset.split}, once ({len(dataset):,} images)")
@@ -140,13 +146,15 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     if samples.mu.shape != reference.mu.shape:
         raise UserError(f"{metric}: {len(samples.mu)} features against {len(reference.mu)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
-    if reference.some is not None:
-        n = min(len(samples.some), len(reference.some))
+    real = reference.some
+    fake = samples.some
+    if real is not None:
+        n = min(len(fake), len(real))
         if n < 10:
-            raise UserError(f"{metric} needs 10 images or more, got {len(samples.some)} and {len(reference.some)}")
+            raise UserError(f"{metric} needs 10 images or more, got {len(fake)} and {len(real)}")
         kernel = metric.replace("f", "k", 1)  # "fid" -> "kid", "fd_..." -> "kd_..."
-        result[kernel], result[f"{kernel}_std"] = kernel_distance(samples.some, reference.some)
-        result["precision"], result["recall"] = precision_recall(reference.some[:n], samples.some[:n])
+        result[kernel], result[f"{kernel}_std"] = kernel_distance(fake, real)
+        result["precision"], result["recall"] = precision_recall(real[:n], fake[:n])
     if metric == "fid":
         result["inception_score"], result["inception_score_std"] = inception_score(samples.logits)
     return result

@@ -134,6 +134,8 @@ class Mixed(nn.Module):
 
 
 # The branches of each kind of block
+ROW = (1, 7)
+COLUMN = (7, 1)
 A = {
     "1x1": [(64, 1)],
     "5x5": [(48, 1), (64, 5)],
@@ -145,7 +147,7 @@ B = {
 }
 D = {
     "3x3": [(192, 1), (320, 3, 2, 0)],
-    "7x7x3": [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2, 0)],
+    "7x7x3": [(192, 1), (192, ROW), (192, COLUMN), (192, 3, 2, 0)],
 }
 E = {
     "1x1": [(320, 1)],
@@ -155,9 +157,8 @@ E = {
 
 
 def C(width):
-    row, column = (1, 7), (7, 1)
-    single = [(width, 1), (width, row), (192, column)]
-    double = [(width, 1), (width, column), (width, row), (width, column), (192, row)]
+    single = [(width, 1), (width, ROW), (192, COLUMN)]
+    double = [(width, 1), (width, COLUMN), (width, ROW), (width, COLUMN), (192, ROW)]
     return {"1x1": [(192, 1)], "7x7": single, "7x7dbl": double}
 
 

@@ -21,7 +21,8 @@ class Network(nn.Module):
         """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast
-            found = [self(batch.to(device)) for batch in torch.as_tensor(images).split(self.batch_size)]
+            batches = torch.as_tensor(images).split(self.batch_size)
+            found = [self(batch.to(device)) for batch in batches]
         features, logits = map(torch.cat, zip(*found))
         return features.cpu(), logits.cpu()
 

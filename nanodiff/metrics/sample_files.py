@@ -22,20 +22,21 @@ class Samples:
     batches = staticmethod(in_batches)
 
     def __init__(self, name: str):
-        self.path = Path(name).expanduser()
-        self.protocol = {"samples": str(self.path)}
+        path = Path(name).expanduser()
+        self.path = path
+        self.protocol = {"samples": str(path)}
         drawn = {}
-        if self.path.is_dir():
-            source = read_images(self.path, "folder", Options(val_fraction=0))
+        if path.is_dir():
+            source = read_images(path, "folder", Options(val_fraction=0))
             items = list(source.items)
             self._payloads = [item.payload for item in items]
             labels = [item.label for item in items]
             self.class_names = source.class_names
-        elif self.path.is_file():
-            images, labels, protocol = open_arrays(self.path)
+        elif path.is_file():
+            images, labels, protocol = open_arrays(path)
             if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
                 given = f"{images.dtype} of shape {images.shape}"
-                raise UserError(f"{self.path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
+                raise UserError(f"{path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
             self._payloads = images
             drawn = json.loads(protocol or "{}")
             if drawn:
@@ -46,7 +47,9 @@ class Samples:
         self.data = drawn.get("data", "")
         self.num_images = len(self._payloads)
         self._labels = np.array([0] * self.num_images if labels is None else labels)
-        self.num_classes = 1 + int(self._labels.max()) if self._labels.any() else 0  # 0 without labels
+        self.num_classes = 0  # without labels
+        if self._labels.any():
+            self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
 
     def labels(self, ids) -> np.ndarray:

@@ -79,6 +79,7 @@ def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     (N,) of CLASS_NAMES."""
     distance = np.full(len(images), np.inf)  # for an unknown class
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
-        distance[labels == label] = distances(images[labels == label], label)
+        asked = labels == label
+        distance[asked] = distances(images[asked], label)
     shares = share_by_class(distance <= LIMIT, labels, CLASS_NAMES, "well_formed")
     return shares | {"median_distance": float(np.median(distance))}
