@@ -15,7 +15,9 @@ from nanodiff.safetensors import as_bytes, described, save_safetensors
 
 # peft's names: prefix, module, suffix
 PREFIX = "base_model.model."
-A, B, ROWS = ".lora_A.weight", ".lora_B.weight", ".token_adapter.trainable_tokens_delta"
+A = ".lora_A.weight"
+B = ".lora_B.weight"
+ROWS = ".token_adapter.trainable_tokens_delta"
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
@@ -43,7 +45,8 @@ def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
     tensors = tensors["model" if ema == "raw" else f"ema_{ema}"]
     path = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = described(meta | {"ema": ema}) | {"sha256": json.dumps(fingerprint(tensors))}
+    told = described(meta | {"ema": ema})
+    told["sha256"] = json.dumps(fingerprint(tensors))
     save_safetensors({PREFIX + name: x for name, x in tensors.items()}, path, told)
 
 
@@ -51,7 +54,8 @@ def check_base(base: dict, tensors: dict, adapters: dict, added: dict) -> None:
     """UserError unless the adapters are intact and were trained on these weights; see merge."""
     if adapters.get("sha256") not in (None, fingerprint(added)):
         raise UserError(f"{adapters['source']} is corrupt: its tensors do not match the SHA-256 in its metadata")
-    theirs, ours = adapters["lora"], fingerprint(tensors)
+    theirs = adapters["lora"]
+    ours = fingerprint(tensors)
     if theirs["sha256"] != ours:
         of = f"{theirs['base']} ({theirs['sha256'][:16]}...), not {base['source']} ({ours[:16]}...)"
         raise UserError(f"{adapters['source']} holds adapters for other weights: {of}")
@@ -64,28 +68,36 @@ def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], nu
     """
     classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
     start = null[0] if len(null) else classes.mean(0)
-    rows = [classes[known.index(name)] if name in known else start for name in class_names]
-    return torch.stack(rows + [start] * (num_rows - len(rows)))
+    rows = [start] * num_rows
+    for i, name in enumerate(class_names):
+        if name in known:
+            rows[i] = classes[known.index(name)]
+    return torch.stack(rows)
 
 
 def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float = 1.0) -> tuple[dict, dict]:
     """(meta, tensors) of a base with the adapters (their meta, and tensors by our names) merged into it: W + scale
     alpha / rank B A, and their classes, of which new ones start as the base's null class."""
     check_base(base, tensors, adapters, added)
-    lora, tensors = adapters["lora"], dict(tensors)
+    lora = adapters["lora"]
+    tensors = dict(tensors)
     known = base["data"]["class_names"][: base["model_config"]["num_classes"]]
     names = known + [name for name in lora["classes"] if name not in known]
     for name, x in added.items():
         if name.endswith(A):
             weight = name.removesuffix(A) + ".weight"
             delta = added[name.replace(A, B)].float() @ x.float()  # (out, in), on the CPU: in full fp32
-            tensors[weight] = tensors[weight].add(delta, alpha=scale * lora["alpha"] / lora["rank"])
+            alpha = scale * lora["alpha"] / lora["rank"]
+            tensors[weight] = tensors[weight].add(delta, alpha=alpha)
         elif name.endswith(ROWS):
             weight = name.removesuffix(ROWS) + ".weight"
-            table = class_rows(tensors[weight], known, names, len(tensors[weight]) + len(names) - len(known))
+            num_rows = len(tensors[weight]) + len(names) - len(known)
+            table = class_rows(tensors[weight], known, names, num_rows)
             rows = [names.index(class_name) for class_name in lora["classes"]]
             table[rows] += scale * (x - table[rows])
             tensors[weight] = table
     num_classes = {"num_classes": len(names)}
-    data = base["data"] | ({"class_names": names} | num_classes if known else {})
+    data = base["data"]
+    if known:
+        data = data | {"class_names": names} | num_classes
     return base | {"data": data, "model_config": base["model_config"] | num_classes}, tensors

@@ -95,7 +95,8 @@ def shipped() -> dict[str, Path]:
 
 def known_runs() -> list[Path]:
     """Folders of runs, the one that was written to last first."""
-    runs = [path for path in (base_dir() / "runs").glob("*") if (path / "checkpoints").is_dir()]
+    folders = (base_dir() / "runs").glob("*")
+    runs = [path for path in folders if (path / "checkpoints").is_dir()]
     return sorted(runs, key=os.path.getmtime, reverse=True)
 
 
@@ -103,9 +104,10 @@ def find_run(run: str) -> Path:
     """The folder of a run, or a file, by its path or tag, or shipped weights by their name; "" is the run that was
     written to last or, if there is none, the first of the shipped weights."""
     known = known_runs()
-    if not run and (found := [*known, *shipped().values()]):
-        return found[0]
-    for path in (os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")) if run else ():
+    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")]
+    if not run:
+        places = [*known, *shipped().values()]
+    for path in places:
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
     tags = nearest(run, [p.name for p in known])
@@ -146,7 +148,8 @@ def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, di
             raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     if of_file:
         return path, options
-    return find_weights(path, **{"step": step, "ema": ema} | options), {}
+    which = {"step": step, "ema": ema} | options
+    return find_weights(path, **which), {}
 
 
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
@@ -163,7 +166,9 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
         else:
             meta, tensors = read_published(path, tensors, told)
-    meta |= {"path": path, "source": ",".join([str(path), *(f"{key}={told[key]}" for key in sorted(told))])}
+    options = [f"{key}={told[key]}" for key in sorted(told)]
+    meta["path"] = path
+    meta["source"] = ",".join([str(path), *options])
     return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 
@@ -184,15 +189,18 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
 
 def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    config, data, source = meta["config"], meta["data"], meta["source"]
+    config = meta["config"]
+    data = meta["data"]
+    source = meta["source"]
     objective = config.get("objective")
     if objective not in OBJECTIVES:
         raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
     with reading(source, "describes no model of this version"):
         model = empty_model(stored_config(meta))
     load_weights(model, tensors, source, assign=True)
+    model.to(device).eval()
     process = make_process(config, data)
-    return Loaded(model.to(device).eval(), process, config, data, meta["step"], source, meta["ema"], meta["path"])
+    return Loaded(model, process, config, data, meta["step"], source, meta["ema"], meta["path"])
 
 
 def load_run(

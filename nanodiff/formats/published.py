@@ -102,9 +102,11 @@ def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tup
 
     Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
     """
-    config, ours = from_meta({name: x for name, x in state_dict.items() if "projectors." not in name}, heads)
+    sit = {name: x for name, x in state_dict.items() if "projectors." not in name}
+    config, ours = from_meta(sit, heads)
     for name in ("final.linear.weight", "final.linear.bias"):
-        rows = ours[name].unflatten(0, (config.patch_size**2, -1))[:, : config.in_channels].flatten(0, 1)
+        pixels = ours[name].unflatten(0, (config.patch_size**2, -1))  # (p p, out_channels, ...)
+        rows = pixels[:, : config.in_channels].flatten(0, 1)
         ours[name] = -rows if time_input == "1-t" else rows
     return dataclasses.replace(config, out_channels=config.in_channels), ours
 
@@ -118,13 +120,14 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     num_classes = 0
     if "y_embed.weight" in ours:
         num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
+    numbers = [int(name.split(".")[1]) for name in ours if name.startswith("blocks.")]
     config = DiTConfig(
         image_size=tokens * patch_size,
         in_channels=in_channels,
         out_channels=len(ours["final.linear.weight"]) // patch_size**2,
         patch_size=patch_size,
         width=width,
-        depth=1 + max(int(name.split(".")[1]) for name in ours if name.startswith("blocks.")),
+        depth=1 + max(numbers),
         heads=heads or META_HEADS.get(width, max(1, width // 64)),
         num_classes=num_classes,
         block="classic",
@@ -141,7 +144,8 @@ def from_diffusers(state_dict: dict, sample_size: int, patch_size: int, num_atte
         if not torch.equal(value, theirs.setdefault(name, value)):
             raise ValueError(f"{name} differs between blocks; accepted: copies of one")
     ours = to_ours(theirs, DIFFUSERS)
-    for name in [name for name in ours if ".attn1.to_q." in name]:
+    queries = [name for name in ours if ".attn1.to_q." in name]
+    for name in queries:
         matrices = [ours.pop(name.replace("to_q", f"to_{part}")) for part in "qkv"]
         ours[name.replace("attn1.to_q", "qkv")] = torch.cat(matrices)
     print0(
@@ -181,7 +185,8 @@ def from_openai(
     scale_shift = len(state_dict["input_blocks.1.0.emb_layers.1.weight"]) == 2 * widths[0][0]
     low_res = 0
     if in_channels == 6:
-        in_channels, low_res = 3, image_size // 4
+        in_channels = 3
+        low_res = image_size // 4
     config = UNetConfig(
         image_size=image_size,
         in_channels=in_channels,
@@ -214,7 +219,11 @@ def to_openai(state_dict: dict, config: UNetConfig) -> dict:
 
 def with_attention(state_dict: dict, *width: int) -> dict:
     """The state dict with attention's matrices (out, in) as they are or, for `width` 1, as Conv1d's."""
-    return {name: p.reshape(*p.shape[:2], *width) if name.endswith(CONV1D) else p for name, p in state_dict.items()}
+    reshaped = dict(state_dict)
+    for name, p in state_dict.items():
+        if name.endswith(CONV1D):
+            reshaped[name] = p.reshape(*p.shape[:2], *width)
+    return reshaped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,7 +240,8 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint, or a file of scripts/export.py
         told = tensors.get("nanodiff", {}) | told
         tensors = tensors["ema"]
-    form, sizes = "openai", told
+    form = "openai"
+    sizes = told
     config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
     if "x_embedder.proj.weight" in tensors:
         form = "meta"
@@ -243,12 +253,14 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
             form = "sit"
             config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}
     elif "pos_embed.proj.weight" in tensors:
-        form, sizes = "diffusers", json.loads(path.with_name("config.json").read_bytes())
+        form = "diffusers"
+        sizes = json.loads(path.with_name("config.json").read_bytes())
     options = OPTIONS[form]
     for name in told.keys() - {*options}:
         raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
     model_config, tensors = FORMS[form](tensors, **config | sizes)
-    channels, num_classes = model_config.in_channels, model_config.num_classes
+    channels = model_config.in_channels
+    num_classes = model_config.num_classes
     if form == "openai":
         config["label_drop"] = 0.0  # the class table has no null class
         # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
@@ -258,9 +270,12 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
                 config["noise_schedule"] = "cosine"
             config["rescale_timesteps"] = not num_classes
     if form != "sit":
-        learns_variance = model_config.out_channels == 2 * channels
-        config |= {"gaussian_loss": "mse", "variance": "learned_range" if learns_variance else "fixed_large"}
-    config |= {"objective": "eps", "low_res_size": model_config.low_res}
+        config["gaussian_loss"] = "mse"
+        config["variance"] = "fixed_large"
+        if model_config.out_channels == 2 * channels:
+            config["variance"] = "learned_range"
+    config["objective"] = "eps"
+    config["low_res_size"] = model_config.low_res
     config |= {name: value for name, value in told.items() if name in config}
     fields = dataclasses.asdict(model_config)
     settings = {"heads": fields.get("num_heads")} | config | fields
@@ -289,10 +304,15 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
     model_config = loaded.model.config
     settings = loaded.config | model_settings(model_config) | {"image_size": model_config.image_size}
     told = {name: settings[name] for name in OPTIONS[form] if name in settings}
-    write, takes = {"meta": (to_meta, "dit_classic with classes"), "openai": (to_openai, "unet")}[form]
+    write = to_openai
+    takes = "unet"
+    if form == "meta":
+        write = to_meta
+        takes = "dit_classic with classes"
     if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):
         raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
-    objective, variance = settings["objective"], settings.get("variance", "")
+    objective = settings["objective"]
+    variance = settings.get("variance", "")
     if objective != "eps" or variance == "learned":  # else sampled wrongly
         read_as = "objective=eps, variance fixed or learned_range"
         raise UserError(f"form={form} is read as {read_as}, not as {objective}, {variance}")

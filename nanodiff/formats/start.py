@@ -43,13 +43,17 @@ def inherited(config) -> dict:
             raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
         return {}
     source, _ = split_options(config["init_from"])
-    names = re.sub(r"\.\w+$", "", Path(source).absolute().name), Path(config["data"]).absolute().name
-    model_tag = config["model_tag"] or "_".join(names) + ("_lora" if config["lora_rank"] else "")
+    base = re.sub(r"\.\w+$", "", Path(source).absolute().name)
+    data = Path(config["data"]).absolute().name
+    lora = "_lora" if config["lora_rank"] else ""
+    model_tag = config["model_tag"] or f"{base}_{data}{lora}"
     own = newest_meta(run_folder(model_tag))
     meta = own or read_file(*find(config["init_from"]))[0]
     model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
-    theirs = meta["config"] | ({} if own else shape)
+    theirs = dict(meta["config"])
+    if not own:
+        theirs |= shape
     names = [name for name in shape if name not in NO_SHAPE]
     if config.given.get("arch", theirs["arch"]) != theirs["arch"]:
         names = []  # check_shape refuses it
@@ -59,7 +63,8 @@ def inherited(config) -> dict:
     if objective == theirs["objective"] and theirs.get("cfg_scale", 1) != 1:  # samples were guided
         names += ["sample_steps", "sampler", "cfg_scale", "cfg_interval"]
     if theirs.get("guided_from", 1.0) < 1 and (own or learns_guidance(theirs, meta["step"])):
-        theirs = theirs | ({} if own else {"guided_from": 0.0})
+        if not own:
+            theirs["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
     if own or "sha256" in meta:  # a file of adapters, which is continued; a run of them is a model like any other
         names += LORA
@@ -75,7 +80,9 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
     if not config["init_from"]:
         return None, None
     is_map = config["objective"].startswith("flow_map")
-    source, adapters, tensors = None, {}, {}
+    source = None
+    adapters = {}
+    tensors = {}
     if "lora" in meta:
         adapters = meta
     elif is_map or not meta:
@@ -105,18 +112,26 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     warn_of_process(loaded, config)
     own = model.state_dict()
     # A flow map's h_embed still has no effect
-    weights = {name: x for name, x in own.items() if name.startswith("h_embed")} | loaded.model.state_dict()
+    weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
+    weights |= loaded.model.state_dict()
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # the second image has no effect yet
-        if name in weights and (more := own[name].shape[1] - weights[name].shape[1]) > 0:
+        if name in weights:
             x = weights[name]
-            weights[name] = torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], dim=1)
+            more = own[name].shape[1] - x.shape[1]
+            if more > 0:
+                zeros = x.new_zeros(len(x), more, *x.shape[2:])
+                weights[name] = torch.cat([x, zeros], dim=1)
     note = ""
-    table = weights.pop(class_table(loaded.model)[0] + ".weight") if loaded.num_classes else None
+    table = None
+    if loaded.num_classes:
+        table = weights.pop(class_table(loaded.model)[0] + ".weight")
     if class_names:
         name = class_table(model)[0] + ".weight"
         weights[name] = own[name]
         if table is not None:
-            known = class_names if same_order(class_names, loaded.class_names) else loaded.class_names
+            known = loaded.class_names
+            if same_order(class_names, known):
+                known = class_names
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
@@ -135,10 +150,12 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
     for name, value in same.items():
         if config[name] != value:
             raise UserError(f"{name}={config[name]!r} with lora_rank, on {loaded.source}; accepted: {value!r}")
-    size, theirs = model.config.image_size, loaded.model.config.image_size
+    size = model.config.image_size
+    theirs = loaded.model.config.image_size
     if size != theirs:
         raise UserError(f"lora_rank: the data have resolution {size}, the model wants {theirs}")
-    rank, targets = config["lora_rank"], config["lora_targets"]
+    rank = config["lora_rank"]
+    targets = config["lora_targets"]
     alpha = config["lora_alpha"] or float(rank)
     new = class_names[len(known) :]
     add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
@@ -154,25 +171,32 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
     """Copy the adapters that `loaded` was given into those of add_lora with alpha / rank = `scale`."""
     lora, tensors = loaded.adapters
     own = trained(model)
-    for name in sorted(name for name in own.keys() ^ tensors.keys() if not name.endswith(ROWS)):
-        raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
+    for name in sorted(own.keys() ^ tensors.keys()):
+        if not name.endswith(ROWS):
+            raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
     for name, x in tensors.items():
+        p = own[name]
         if name.endswith(ROWS):
-            own[name][[new.index(class_name) for class_name in lora["classes"]]] = x
+            rows = [new.index(class_name) for class_name in lora["classes"]]
+            p[rows] = x
             continue
-        if x.shape != own[name].shape:
+        if x.shape != p.shape:
             raise UserError(f"init_from has adapters of rank {lora['rank']}; accepted: --lora_rank={lora['rank']}")
-        own[name].copy_(x * (lora["alpha"] / lora["rank"] / scale) if name.endswith(B) else x)
+        if name.endswith(B):
+            x = x * (lora["alpha"] / lora["rank"] / scale)
+        p.copy_(x)
 
 
 def check_shape(model, loaded: Loaded) -> None:
     """Raise UserError unless `model` has the loaded one's shape; it names the settings that would give that."""
-    theirs, ours = model_settings(loaded.model.config), model_settings(model.config)
+    known = loaded.model.config
+    theirs = model_settings(known)
+    ours = model_settings(model.config)
     if "attention_resolutions" in theirs:  # in pixels, at the image size of the new run
-        ratio = model.config.image_size / loaded.model.config.image_size
-        resolutions = [round(res * ratio) for res in loaded.model.config.attention_resolutions]
+        ratio = model.config.image_size / known.image_size
+        resolutions = [round(res * ratio) for res in known.attention_resolutions]
         theirs["attention_resolutions"] = ",".join(map(str, resolutions))
-    if loaded.model.config.out_channels != model.config.out_channels:
+    if known.out_channels != model.config.out_channels:
         theirs["variance"] = loaded.config.get("variance", "fixed_small")
     differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
     if differing:
