@@ -53,16 +53,16 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
             repeat_bits()
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    if world > 1:
-        # By default every rank's Inductor starts a compiler process per core
-        per_rank = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
-    if backend == "nccl":
         # NCCL's watchdog ends a rank after `timeout_s` of waiting; by default it tries to dump a trace first
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    if world > 1 and not dist.is_initialized():
-        timeout_s = timeout_s or float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
-        join_ranks(backend, timeout_s, device if backend == "nccl" else None)
+    if world > 1:
+        # By default every rank's Inductor starts a compiler process per core
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        per_rank = max(1, os.cpu_count() // ranks_here)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
+        if not dist.is_initialized():
+            timeout_s = timeout_s or float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
+            join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
 
 

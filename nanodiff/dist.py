@@ -20,14 +20,12 @@ from nanodiff.common import LostRank, Progress, excepthook, get_dist
 def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
     timeout = timedelta(seconds=timeout_s)
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
         # count restarts differently, so runs/multinode.sh gives each attempt a new store
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=get_dist()[2], timeout=timeout, device_id=device_id
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
     # init_process_group's own excepthook swallows ours
     sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 

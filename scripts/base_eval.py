@@ -96,7 +96,8 @@ compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
 varied = ()  # the settings that differ between rows of the result
-name, loaded, measured = data, None, None
+name = data
+loaded = None
 source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
@@ -108,7 +109,8 @@ elif not features:
     tell_best(loaded.path)
     source = loaded.source
     name = name or loaded.data["name"]
-    result |= loaded.described() | {"dtype": str(compute_dtype).removeprefix("torch.")}
+    result |= loaded.described()
+    result["dtype"] = str(compute_dtype).removeprefix("torch.")
 if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
@@ -123,7 +125,8 @@ if metric in ("loss", "bpd"):
         dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
     num_images = min(num_images or 400, len(dataset))
-    result |= {"data": dataset.name, "num_images": num_images}
+    result["data"] = dataset.name
+    result["num_images"] = num_images
 
 if metric == "loss":
     with autocast:
@@ -149,9 +152,11 @@ elif metric == "features":
     found = metrics.file_features(features, num_images)
     known = metrics.file_features(reference_features)
     if rank == 0:
-        result |= metrics.compare("fd_features", found, known) | {"features": features}
+        num_images = len(found.logits)
+        result |= metrics.compare("fd_features", found, known)
+        result["features"] = features
         result["reference"] = reference_features
-        result["num_images"] = num_images = len(found.logits)
+        result["num_images"] = num_images
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples: those given, or the model's, drawn one batch at a time
@@ -179,8 +184,9 @@ else:
         config |= settings.named if len(plan) == 1 else settings.guidance
         config.defaults |= settings_for(loaded).named  # the file's name says what differs from the run's own
         names = loaded.class_names
-        result |= {"batch_size": batch_size}
-    result |= measured.protocol | {"num_images": num_images}
+        result["batch_size"] = batch_size
+    result |= measured.protocol
+    result["num_images"] = num_images
     if is_distance and num_images < 10:
         raise UserError(f"metric={metric} needs 10 images or more, got {num_images}")
     if not is_distance and not measured.num_classes:
@@ -219,8 +225,10 @@ else:
             images = gather_batches(images_of, batches, "samples")
             return measure_form(np.concatenate(images), labels) if images else {}
         found = metrics.collect_features(images_of, batches, network, "samples")
-        row = metrics.compare(metric, found, known) if found and is_distance else {}
-        if found and has_classes and network.num_classes:
+        if not found:
+            return {}
+        row = metrics.compare(metric, found, known) if is_distance else {}
+        if has_classes and network.num_classes:
             is_right = found.logits.argmax(1).numpy() == labels
             row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
         return row
@@ -241,7 +249,8 @@ else:
     # The same figures of as many real images that the model was not trained on
     if not reference:
         other = "val" if reference_split == "train" else "train"
-        n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
+        split = dataset.meta["splits"].get(other, {})
+        n = min(num_images, split.get("num_images", 0))
         if n >= 10:
             real = metrics.image_set(name, other)
             ids = np.arange(n) * len(real) // n  # evenly, as images may come sorted by class
@@ -259,22 +268,27 @@ for row in result.get("rows", [result]):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")
     figures = []
     for key, text in FIGURES.items():
-        if (value := row.get(key)) is not None:
+        if key in row:
+            figure = text.format(row[key])
             if key in real:
                 of = "" if figures else f"{how_many} real images: "
-                text += f" ({of}{re.search('{.*}', text)[0].format(real[key])})"
-            figures.append(text.format(value))
+                number = re.search("{.*}", text)[0]
+                figure += f" ({of}{number.format(real[key])})"
+            figures.append(figure)
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
-words.append("reference" in result and f"against {result['reference']}")
+if "reference" in result:
+    words.append(f"against {result['reference']}")
 print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name
-folder, stem = Path(source).expanduser().parent, Path(source).stem
+folder = Path(source).expanduser().parent
+stem = Path(source).stem
 if loaded:
-    folder, stem = loaded.run_dir, f"{loaded.step:06d}"
+    folder = loaded.run_dir
+    stem = f"{loaded.step:06d}"
 if rank == 0 and folder:
     # They change no figure, or are in the stem
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")

@@ -53,7 +53,10 @@ def published(arm: dict) -> dict:
 
 def list_arms(config: dict) -> list[dict]:
     """One value of each list for each arm. A reference stands before what it is for."""
-    lists = [[literal(item) for item in config[f"{name}s"].split(",")] for name in LISTS]
+    lists = []
+    for name in LISTS:
+        items = config[f"{name}s"].split(",")
+        lists.append([literal(item) for item in items])
     arms = []
     for values in itertools.product(*lists):
         arm = dict(zip(LISTS, values)) | {"reference": False}
@@ -86,12 +89,15 @@ def take_turn(arm: dict) -> dict:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
         text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
     memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
-    return {"lines": [json.loads(line) for line in text.splitlines()], "memory_gb": float(memory[1])}
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {"lines": lines, "memory_gb": float(memory[1])}
 
 
 def make_row(arm: dict, turns: list[dict], device) -> dict:
     """An arm's figures, except its ratio to the reference; the floats become table columns."""
-    lines = [line for turn in turns for line in turn["lines"][WARM_UP:]]
+    lines = []
+    for turn in turns:
+        lines += turn["lines"][WARM_UP:]
     step_ms = [line["train/dt_ms"] for line in lines]
     median_ms = statistics.median(step_ms)
     dtype = str(choose_dtype(arm["dtype"], device)).removeprefix("torch.")
@@ -121,7 +127,8 @@ def main():
         config["compiles"] = "False"
     arms = list_arms(config)
     turns = [[take_turn(arm) for arm in arms] for _ in range(rounds)]
-    rows = [make_row(arm, of_arm, device) for arm, of_arm in zip(arms, zip(*turns))]
+    by_arm = zip(*turns)
+    rows = [make_row(arm, of_arm, device) for arm, of_arm in zip(arms, by_arm)]
     for arm, row in zip(arms, rows):
         base = rows[arms.index(published(arm))] if reference else rows[0]
         row["ratio"] = row["images_per_sec"] / base["images_per_sec"]

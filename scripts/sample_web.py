@@ -78,11 +78,15 @@ def describe_run(path: Path) -> dict:
             raise UserError(f"{path} holds no checkpoint")
         meta = load_meta(checkpoints[-1][1])
         emas = [*map(str, meta["ema_rates"]), "raw"]
-        weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
+        weights = []
+        for step, _ in reversed(checkpoints):
+            weights += [(step, ema) for ema in emas]
     with reading(path, "was trained by another version"):
-        config, data = meta["config"], meta["data"]
+        config = meta["config"]
+        data = meta["data"]
         model = SimpleNamespace(config=stored_config(meta))  # all that is asked of it
-        loaded = Loaded(model, make_process(config, data), config, data, meta["step"], str(path), "", path)
+        process = make_process(config, data)
+        loaded = Loaded(model, process, config, data, meta["step"], str(path), "", path)
         return {
             "weights": weights,
             "classes": loaded.class_names,
@@ -106,7 +110,8 @@ def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Load
 
 def read_request(body: bytes) -> dict:
     """The fields of form.py from a request's JSON, checked as settings are; from_image as bytes."""
-    asked, settings = json.loads(body), read_settings(vars(form))
+    asked = json.loads(body)
+    settings = read_settings(vars(form))
     asked = {name: check(settings, name, asked.get(name)) for name in settings}
     return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
 
@@ -165,7 +170,8 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
-        classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
+        labels = samples.labels(range(min(n, columns)))
+        classes = [loaded.class_names[label] for label in labels]
     seconds = time.perf_counter() - start
     send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")

@@ -146,7 +146,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
         config = Config(defaults | {"lr": lr})
         config.defaults = defaults
         described = {"config": config, "num_iterations": num_iterations}
-        return RunLog("dummy", tmp_path, torch.device("cpu"), described, step)
+        return RunLog("dummy", tmp_path, torch.device("cpu"), described, step, progress={})
 
     recorded = lambda: json.loads((tmp_path / "config.json").read_text())
     log = open_log(lr=2, step=0, num_iterations=3)

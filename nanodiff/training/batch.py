@@ -16,12 +16,13 @@ MEMORY_TRIED = 0.95
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
     """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
     device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
-    if total_batch_size % (device_batch_size * world):
+    at_once = device_batch_size * world
+    if total_batch_size % at_once:
         raise UserError(
             f"total_batch_size={total_batch_size} is not a multiple of "
             f"device_batch_size x ranks = {device_batch_size} x {world}"
         )
-    return device_batch_size, total_batch_size // (device_batch_size * world)
+    return device_batch_size, total_batch_size // at_once
 
 
 def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:

@@ -49,7 +49,9 @@ class EMA:
             if name in kept and not p.requires_grad:
                 self.frozen[name] = p
         self.weights = [buffer.own for buffer in self.buffers]
-        self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
+        self.averages = {}
+        for rate in self.rates:
+            self.averages[rate] = [own.clone() for own in self.weights]
 
     @torch.no_grad()
     def update(self, step: int) -> None:

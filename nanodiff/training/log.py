@@ -206,7 +206,7 @@ class RunLog:
         device,
         described: dict,
         step: int,
-        progress: dict | None = None,
+        progress: dict,
     ):
         self.run_dir = run_dir
         self.file = None

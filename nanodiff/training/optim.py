@@ -129,8 +129,9 @@ def plan_buffer(params, kind: str, world: int):
     load = [0] * world
     owner = {}
     for i in sorted(range(len(params)), key=lambda i: -sizes[i]):
-        owner[i] = load.index(min(load))
-        load[owner[i]] += sizes[i]
+        rank = load.index(min(load))
+        load[rank] += sizes[i]
+        owner[i] = rank
 
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
     offsets = {}  # from the start of the owner's share

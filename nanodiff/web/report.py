@@ -61,9 +61,11 @@ class Run:
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
-    facts, logged = read_json(folder / "config.json"), {}
+    facts = read_json(folder / "config.json")
+    logged = {}
     metrics = folder / "metrics.jsonl"
-    for text in metrics.read_bytes().splitlines() if metrics.exists() else []:
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    for text in lines:
         try:
             line = json.loads(text)
         except ValueError:  # torn by a kill
@@ -122,10 +124,12 @@ def charts(runs: list[Run]) -> str:
         axis = AXES.get(name, "")
         shown = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            page += chart(TITLES.get(name, name), axis, [(runs[0], key, in_words(key)) for key in shown])
+            curves = [(runs[0], key, in_words(key)) for key in shown]
+            page += chart(TITLES.get(name, name), axis, curves)
         else:
             for key in shown:
-                page += chart(in_words(key), axis, [(run, key, run.name) for run in runs])
+                curves = [(run, key, run.name) for run in runs]
+                page += chart(in_words(key), axis, curves)
     return page or "<p>Nothing has been logged so far.</p>"
 
 
@@ -168,14 +172,16 @@ def strip(run: Run) -> str:
     paths = sorted(run.folder.glob("samples/step_*.png"))
     if not paths:
         return ""
-    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS))]
+    count = min(len(paths), MOST_GRIDS)
+    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, count)]
     images = ""
     for path in shown:
         step = int(path.stem.removeprefix("step_"))
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
-    last, names = len(shown) - 1, ""
+    last = len(shown) - 1
+    names = ""
     taken = [name for name in FIELDS if run.facts["model"].get(name)]
     if taken == ["num_classes"] and run.facts["model"]["num_classes"] <= 10:  # a row of the grid for each
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
@@ -206,8 +212,12 @@ def cell(value) -> str:
 
 def table(columns: dict[str, dict], min_values: int = 1) -> str:
     """Columns by their headings, and a row for each key that has so many different values, absent ones included."""
-    rows = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"
-    for key in dict.fromkeys(key for column in columns.values() for key in column):
+    heads = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    rows = f"<tr><th></th>{heads}</tr>"
+    keys = {}  # of all columns, in order
+    for column in columns.values():
+        keys |= column
+    for key in keys:
         values = [cell(column.get(key)) for column in columns.values()]
         if any(values) and len(set(values)) >= min_values:
             cells = "".join(f"<td>{value}</td>" for value in values)
@@ -236,14 +246,17 @@ def evaluation(result: dict, run: Run) -> str:
     """Results of base_eval: floats except settings were measured, the rest is protocol."""
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
-    real, protocol = flat(result.pop("real_images", {})), flat(result)
+    real = flat(result.pop("real_images", {}))
+    protocol = flat(result)
     measured = {}
     for key, value in list(protocol.items()):
         if type(value) is float and not key.endswith(("cfg_scale", "eta")):
             measured[key] = protocol.pop(key)
     step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
     of = run.name if step is None else f"{run.name}, step {step:,}"
-    columns = {"samples" if real else "": measured} if measured else {}
+    columns = {}
+    if measured:
+        columns["samples" if real else ""] = measured
     for row in rows:
         columns[f"{row.pop('sampler')}, {row.pop('steps')}"] = flat(row)
     if real:
@@ -263,7 +276,8 @@ def best(run: Run) -> dict:
         for key in (metric, "total_bpd", "precision", "recall"):
             if key in result:
                 figures[metric if key == metric else f"{key}, {metric}"] = result[key]
-    figures["minutes"] = max(run.logged.get("total_training_time_s", {0: 0.0}).values()) / 60
+    seconds = run.logged.get("total_training_time_s", {0: 0.0})
+    figures["minutes"] = max(seconds.values()) / 60
     return figures
 
 
