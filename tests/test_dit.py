@@ -97,7 +97,7 @@ def test_timestep_embedding_tells_fractions_apart():
     assert e.dtype == torch.float32 and (e[0] - e[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("size, patch", [(16, 2), (48, 3), (100, 5), (250, 10), (512, 32)])
+@pytest.mark.parametrize("size, patch", [(16, 2), (100, 5), (250, 10), (512, 32)])
 def test_from_depth(size, patch):
     channels = dict(in_channels=3, out_channels=3, num_classes=10)
     config = DiTConfig.from_depth(12, size, **channels)

@@ -33,11 +33,6 @@ def place(made, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANODIFF_BASE_DIR", str(root))
         patch.chdir(root)
-        shutil.copytree(root / "runs" / "flow", root / "runs" / "broken")
-        shutil.rmtree(root / "runs" / "broken" / "checkpoints" / "step_000000")
-        model = root / "runs" / "broken" / "checkpoints" / "step_000001" / "model.safetensors"
-        data = model.read_bytes()
-        model.write_bytes(data[:5000] + b"?" + data[5001:])
         (root / "runs" / "empty" / "checkpoints").mkdir(parents=True)
         (root / "file").write_text("no folder")
         np.savez(root / "objects.npz", arr_0=np.array([{}], dtype=object))
@@ -64,7 +59,6 @@ MISTAKES = [
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
     ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
-    ((*SAMPLE, "--sampler=map"), "sampler='map'"),
     ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, sde"),
     ((*SAMPLE, "--respacing=ddim10"), "respacing='ddim10'"),
     ((*SAMPLE, "--model=eps", "--respacing=ddim19"), "ddim19"),
@@ -90,7 +84,6 @@ MISTAKES = [
     ((*TRAIN, "--data=unheard"), "unheard"),
     # runs
     ((*TRAIN, "--model_tag=flow", "--resume=never"), "resume=never"),
-    ((*TRAIN, "--model_tag=broken"), "broken"),
     ((*TRAIN, f"--model_tag={'x' * 300}"), "model_tag"),
     ((*TRAIN, "--model_tag=.."), "model_tag='..'"),
     ((*TRAIN, "--device_batch_size=3"), "total_batch_size=8 is not a multiple of device_batch_size"),
@@ -131,7 +124,6 @@ MISTAKES = [
     ((*SAMPLE, "--vectors=s.npz"), "trained without vectors"),
     ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
     ((*SAMPLE, "--guide_model=x0"), "they differ in objective"),
-    ((*SAMPLE, "--guide_model=large"), "they differ in image_size"),
     ((*SAMPLE, "--from_images=absent"), "absent' is not there; accepted: an .npz file, a folder"),
     ((*SAMPLE, "--from_images=small.npz"), "(3, 8, 8); accepted: (3, 16, 16)"),
     ((*SAMPLE, "--from_images=text.png"), "text.png' is neither; accepted"),

@@ -92,7 +92,6 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "zip with odd labels": (lambda t: zipped(t), "dataset.json is not a table"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
-    "IDX sizes differ": (lambda t: bad_mnist(t, "images-idx3", idx(np.zeros((20, 9, 9), np.uint8))), "is 8x8"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "has no array arr_0"),
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "tar with a damaged header": (lambda t: middle(t), "damaged"),

@@ -200,7 +200,6 @@ def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, 
     some = ("--model=latent", "--num_images=5")
     one, _, protocol = draw(*some)
     assert one.shape == (5, 16, 16, 3)
-    assert_same(one, draw(*some, "--batch_size=2")[0])
     autoencoder = open_autoencoder(str(vae))
     assert (protocol["autoencoder"], protocol["autoencoder_sha256"]) == (autoencoder.name, autoencoder.sha256)
     images = open_dataset("tiny", "val").images(range(5))

@@ -22,7 +22,7 @@ def grid(n):
     return (torch.arange(n) + 0.5) / n
 
 
-@pytest.mark.parametrize("T", [1, 2, 7, 1000, 4000])
+@pytest.mark.parametrize("T", [1, 7, 1000])
 def test_uniform_covers_each_timestep_equally(T):
     sampler = make_timesteps("uniform", gaussian(T))
     t, weight = sampler.sample(grid(3 * T))
@@ -75,6 +75,16 @@ def test_second_moment_equals_the_published(monkeypatch):
         after = torch.tensor(figure["weights_after"], dtype=torch.float64)
         torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
 
+    # Of two ranks that share all but the first loss, each ends with the history of one
+    sampler = LossSecondMoment(gaussian(figure["num_timesteps"]))
+    sampler.update(feed_t[:1], feed[:1])
+    halves = torch.stack([feed_t.float(), feed])[:, 1:].split(12, dim=1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather", lambda out, own: [x.copy_(half) for x, half in zip(out, halves)])
+    sampler.update(feed_t[13:], feed[13:])
+    torch.testing.assert_close(sampler.probabilities(), after / after.sum(), rtol=1e-6, atol=0)
+
 
 def test_importance_weights_are_unbiased():
     """sum_t p_t w_t f_t is the mean of f, for any f; and the draws follow p."""
@@ -88,25 +98,6 @@ def test_importance_weights_are_unbiased():
     torch.testing.assert_close(torch.bincount(t) / len(t), p.float(), rtol=0, atol=2e-5)
     torch.testing.assert_close((weight * f[t]).mean(), f.mean(), rtol=1e-4, atol=0)
     torch.testing.assert_close(weight, (1 / (6 * p[t])).float())
-
-
-def test_all_ranks_hold_the_history_of_one(monkeypatch):
-    """Two ranks with half the batch each end with the very history of one process with all of it."""
-    alone, *ranks = [LossSecondMoment(gaussian(5)) for _ in range(3)]
-    g = torch.Generator().manual_seed(0)
-    batches = [(torch.randint(5, (8,), generator=g), torch.rand(8, generator=g)) for _ in range(20)]
-    for t, losses in batches:
-        alone.update(t, losses)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    for t, losses in batches:
-        pairs = torch.stack([t.float(), losses]).split(4, dim=1)
-        all_gather = lambda out, own, pairs=pairs: [x.copy_(pair) for x, pair in zip(out, pairs)]
-        monkeypatch.setattr(dist, "all_gather", all_gather)
-        for sampler, half in zip(ranks, zip(t.split(4), losses.split(4))):
-            sampler.update(*half)
-    for sampler in ranks:
-        assert torch.equal(sampler.history, alone.history) and torch.equal(sampler.seen, alone.seen)
 
 
 @pytest.mark.parametrize("name", TIMESTEPS)
