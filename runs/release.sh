@@ -50,5 +50,5 @@ for tag, name in (("cifar10_final", "cifar10"), ("cifar10_map", "cifar10_map")):
     release = {"commit": commit, "samples": 5000, "seeds": len(found), "figures": figures}
     release |= {"sha256_of_tensors": digest.hexdigest()}
     save_safetensors(tensors, f"runs/weights/{name}.safetensors", metadata | {"release": json.dumps(release)})
-    print(name, release)
+    print(name, json.dumps(release))
 PYTHON
