@@ -189,9 +189,7 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
 
 def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
-    config = meta["config"]
-    data = meta["data"]
-    source = meta["source"]
+    config, data, source = meta["config"], meta["data"], meta["source"]
     objective = config.get("objective")
     if objective not in OBJECTIVES:
         raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
