@@ -81,7 +81,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 #                  changed = likewise, but rates and horizon may differ; a number = from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; auto = bf16 where native, else fp16 (GPU), fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: for matrix products; auto = bf16 where native, else fp16 (CUDA), fp32
 compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
 # Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
@@ -299,8 +299,8 @@ if eval_every >= 0:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
-# on resume, changed settings. training/resume.py lists those that may change (FREE: cadences,
-# sampling, device_batch_size, all that does not shape the weights) and those that may with resume=changed (RATES)
+# on resume, changed settings. training/resume.py lists those that may change (FREE: cadences, sampling,
+# device_batch_size, all that does not shape the weights) and those that may with resume=changed (RATES)
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))

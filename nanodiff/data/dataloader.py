@@ -137,8 +137,10 @@ class DataLoader:
         step, micro_step = divmod(number, self._micro_steps)
         images, rows = self.dataset.rows(self.indices(step, micro_step))
         rows["images"] = images
+        tensors = {}
         for name, x in rows.items():
-            rows[name] = torch.from_numpy(x)
+            tensor = torch.from_numpy(x)
             if self.device.type == "cuda":
-                rows[name] = rows[name].pin_memory()
-        return rows
+                tensor = tensor.pin_memory()
+            tensors[name] = tensor
+        return tensors

@@ -45,8 +45,8 @@ def inherited(config) -> dict:
     source, _ = split_options(config["init_from"])
     base = re.sub(r"\.\w+$", "", Path(source).absolute().name)
     data = Path(config["data"]).absolute().name
-    lora = "_lora" if config["lora_rank"] else ""
-    model_tag = config["model_tag"] or f"{base}_{data}{lora}"
+    suffix = "_lora" if config["lora_rank"] else ""
+    model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
     own = newest_meta(run_folder(model_tag))
     meta = own or read_file(*find(config["init_from"]))[0]
     model_config = stored_config(meta)
@@ -189,14 +189,14 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
 
 def check_shape(model, loaded: Loaded) -> None:
     """Raise UserError unless `model` has the loaded one's shape; it names the settings that would give that."""
-    known = loaded.model.config
-    theirs = model_settings(known)
+    wanted = loaded.model.config
+    theirs = model_settings(wanted)
     ours = model_settings(model.config)
     if "attention_resolutions" in theirs:  # in pixels, at the image size of the new run
-        ratio = model.config.image_size / known.image_size
-        resolutions = [round(res * ratio) for res in known.attention_resolutions]
+        ratio = model.config.image_size / wanted.image_size
+        resolutions = [round(res * ratio) for res in wanted.attention_resolutions]
         theirs["attention_resolutions"] = ",".join(map(str, resolutions))
-    if known.out_channels != model.config.out_channels:
+    if wanted.out_channels != model.config.out_channels:
         theirs["variance"] = loaded.config.get("variance", "fixed_small")
     differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
     if differing:
