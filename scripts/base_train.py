@@ -68,7 +68,7 @@ depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UN
 num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
-device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a GPU, elsewhere up to 64
+device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
 eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here and
@@ -162,7 +162,8 @@ gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned var
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Presets and the command line override the globals above; `config` is a dict of all, config.given of what was given.
-# Sizes from rules, and guidance without labels, are changed below in both, so that config.json records what was used.
+# Batch, rates, steps and cadences from rules are changed below in both, guidance that samples do without in `config`
+# alone: config.json records what was used.
 # With init_from, settings of shape and process that nobody gave are the source's.
 config = configure(globals(), inherited=inherited)
 
@@ -192,8 +193,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model (on resume, only as teacher or base of adapters); like: its classes and scale, by which
-# the data are read
+# source: init_from's model (on resume, only as teacher or base of adapters); like: how it, or the resumed run, sees
+# data: the scale and, with adapters, the numbers of the classes
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # keep the input channels of base or checkpoint: other models may lack the one for "no second image"
+if fixed:  # keep the channels of base or checkpoint: published and older ones lack the one for "no second image"
     model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -300,7 +301,7 @@ if eval_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
 # on resume, changed settings. training/resume.py lists those that may change (FREE: cadences, sampling,
-# device_batch_size, all that does not shape the weights) and those that may with resume=changed (RATES)
+# device_batch_size, all that does not shape the weights) and those that may with resume=changed or =STEP (RATES)
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -318,16 +319,16 @@ if objective.startswith("flow_map"):
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32, also when weights are sent (exchange 2).
-# On CUDA the update is compiled, too
+# On CUDA Muon's element-wise arithmetic is compiled, too; AdamW's is torch's fused kernel
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of exchange 1
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
-# device_batch_size=0: a GPU tries ever larger divisors of a rank's share of the batch, forward and backward, until its
-# memory is full; all ranks take the smallest result. A CPU takes the largest divisor up to 64. A given one is lowered
-# to the share. Either way device_batch_size * ranks must divide total_batch_size, else the run is refused
+# device_batch_size=0: CUDA tries ever larger divisors of a rank's share of the batch, forward and backward, until its
+# memory is full; all ranks take the smallest result. Elsewhere it is the largest divisor up to 64. A given one is
+# lowered to the share. Either way device_batch_size * ranks must divide total_batch_size, else the run is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -493,7 +494,8 @@ while True:
                     log.grid(grid, step)
         if figures:
             result = judged_by | dict(step=step, value=figures.get(judged_by["metric"], math.inf))
-            # Saved first: best.json, which a resume goes by, never names a missing checkpoint
+            # The save runs in a thread. A kill before its end leaves a best.json that names no checkpoint: a resumed
+            # run then takes the best in the meta.json of the checkpoint that it resumes from
             if is_better(result, progress["best"]) and (step == saver.step or saves_best):
                 if step != saver.step:
                     save()
@@ -519,7 +521,7 @@ while True:
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
     process.done = step / num_iterations  # from the fraction guided_from on, guidance is learned
 
-    # Blocks compute with bf16 copies of their weights: autocast would make new ones in every micro-step
+    # Blocks' linear layers compute with bf16 copies of their weights: autocast would make new ones in every micro-step
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:
         optim.cast_weights(raw_model)
     # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad, in fp32, over all of them
@@ -533,8 +535,8 @@ while True:
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
-        # They become null: a label num_classes; vectors and second images (low_res_size's, too) NaN, for which the
-        # model has a learned "none"
+        # They become null: a label num_classes; vectors NaN, for which the model has a learned "none"; second images
+        # (low_res_size's, too) NaN, which a channel tells the model
         cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -599,8 +601,10 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # step and, under train/, since the last line and over all ranks: loss, loss_running, loss_q0 ... loss_q3 (by
-        # quarter of t; of a learned variance mse_q0, vb_q0, too), dt_ms, data_ms (waits for data), images_per_sec, and
+        # step, images_seen, total_training_flops, total_training_time_s and, under train/, since the last line: of all
+        # ranks loss, loss_running (over about ten lines), loss_q0 ... loss_q3 (by quarter of t; of a Gaussian diffusion
+        # with an mse loss mse_q0 ..., with a learned variance vb_q0 ..., too); of this rank dt_ms, data_ms (waits for
+        # data), images_per_sec = total_batch_size / dt,
         # mfu = 100 * flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm

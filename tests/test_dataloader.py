@@ -130,7 +130,7 @@ def test_close_ends_the_thread_and_reading_ahead_is_bounded():
     next(loader)
     assert loader.data_wait >= 0
     time.sleep(0.3)  # it would run away in this time
-    assert len(reads) <= 1 + AHEAD + 1  # taken, queued, in hand
+    assert 1 <= len(reads) <= 1 + AHEAD + 1  # taken, queued, in hand
     loader.close()
     loader.close()
     assert threading.active_count() == before

@@ -89,7 +89,9 @@ def test_means_since_the_last_log_line():
 
     t, losses = step(([0.1, 0.2], [1.0, 3.0], [1.0, 2.0]))
     assert losses.tolist() == [1, 2] and len(t) == 2
+    saved = meter.state_dict()[0]["sums"]["loss"]  # a thread writes it during the next step
     assert step(([0.6], [1.0], [2.0]), ([1.0], [0.5], [4.0]))[1].tolist() == [2, 4]
+    assert saved.tolist() == [[7, 0, 0, 0], [4, 0, 0, 0]]
     found = meter.mean_losses()
     assert found.pop("train/loss_running") == pytest.approx(11 / 4)  # of one line it is the line's own mean
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
