@@ -32,8 +32,8 @@ class FlowMap(FlowMatching):
     so the exact map is its own mean target. Were v taken over all of m - r, in one Euler step, the loss's fixed point
     would be biased: its jumps would shrink the data (of deviation 0.15 to 0.09 in one jump). It still is for the last
     0.05 of t if the teacher predicts x0: one Euler step takes that, to the mean of x0. The last term has mean 0 and
-    takes most of the noise out. What is exact is learned slowly: after eleven minutes on the shapes four jumps are still
-    behind the flow run's 21 evaluations (runs/LOG.md, 25).
+    takes most of the noise out. What is exact is learned slowly: after eleven minutes on the shapes four jumps are
+    still behind the flow run's 21 evaluations (runs/LOG.md, 25).
     At r = t this is u <- v(x_t, t), so euler, heun and sde still work.
     """
 

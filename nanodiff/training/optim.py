@@ -117,11 +117,12 @@ def align(n: int) -> int:
 def plan_buffer(params, kind: str, world: int):
     """(offset of each parameter, length of a share, matrices of each share).
 
-    AdamW's shares may cut through a parameter. Muon needs whole matrices: assign them, largest first, to the rank with
-    the least. The matrices of one shape lie side by side, to be updated as one batch: {(rows, cols): [start, count]}.
+    AdamW's shares, and any other's, may cut through a parameter. Muon needs whole matrices: assign them, largest first,
+    to the rank with the least. The matrices of one shape lie side by side, to be updated as one batch: {(rows, cols):
+    [start, count]}.
     """
     sizes = [p.numel() for p in params]
-    if kind == "adamw":
+    if kind != "muon":
         ends = list(itertools.accumulate(align(size) for size in sizes))
         share = align(math.ceil(ends[-1] / world))
         return [0, *ends[:-1]], share, [{}] * world
