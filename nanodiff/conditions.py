@@ -6,12 +6,13 @@
     low_res  (N, C, h, w): the second image of super-resolution, made of x0
 
 A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
-chooses those that this model takes and drops some. A new condition is a field of Conditioned and its rows here, a
-reader (data/sources.py, sampling/), and its use in a backbone.
+chooses those that this model takes and drops some. A new condition is a field of Conditioned and its row here, and its
+use in a backbone; if it is in NUMBERS, sets, readers and samples know it.
 """
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -37,8 +38,10 @@ class Conditioned:
 
 
 FIELDS = tuple(Conditioned.__annotations__)
+# Conditions that are rows of floats in a file, one (D,) or a sequence (L, D) for each image -> the fields of D and L
+NUMBERS = {"vectors": ("vector_dim", "vector_len")}
 # The fields that the data decide; a description has them
-FACTS = ("num_classes", "given_channels", "vector_dim", "vector_len")
+FACTS = ("num_classes", "given_channels", *chain(*NUMBERS.values()))
 IMAGES = ("given", "low_res")  # a model takes one of them at most
 
 
@@ -57,10 +60,10 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
     if channels := second_channels(config):
         side = config.low_res or config.image_size
         shapes["low_res" if config.low_res else "given"] = (channels, side, side)
-    if config.vector_dim:
-        shapes["vectors"] = (config.vector_dim,)
-        if config.vector_len:
-            shapes["vectors"] = (config.vector_len, config.vector_dim)
+    for name, fields in NUMBERS.items():
+        dim, length = (getattr(config, field) for field in fields)
+        if dim:
+            shapes[name] = (length, dim) if length else (dim,)
     return shapes
 
 
@@ -145,7 +148,7 @@ def with_images(config: Conditioned, x_t, **images):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a set keeps
 
-FILES = {"y": "labels", "vectors": "vectors"}  # name -> file of rows, and its key in meta.json
+FILES = {"y": "labels"} | {name: name for name in NUMBERS}  # name -> file of rows, and its key in meta.json
 GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose channels are behind those of the images
 
 
@@ -154,22 +157,13 @@ def describe_conditions(meta: dict) -> dict:
     class_names = list(meta["class_names"])
     described = {"num_classes": len(class_names), "class_names": class_names}
     described |= {key: meta[key] for key in GIVEN if key in meta}
-    vectors = meta.get("vectors", {"dim": 0, "len": 0})
-    described["vector_dim"] = vectors["dim"]
-    described["vector_len"] = vectors["len"]
-    if "vectors" in meta:
-        described["vectors"] = {"mean": vectors["mean"], "std": vectors["std"]}
+    for name, (dim, length) in NUMBERS.items():
+        facts = meta.get(name, {"dim": 0, "len": 0})
+        described[dim] = facts["dim"]
+        described[length] = facts["len"]
+        if name in meta:
+            described[name] = {"mean": facts["mean"], "std": facts["std"]}
     return described
-
-
-def facts_to_match(description: dict) -> dict[str, int]:
-    """The facts in which data must agree with a model's description; classes are matched by name."""
-    names = []
-    if description.get("given_channels"):
-        names += ["given_channels"]
-    if description.get("vector_dim"):
-        names += ["vector_dim", "vector_len"]
-    return {name: description[name] for name in names}
 
 
 def to_stored(name: str, rows, meta: dict) -> np.ndarray:
@@ -181,36 +175,37 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
     with np.errstate(over="ignore"):
         stored = np.asarray(rows).astype(np.float16)
     if not np.isfinite(stored).all():
-        raise UserError("vectors hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
+        raise UserError(f"{name} hold NaN, infinity, or a number beyond 65,504, the largest in fp16")
     shape = {"dim": stored.shape[-1], "len": 0}
     if stored.ndim == 3:
         shape["len"] = stored.shape[1]
-    meta.setdefault("vectors", shape)
+    meta.setdefault(name, shape)
     return stored
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:
-    """Add to a set's `meta` the statistics of its training rows, {name: arrays}, that from_stored needs: of vectors the
+    """Add to a set's `meta` the statistics of its training rows, {name: arrays}, that from_stored needs: of NUMBERS the
     mean and deviation (D,), without the zeros behind a sequence's end. A constant has deviation 1.
     """
-    if "vectors" not in rows or "mean" in meta["vectors"]:  # a set of latents has those of its images
-        return
-    count = 0
-    total = 0.0
-    squares = 0.0
-    for part in rows["vectors"]:
-        tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
-        if part.ndim == 3:
-            tokens = tokens[tokens.any(1)]
-        count += len(tokens)
-        total += tokens.sum(0)
-        squares += (tokens**2).sum(0)
-    mean = total / max(count, 1)  # none, if all sequences of this split are empty
-    square = squares / max(count, 1)
-    variance = square - mean**2
-    is_constant = variance <= 1e-14 * square  # by float64's rounding
-    std = np.sqrt(np.where(is_constant, 1.0, variance))
-    meta["vectors"] |= {"mean": mean.tolist(), "std": std.tolist()}
+    for name in NUMBERS.keys() & rows:
+        if "mean" in meta[name]:  # a set of latents has those of its images
+            continue
+        count = 0
+        total = 0.0
+        squares = 0.0
+        for part in rows[name]:
+            tokens = part.reshape(-1, part.shape[-1]).astype(np.float64)
+            if part.ndim == 3:
+                tokens = tokens[tokens.any(1)]
+            count += len(tokens)
+            total += tokens.sum(0)
+            squares += (tokens**2).sum(0)
+        mean = total / max(count, 1)  # none, if all sequences of this split are empty
+        square = squares / max(count, 1)
+        variance = square - mean**2
+        is_constant = variance <= 1e-14 * square  # by float64's rounding
+        std = np.sqrt(np.where(is_constant, 1.0, variance))
+        meta[name] |= {"mean": mean.tolist(), "std": std.tolist()}
 
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
@@ -227,18 +222,18 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
     """Stored rows, arrays or tensors -> what models take.
 
-    Vectors become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
+    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
     behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
     if "given" in cond:
         cond["given"] = to_model_range(cond["given"], flip)
-    if "vectors" in cond and "vectors" in description:
-        stored = cond["vectors"]
-        facts = description["vectors"]
+    for name in NUMBERS.keys() & cond & description.keys():
+        stored = cond[name]
+        facts = description[name]
         mean, std = torch.tensor([facts["mean"], facts["std"]], device=stored.device)  # (D,) each
         normal = (stored.float() - mean) / std
         if stored.ndim == 3:
             normal[~stored.any(2)] = 0
-        cond["vectors"] = normal
+        cond[name] = normal
     return cond

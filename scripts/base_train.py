@@ -82,7 +82,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 seed = 42  # >= 0: seed of the weights, the order of the images and all noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: for matrix products; auto = bf16 where native, else fp16 (CUDA), fp32
-compile = "True"  # True|False|max: torch.compile; max = time several kernels for each matrix product first, for minutes
+compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
 # Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
 num_epochs = -1.0  # > 0 or -1: passes over the training images
@@ -323,7 +323,7 @@ if objective.startswith("flow_map"):
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of exchange 1
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
-optim = Optimizer(raw_model, groups, (0.9, beta2), compile != "False", grad_dtype)
+optim = Optimizer(raw_model, groups, (0.9, beta2), compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 # device_batch_size=0: CUDA tries ever larger divisors of a rank's share of the batch, forward and backward, until its

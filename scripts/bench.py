@@ -29,7 +29,7 @@ from nanodiff.device import choose_dtype, device_name, init_device, why_not_comp
 archs = "dit_classic,dit"  # dit_classic, dit, unet
 depths = "4"  # the dial of model size
 dtypes = "auto"  # auto, bfloat16, float16, float32
-compiles = "True"  # True, False, max: torch.compile
+compiles = "True"  # True, False: torch.compile
 batch_sizes = "32"  # images per step
 optimizers = "adamw"  # adamw, muon
 # What they train on
@@ -101,7 +101,7 @@ def make_row(arm: dict, turns: list[dict], device) -> dict:
     step_ms = [line["train/dt_ms"] for line in lines]
     median_ms = statistics.median(step_ms)
     dtype = str(choose_dtype(arm["dtype"], device)).removeprefix("torch.")
-    compiled = {True: "compiled", False: "eager", "max": "compiled (max)"}[arm["compile"]]
+    compiled = "compiled" if arm["compile"] else "eager"
     what = f"{arm['arch']} d{arm['depth']}, batch {arm['batch_size']}, {dtype}, {compiled}, {arm['optimizer']}"
     return arm | {
         "what": f"{what}, reference" if arm["reference"] else what,

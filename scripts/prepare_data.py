@@ -23,10 +23,11 @@ from collections import Counter
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, print0
+from nanodiff.conditions import NUMBERS
 from nanodiff.data import dataset
 from nanodiff.data.decode import check_size
 from nanodiff.data.parts import make_parts
-from nanodiff.data.sources import SOURCES, Options, open_source, state_of  # noqa: F401 (a setting names SOURCES)
+from nanodiff.data.sources import SOURCES, Options, add_numbers, open_source, state_of  # noqa: F401 (a setting names SOURCES)
 from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,6 +97,9 @@ if not name:
 start = time.perf_counter()
 with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     images_in = open_source(source, path, options)
+    for condition in NUMBERS:
+        if config[condition]:
+            add_numbers(images_in, condition, config[condition])
     class_names = images_in.class_names
     if classes:  # keep only their images, numbered 0, 1, ... in the source's order
         numbers = sorted({*dataset.match_labels(classes.split(","), class_names, f"classes={classes!r}")})
@@ -128,7 +132,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
                 if not images_in.sizes:
                     check_size(group["name"], group["shape"][1:], first["name"], first["shape"][1:])
                 per_class.update(group["y"])
-                cond = {condition: array[group["rows"]] for condition, array in images_in.arrays.items()}
+                cond = {condition: images_in.arrays[condition][rows] for condition, rows in group["rows"].items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)
             skipped += note["skipped"]
             counts.update(note["counts"])
@@ -159,8 +163,8 @@ if made.num_classes:
     labelled = f"{made.num_classes} classes"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
-if vectors:
-    labelled += f", vectors of {'x'.join(map(str, made.cond(0)['vectors'].shape))}"
+for condition in images_in.arrays:
+    labelled += f", {condition} of {'x'.join(map(str, made.cond(0)[condition].shape))}"
 print0(
     f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {labelled}; "
     f"train on it: python -m scripts.base_train --data={writer.path.name}"

@@ -6,7 +6,7 @@ Checkpoints keep a codec's `description`. make_codec makes a codec for training;
 import torch
 
 from nanodiff.common import UserError
-from nanodiff.conditions import GIVEN, describe_conditions, facts_to_match, from_stored
+from nanodiff.conditions import FACTS, GIVEN, describe_conditions, from_stored
 from nanodiff.data.latents import Latents, check_sides, latents_of, open_matching
 from nanodiff.data.pixels import Arrays, Pixels
 
@@ -53,8 +53,8 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
-    wanted = {key: description.get(key) for key in ("kind", "channels", "resolution", "range")}  # of the set
-    wanted |= facts_to_match(description)
+    facts = ("kind", "channels", "resolution", "range", *FACTS[1:])  # classes are matched by name
+    wanted = {key: description.get(key) or 0 for key in facts}  # of the set
     if description["kind"] == "images":
         codec = Pixels(description)
     elif description["kind"] == "arrays":
@@ -79,8 +79,9 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     if dataset is not None:
         found = describe_data(dataset)
         for key, value in wanted.items():
-            if found.get(key) != value:
-                raise UserError(f"data={dataset.name!r} has {key} {found.get(key)}, the model wants {value}")
+            has = found.get(key) or 0
+            if has != value:
+                raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {value}")
     return codec
 
 

@@ -21,7 +21,7 @@ class Item(NamedTuple):
     payload: str | bytes | np.ndarray  # path or content of a file; (H, W, C) uint8, or fp16 in [-1, 1]
     label: int
     is_val: bool
-    row: int = 0  # row of the source's `arrays`
+    rows: dict[str, int] = {}  # noqa: RUF012 (never changed): name of a condition -> row of the source's `arrays`
     caption: str = ""
     second: tuple = ()  # payload, scaling and channels of the second image
 

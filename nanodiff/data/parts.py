@@ -88,7 +88,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
             "shape": images.shape,
             "shard": write_shard(path, images, [item.caption for item in members]),
             "y": [item.label for item in members],
-            "rows": [item.row for item in members],
+            "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
         }
         groups.append(group)
     note = {"counts": counts, "skipped": skipped, "groups": groups}

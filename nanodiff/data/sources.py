@@ -44,7 +44,6 @@ class Options:
     aspect_buckets: bool = False
     side_unit: int = 0  # sides of buckets are multiples of it; 0 = resolution / 16
     bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
-    vectors: str = ""  # file of a vector per image
     pairs: str = ""  # folder or array of second images
     pairs_scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
@@ -112,8 +111,6 @@ def open_source(source: str, path: str, options: Options) -> Source:
         found.class_names = []
     if options.range and "range" not in found.meta:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
-    if options.vectors:
-        add_vectors(found, Path(options.vectors).expanduser())
     if options.pairs:
         add_pairs(found, Path(options.pairs).expanduser(), options.pairs_scaling)
     if options.resolution and not found.sizes:
@@ -372,30 +369,31 @@ def read_arrays(path: Path, options: Options) -> Source:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Vectors
+# Vectors and other NUMBERS of conditions.py
 
 
-def read_vectors(path: Path) -> tuple[list[str], np.ndarray]:
-    """Names, perhaps [], and vectors: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
-    with reading(path, "holds no vectors; accepted: an .npz with arrays names and vectors, or an .npy"):
-        file = load_arrays(path, "vectors")
-        vectors = file["vectors"]
-        names = [posixpath.normpath(str(name)) for name in file.get("names", [])]
-    if vectors.dtype.kind != "f" or vectors.ndim not in (2, 3):
-        found = f"{vectors.dtype} of shape {vectors.shape}"
-        raise UserError(f"vectors={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
-    return names, vectors
+def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
+    """Names of images, perhaps [], and rows: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
+    with reading(path, f"holds no {name}; accepted: an .npz with arrays names and {name}, or an .npy"):
+        file = load_arrays(path, name)
+        rows = file[name]
+        names = [posixpath.normpath(str(image)) for image in file.get("names", [])]
+    if rows.dtype.kind != "f" or rows.ndim not in (2, 3):
+        found = f"{rows.dtype} of shape {rows.shape}"
+        raise UserError(f"{name}={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
+    return names, rows
 
 
-def add_vectors(source: Source, path: Path) -> None:
-    """Give each item its row of the vectors in a file."""
-    names, vectors = read_vectors(path)
-    if not vectors.any():
-        raise UserError(f"vectors={str(path)!r} holds nothing but zeros")
+def add_numbers(source: Source, name: str, where: str) -> None:
+    """Give each item its row of the numbers in a file."""
+    path = Path(where).expanduser()
+    names, array = read_numbers(name, path)
+    if not array.any():
+        raise UserError(f"{name}={str(path)!r} holds nothing but zeros")
     source.files.append(path)
-    source.arrays["vectors"] = vectors
-    rows = matched(source, names, len(vectors), "vectors", path)
-    source.items = (item._replace(row=row) for item, row in rows)
+    source.arrays[name] = array
+    rows = matched(source, names, len(array), name, path)
+    source.items = (item._replace(rows=item.rows | {name: row}) for item, row in rows)
 
 
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:

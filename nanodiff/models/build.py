@@ -153,11 +153,8 @@ def estimate_flops(model: torch.nn.Module) -> int:
     return 3 * sum(counts)
 
 
-def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = False) -> torch.nn.Module:
-    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth.
-
-    `autotune`: Inductor times several kernels for each matrix product, in minutes, and takes the fastest.
-    """
+def compile_model(model: torch.nn.Module, whole: bool = False) -> torch.nn.Module:
+    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
@@ -167,13 +164,10 @@ def compile_model(model: torch.nn.Module, whole: bool = False, autotune: bool = 
     _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
         config.cpp.vec_isa_ok = True  # skips 10 s of test programs that check the C++ compiler on this CPU
-    options = dict(dynamic=False)
-    if autotune:
-        options["mode"] = "max-autotune-no-cudagraphs"
     if whole:
-        return torch.compile(model, **options)
+        return torch.compile(model, dynamic=False)
     for part in model.parts():
-        part.compile(**options)
+        part.compile(dynamic=False)
     return model
 
 
@@ -191,15 +185,15 @@ def compiled(
     model: torch.nn.Module,
     device: torch.device,
     num_steps: int,
-    compile: str,
+    compile: bool,
 ) -> torch.nn.Module:
-    """The model, compiled where torch.compile works here, if `compile` is True or max (see `autotune` above).
+    """The model, compiled if `compile`, where torch.compile works here.
 
     A run of at least COMPILE_WHOLE steps on one rank is compiled as a whole, any other by blocks. At depth 3 on two CPU
     cores, the whole costs 28 s more in the first step and saves 9 to 18 ms in each of the others. Compiled as a whole,
     gradients arrive only when backward ends; compiled by blocks, their exchange overlaps with backward.
     """
-    if compile == "False":
+    if not compile:
         return model
     obstacle = why_not_compiled(device)
     if device.type == "cpu" and isinstance(model, UNet):
@@ -210,4 +204,4 @@ def compiled(
     whole = num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
     rule = f"{COMPILE_WHOLE:,} steps or more on one rank: as a whole"
     print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({rule})")
-    return compile_model(model, whole, autotune=compile == "max")
+    return compile_model(model, whole)

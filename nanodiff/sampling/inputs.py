@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.conditions import IMAGES, conditioning, from_stored, made_from, row_shapes
+from nanodiff.conditions import FILES, NUMBERS, conditioning, from_stored, made_from, row_shapes
 from nanodiff.data.codec import load_codec, stored_images
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.decode import Item, decode_items, decode_second
-from nanodiff.data.sources import Options, Source, open_source, read_vectors
+from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
 
 
@@ -53,8 +53,9 @@ def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[
     own = loaded.data["name"]
     taken = row_shapes(config)
     inputs = {}
-    for name, read in READERS.items():
-        place = where[name]
+    taken.pop("y", None)
+    for name in READERS | taken:
+        place = where.get(name, "")
         if name not in taken:
             if place:
                 raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
@@ -64,19 +65,19 @@ def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[
             dataset = open_dataset(own, "train")
             if place or "val" in dataset.meta["splits"]:
                 dataset = open_dataset(own, "val")
-            if name in IMAGES:
+            if name not in FILES:
                 codec = load_codec(loaded.data, loaded.device, autoencoder, dataset)
             inputs[name] = inputs_of(dataset, codec, config, loaded.device)[name]
         else:
-            inputs[name] = read(place, loaded, codec)
+            inputs[name] = READERS[name](place, loaded, codec)
     return inputs
 
 
 def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
-    """A model's conditions besides classes in a set, with their labels. Only images read the set's images."""
+    """A model's conditions besides classes in a set, with their labels. Those in FILES do without its images."""
 
     def read(name, rows, shape):
-        if name not in IMAGES:
+        if name in FILES:
             return from_stored(dataset.cond(rows), codec.description)[name]
         x0, given = stored_images(dataset, rows, codec, device)
         return conditioning(config, given, x0)[name]
@@ -140,20 +141,21 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
     return from_file(read, where, images, labels)
 
 
-def read_vector_file(where: str, loaded, codec) -> Inputs:
-    """Vectors of an .npy or .npz, as prepare_data takes them; names in the file are ignored."""
-    _, array = read_vectors(Path(where).expanduser())
-    shape = row_shapes(loaded.model.config)["vectors"]
+def read_number_file(name: str, where: str, loaded, codec) -> Inputs:
+    """Rows of an .npy or .npz, as prepare_data takes them; names in the file are ignored."""
+    _, array = read_numbers(name, Path(where).expanduser())
+    shape = row_shapes(loaded.model.config)[name]
     if array.shape[1:] != shape or not len(array):
-        raise UserError(f"vectors={where!r} holds vectors of {array.shape}; accepted: {('n', *shape)}")
+        raise UserError(f"{name}={where!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
     if not np.isfinite(array).all():
-        raise UserError(f"vectors={where!r} holds NaN or infinity")
-    rows = from_stored({"vectors": np.array(array)}, codec.description)["vectors"]
+        raise UserError(f"{name}={where!r} holds NaN or infinity")
+    rows = from_stored({name: np.array(array)}, codec.description)[name]
     return from_file(lambda numbers, shape: rows[numbers], where, array)
 
 
 # For each condition that can come from a file
-READERS = {"given": read_given, "low_res": read_low_res, "vectors": read_vector_file}
+READERS = {"given": read_given, "low_res": read_low_res}
+READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 
 
 def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
