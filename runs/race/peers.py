@@ -28,6 +28,7 @@ NUM_IMAGES = int(os.environ.get("RACE_IMAGES", 500))
 BATCH = 50  # of samples
 TRAIN_BATCH = int(os.environ.get("RACE_BATCH", 64))  # the most images per step: published batches were for GPUs
 IS_TRIAL = len(sys.argv) == 6  # no OUT
+SEED = int(os.environ.get("RACE_SEED", 0))
 PUBLISHED = "published" in os.environ.get("RACE_EVALUATIONS", "25")  # also their published number of evaluations
 
 
@@ -298,7 +299,7 @@ def dit(clone: Path, images: Path, clock: Clock):
         num_classes=10,
         epochs=1400,
         global_batch_size=min(256, TRAIN_BATCH),
-        global_seed=0,
+        global_seed=SEED,
         vae="ema",
         num_workers=2,
         log_every=100,
@@ -337,7 +338,7 @@ PEERS = {
 def main(peer, clone, images, seconds, rate, out=""):
     clone, images, out = Path(clone).resolve(), Path(images).resolve(), Path(out).resolve()
     clock = Clock(float(seconds), float(rate))
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.chdir(folder)  # where they leave their logs
         drawn, labels = PEERS[peer](clone, images, clock)
