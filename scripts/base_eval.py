@@ -102,7 +102,9 @@ source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
     name = name or measured.data
-    if model and not name:  # compare with the set that this run was trained on
+    if model and name:
+        raise UserError(f"model={model!r} would do nothing: the samples are compared with data={name!r}")
+    if model:  # compare with the set that this run was trained on
         name = load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
