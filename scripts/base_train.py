@@ -161,10 +161,10 @@ variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: varia
 gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
-# Presets and the command line override the globals above; `config` is a dict of all, config.given of what was given.
-# Batch, rates, steps and cadences from rules are changed below in both, guidance that samples do without in `config`
-# alone: config.json records what was used.
-# With init_from, settings of shape and process that nobody gave are the source's.
+# Presets, then the command line override the globals above; `config` is a dict of all, config.given of what was given.
+# With init_from, settings of shape and process that nobody gave are the source's. Below, the batch, rates, steps and
+# cadences that rules choose are written to both, and so to config.json; guidance that samples do without, to `config`
+# alone. What the machine decides (device_batch_size, dtype) stays 0 or auto there, and stands in the log.
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source: init_from's model (on resume, only as teacher or base of adapters); like: how it, or the resumed run, sees
-# data: the scale and, with adapters, the numbers of the classes
+# source is init_from's model (on resume, only as teacher or base of adapters). like says how that model, or the resumed
+# run, saw its data, so that these are seen alike: by which scale and, with adapters, which numbers of the classes
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,8 +300,10 @@ if eval_every >= 0:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
-# on resume, changed settings. training/resume.py lists those that may change (FREE: cadences, sampling,
-# device_batch_size, all that does not shape the weights) and those that may with resume=changed or =STEP (RATES)
+# on resume, changed settings. By the lists of training/resume.py, these may change freely: names, machine, compile,
+# deterministic, device_batch_size, checkpointing, autoencoder, ema_rates, cadences, and all of evaluation and sampling
+# (FREE). With resume=changed or =STEP so may horizon, rates, weight_decay, beta2, grad_clip, warmup, warmdown,
+# guided_from and dtype (RATES). Nothing else may
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -336,7 +338,7 @@ device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_s
 print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples. A model that has learned guidance is sampled without it
+# Samples. A model that learns guidance is sampled without it from the start
 
 sample_steps = sample_steps or process.default_steps
 if sample_every >= 0 or fid_every >= 0:
@@ -353,13 +355,14 @@ judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
-# Only saved steps can be best. If neither cadence divides the other, they seldom meet: then a new best is saved at once
+# Only a saved step can be best. If one cadence divides the other, enough steps are both saved and evaluated, and others
+# do not count. If not, a new best is saved at once
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
-# Counters that a resume restores
+# What a resume restores besides tensors
 progress = {"train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
 meter = Meter(process, device, progress)
 if checkpoint:
@@ -399,7 +402,7 @@ def ends_epoch():
 
 
 def lr_multiplier(s):
-    """Linear warmup, constant, linear warmdown to 0: a factor on every learning rate at step s."""
+    """Linear warmup, constant, linear warmdown towards 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
     warmdown = warmdown_ratio * num_iterations
     if s < warmup:
@@ -455,7 +458,7 @@ faults = start_verifying(train_set)  # hashes the set in a thread during the fir
 # of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, at one
 # total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
 # command resumes identically without saving any generator's state.
-NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the uniform numbers below have none
+NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the small numbers have none
 
 while True:
     if faults:  # a damaged file of the set ends the run before it is saved
@@ -494,8 +497,8 @@ while True:
                     log.grid(grid, step)
         if figures:
             result = judged_by | dict(step=step, value=figures.get(judged_by["metric"], math.inf))
-            # The save runs in a thread. A kill before its end leaves a best.json that names no checkpoint: a resumed
-            # run then takes the best in the meta.json of the checkpoint that it resumes from
+            # The save runs in a thread. If the run is killed before it ends, best.json names a missing checkpoint; a
+            # resumed run then takes the best that its own checkpoint has recorded
             if is_better(result, progress["best"]) and (step == saver.step or saves_best):
                 if step != saver.step:
                     save()
@@ -519,7 +522,9 @@ while True:
     # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
-    process.done = step / num_iterations  # from the fraction guided_from on, guidance is learned
+    # From the fraction guided_from on, the target of the velocity becomes, where t is in cfg_interval (flow.py),
+    #     noise - x0 + (1 - 1 / cfg_scale) (v(x_t, t, y) - v(x_t, t, null class))      no gradient in the second part
+    process.done = step / num_iterations
 
     # Blocks' linear layers compute with bf16 copies of their weights: autocast would make new ones in every micro-step
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:
@@ -550,7 +555,7 @@ while True:
         # with m between t and r, nearer r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
         #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
         #     loss = mean(sqrt(error^2 + c^2) - c), error = (left - right) / (t - r)
-        # During the run c grows from 0.1 to infinity: the loss turns from |error| into error^2 / (2 c).
+        # c grows from 0.1 to infinity: at first the loss is about |error|, at the end proportional to error^2.
         # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:  # backward takes the types of forward
@@ -566,8 +571,8 @@ while True:
 
     # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
-    # of the loop then saves and exits. Here, once per step, the host waits for the GPU. Ranks exchange nothing else in
-    # a step but losses, on log lines and for loss-second-moment.
+    # of the loop then saves and exits. Here the host waits for the GPU, and again only on log lines. Besides the two
+    # exchanges ranks send only losses, on log lines and for loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)
