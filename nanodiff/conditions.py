@@ -7,7 +7,7 @@
 
 A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
 chooses those that this model takes and drops some. A new condition is a field of Conditioned and its row here, and its
-use in a backbone; if it is in NUMBERS, sets, readers and samples know it.
+use in a backbone; if it is in NUMBERS, with settings of its name (runs/GUIDE.md), sets, readers and samples know it.
 """
 
 import math
@@ -40,7 +40,7 @@ class Conditioned:
 FIELDS = tuple(Conditioned.__annotations__)
 # Conditions that are rows of floats in a file, one (D,) or a sequence (L, D) for each image -> the fields of D and L
 NUMBERS = {"vectors": ("vector_dim", "vector_len")}
-# The fields that the data decide; a description has them
+# The fields that the data decide; a description has them. The first is matched by the names of classes
 FACTS = ("num_classes", "given_channels", *chain(*NUMBERS.values()))
 IMAGES = ("given", "low_res")  # a model takes one of them at most
 

@@ -182,8 +182,7 @@ def peak_memory_gb(device: torch.device) -> float:
 # Dense bf16 peak in FLOP/s by datasheet, the denominator of MFU. The first pattern in the device's name wins.
 PEAK_FLOPS = {
     "GB[23]00": 2.5e15,
-    "B300": 2.25e15,
-    "B200": 2.25e15,
+    "B[23]00": 2.25e15,
     "B100": 1.8e15,
     "H200 NVL": 836e12,
     "H100 NVL": 835e12,
@@ -200,7 +199,6 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "V100": 125e12,
     "T4": 65e12,
-    "MI300X": 1307e12,
     "RTX PRO 6000": 503.8e12,
     "RTX 5090": 209.5e12,
     "RTX 4090 D": 147e12,

@@ -102,10 +102,8 @@ source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
     name = name or measured.data
-    if model and name:
-        raise UserError(f"model={model!r} would do nothing: the samples are compared with data={name!r}")
-    if model:  # compare with the set that this run was trained on
-        name = load_run(model, device, checkpoint_step, ema).data["name"]
+    if model and not name:  # compare with the set that this run was trained on
+        model, name = "", load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
     tell_best(loaded.path)
@@ -113,6 +111,8 @@ elif not features:
     name = name or loaded.data["name"]
     result |= loaded.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
+if model and not loaded:
+    raise UserError(f"model={model!r} would do nothing beside {source}, whose set is known")
 if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 

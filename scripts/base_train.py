@@ -217,7 +217,10 @@ process = make_process(config, codec.description)  # flow matching or Gaussian d
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # keep the channels of base or checkpoint: published and older ones lack the one for "no second image"
-    model_config = replace(model_config, given_channels=fixed.get("given_channels", 0))
+    theirs = fixed.get("given_channels", 0)
+    if codec.description.get("given_channels", theirs) != theirs:
+        raise UserError(f"data={data!r} has second images, which {init_from} does not take (lora_rank={lora_rank})")
+    model_config = replace(model_config, given_channels=theirs)
 raw_model = build_model(model_config, device, seed)
 if source:
     start_from(raw_model, source, config, class_names)
@@ -302,8 +305,8 @@ if eval_every >= 0:
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
 # on resume, changed settings. By the lists of training/resume.py, these may change freely: names, machine, compile,
 # deterministic, device_batch_size, checkpointing, autoencoder, ema_rates, cadences, and all of evaluation and sampling
-# (FREE). With resume=changed or =STEP so may horizon, rates, weight_decay, beta2, grad_clip, warmup, warmdown,
-# guided_from and dtype (RATES). Nothing else may
+# (FREE), but not the guidance that a model learns. With resume=changed or =STEP so may horizon, rates, weight_decay,
+# beta2, grad_clip, warmup, warmdown, guided_from and dtype (RATES). Nothing else may
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -571,8 +574,9 @@ while True:
 
     # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
-    # of the loop then saves and exits. Here the host waits for the GPU, and again only on log lines. Besides the two
-    # exchanges ranks send only losses, on log lines and for loss-second-moment.
+    # of the loop then saves and exits. Here the host waits for the GPU; elsewhere only on log lines, at a first shape
+    # and for loss-second-moment. Besides the two exchanges ranks send only losses, on log lines and for
+    # loss-second-moment.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)

@@ -112,6 +112,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
         "workers": 0,  # any number makes the same parts
+        "notes": 2,  # their version
         "overwrite": False,
         "path": os.path.abspath(path),
         "files": state_of(images_in.files),

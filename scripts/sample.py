@@ -191,7 +191,8 @@ elif rank == 0:
     grid = make_grid(images, columns)
     write_atomic(png, encode_png(grid, protocol=store.protocol))
     order = " (given, sample, given, ...)" if shown else ""
-    print0(f"{num_images:,} images in {time.perf_counter() - start:,.1f} s; a grid of {num_shown}{order}: {png}")
+    seconds = time.perf_counter() - start
+    print0(f"{num_images - before:,} images in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")
     if npz:
         store.write_npz(samples.labels(range(num_images)))
         print0(f"{num_images:,} images: {output}")

@@ -97,6 +97,7 @@ MISTAKES = [
     ((*EVAL, "--model=flow", "--metric=bpd"), "bpd"),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=large"), "(3, 32, 32), s.npz (3, 16, 16)"),
     ((*EVAL, "--model=flow", "--metric=fid", "--samples=s.npz", "--data=tiny"), "model='flow' would do nothing"),
+    ((*EVAL, "--model=flow", "--metric=features", "--features=a.npy"), "model='flow' would do nothing"),
     ((*EVAL, "--model=flow", "--metric=fid", "--steps=5,x"), "steps='5,x'; accepted: a whole number"),
     ((*EVAL, "--model=flow", "--metric=fid", "--num_images=9"), "needs 10 images or more, got 9"),
     ((*EVAL, "--metric=fd_classifier", "--samples=s.npz", "--data=unlabelled"), "labels of 2 or more classes"),
