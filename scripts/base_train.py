@@ -193,8 +193,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source is init_from's model (on resume, only as teacher or base of adapters). like says how that model, or the resumed
-# run, saw its data, so that these are seen alike: by which scale and, with adapters, which numbers of the classes
+# source is init_from's model (on resume, only as teacher or base of adapters). like describes the data of that model or
+# of the resumed run: the new data take its scale and, with adapters, its numbers of the classes
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
 if fixed:  # keep the channels of base or checkpoint: published and older ones lack the one for "no second image"
     theirs = fixed.get("given_channels", 0)
     if codec.description.get("given_channels", theirs) != theirs:
-        raise UserError(f"data={data!r} has second images, which {init_from} does not take (lora_rank={lora_rank})")
+        raise UserError(f"data={data!r} has second images, which the model to go on from does not take")
     model_config = replace(model_config, given_channels=theirs)
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -303,10 +303,11 @@ if eval_every >= 0:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
-# on resume, changed settings. By the lists of training/resume.py, these may change freely: names, machine, compile,
-# deterministic, device_batch_size, checkpointing, autoencoder, ema_rates, cadences, and all of evaluation and sampling
-# (FREE), but not the guidance that a model learns. With resume=changed or =STEP so may horizon, rates, weight_decay,
-# beta2, grad_clip, warmup, warmdown, guided_from and dtype (RATES). Nothing else may
+# on resume, changed settings. By training/resume.py, these may change freely: run, model_tag, resume, device_type,
+# compile, deterministic, device_batch_size, checkpointing, autoencoder, ema_rates, eval_images, fid_images, fid_metric,
+# sample_steps, sampler, checkpoints_kept, save_epochs, all that ends in _every and, unless the model learns guidance,
+# cfg_scale and cfg_interval. With resume=changed or =STEP so may the four horizons, lr, muon_lr, weight_decay, beta2,
+# grad_clip, warmup_ratio, warmdown_ratio, guided_from and dtype. Nothing else may
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config))
@@ -358,8 +359,8 @@ judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
-# Only a saved step can be best. If one cadence divides the other, enough steps are both saved and evaluated, and others
-# do not count. If not, a new best is saved at once
+# Only a saved step can be best. If one of save_every and judged_every divides the other, steps compete that are saved
+# anyway. If not, a new best is saved at once
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -558,7 +559,7 @@ while True:
         # with m between t and r, nearer r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
         #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
         #     loss = mean(sqrt(error^2 + c^2) - c), error = (left - right) / (t - r)
-        # c grows from 0.1 to infinity: at first the loss is about |error|, at the end proportional to error^2.
+        # c grows during the run: at first, at 0.1, the loss is about |error|, later about error^2 / (2 c).
         # flow_map.py says how t and r are drawn, and makes the target exact.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:  # backward takes the types of forward
@@ -574,9 +575,9 @@ while True:
 
     # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
-    # of the loop then saves and exits. Here the host waits for the GPU; elsewhere only on log lines, at a first shape
-    # and for loss-second-moment. Besides the two exchanges ranks send only losses, on log lines and for
-    # loss-second-moment.
+    # of the loop then saves and exits. Here the host waits for the GPU; elsewhere only in meter.end_step, on log lines
+    # and when images have a shape for the first time, and in t_distribution.update for loss-second-moment. Besides the
+    # two exchanges ranks send only losses: for these lines and this update.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
     # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
     t_distribution.update(step_t, step_losses)
