@@ -82,7 +82,7 @@ def test_a_model_without_pairs_starts_a_run_with_them(base, run_script):
     with torch.no_grad():
         torch.testing.assert_close(after(x_t, t, y, given=torch.randn(2, 1, 16, 16)), before(x_t, t, y))
     lora = (*start, "--model_tag=tuned", "--lora_rank=2", "--device_type=cpu")  # its base would ignore the image
-    refused("data='pairs' has second images, which the model to go on from does not take", run_script, "base_train", *lora)
+    refused("has second images, which the model to go on from does not take", run_script, "base_train", *lora)
 
 
 def make_photos(folder, sizes, mode="L"):
