@@ -66,7 +66,7 @@ model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made fr
 data = "shapes"  # name or folder of a set made by scripts.prepare_data or cache_latents; shapes is built in
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
 num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
-target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter
+target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter that learns
 total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
@@ -78,8 +78,8 @@ cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
-#                  changed = likewise, but rates and horizon may differ; a number = from that step
-seed = 42  # >= 0: seed of the weights, the order of the images and all noise
+#                  changed = likewise, but rates, horizon and the like may differ; a number = from that step, likewise
+seed = 42  # >= 0: seed of the weights, the order of the images and the noise of training and validation loss
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: for matrix products; auto = bf16 where native, else fp16 (CUDA), fp32
 compile = True  # by torch.compile, where that works
@@ -184,7 +184,8 @@ if ddp_rank == 0:
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-# FLOP/s of one device: a GPU's in bf16 by its datasheet; else the best of five large matrix products, timed now
+# FLOP/s of one device: in bf16 by its datasheet, if device.py lists the GPU; else (a CPU, MPS, another GPU) the best of
+# five large matrix products in compute_dtype, timed now
 peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
@@ -299,7 +300,7 @@ if val_set is None and (eval_every >= 0 or bpd_every >= 0):
 cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
 print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
 if eval_every >= 0:
-    print0("val/loss: the same images, t and noise in all runs, so they compare; train/loss has its own t")
+    print0("val/loss: the same images, t and noise in all runs of a seed, so they compare; train/loss has its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
@@ -527,7 +528,7 @@ while True:
     # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
     t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
     # From the fraction guided_from on, the target of the velocity becomes, where t is in cfg_interval (flow.py),
-    #     noise - x0 + (1 - 1 / cfg_scale) (v(x_t, t, y) - v(x_t, t, null class))      no gradient in the second part
+    #     noise - x0 + (1 - 1 / cfg_scale) (v(x_t, t, y) - v(x_t, t, null class))      v: the model's own, no gradient
     process.done = step / num_iterations
 
     # Blocks' linear layers compute with bf16 copies of their weights: autocast would make new ones in every micro-step
@@ -579,8 +580,6 @@ while True:
     # and when images have a shape for the first time, and in t_distribution.update for loss-second-moment. Besides the
     # two exchanges ranks send only losses: for these lines and this update.
     grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
-    # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
-    t_distribution.update(step_t, step_losses)
     grad_norm *= scaler.inv_scale
     is_finite = math.isfinite(grad_norm)
     # A NaN or infinity ends the run here, before the update, with an error that names step and parameter; weights and
@@ -596,6 +595,8 @@ while True:
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm  # muon_lr for Muon's, lr for AdamW's
     if is_finite:
+        # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
+        t_distribution.update(step_t, step_losses)
         # One factor clips the global norm and undoes the loss scale
         clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)

@@ -30,6 +30,7 @@ from tiny_runs import (
 from nanodiff.common import UserError
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.checkpoint import list_checkpoints
@@ -224,6 +225,19 @@ def test_an_overflow_on_one_rank_of_two(tiny):
     assert done.returncode != 0 and "step 5: loss" in done.stderr
     assert "gradient not finite (100% of " in done.stderr
     assert weights(tiny, "b", 5)["model.safetensors"][last].isfinite().all()
+
+
+def test_a_skipped_step_teaches_loss_second_moment_nothing(tiny, run_script, monkeypatch):
+    """The loss of a step that fp16 overflows may be infinite, and would stay in the history."""
+    honest, scales = GaussianDiffusion.losses, iter([1, 1, float("inf")])
+
+    def losses(*args, **kwargs):
+        return {"loss": honest(*args, **kwargs)["loss"] * next(scales, 1)}
+
+    monkeypatch.setattr(GaussianDiffusion, "losses", losses)
+    args = ("--objective=eps", "--num_timesteps=2", "--timesteps=loss-second-moment", "--dtype=float16")
+    done = run_script("base_train", *TINY, *args, "--num_iterations=8", "--eval_every=-1")
+    assert done["t_distribution"].history.isfinite().all() and 0 < done["optim"].steps < 8
 
 
 def train_twice_with_wandb():
