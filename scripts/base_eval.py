@@ -102,7 +102,7 @@ source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
     name = name or measured.data
-    if model and not name:  # compare with the set that this run was trained on
+    if model and not name:  # compare with the set that this run was trained on; the model has then had its use
         model, name = "", load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
