@@ -50,6 +50,19 @@ def test_applied_gives_the_average_and_takes_it_back_bit_for_bit():
     assert pointers == [p.data_ptr() for p in model.parameters()]
 
 
+def test_autocast_computes_with_the_average():
+    """Though it keeps the weights that it has cast."""
+    model = nn.Linear(4, 4)
+    ema = EMA(model, make_optimizer(model, "adamw"), "0.5", ramp=False)
+    nn.init.normal_(model.weight)
+    x = torch.ones(1, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        with ema.applied(model):
+            average = model(x)
+        assert torch.equal(model(x), before) and not torch.equal(average, before)
+
+
 def test_rates():
     assert parse_rates("0.999, 0.9999") == (0.999, 0.9999) and parse_rates("") == ()
     model = Vector(1.0)

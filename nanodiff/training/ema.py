@@ -44,14 +44,9 @@ class EMA:
         self.optim = optim
         self.buffers = optim.buffers
         kept = model.state_dict()  # a model with adapters averages only these
-        self.frozen = {}
-        for name, p in model.named_parameters():
-            if name in kept and not p.requires_grad:
-                self.frozen[name] = p
+        self.frozen = {name: p for name, p in model.named_parameters() if name in kept and not p.requires_grad}
         self.weights = [buffer.own for buffer in self.buffers]
-        self.averages = {}
-        for rate in self.rates:
-            self.averages[rate] = [own.clone() for own in self.weights]
+        self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -65,8 +60,8 @@ class EMA:
     def applied(self, model: torch.nn.Module):
         """Inside, the model is in eval mode with the average of the first rate, if any; then its own weights return.
 
-        A collective. Values are copied in place, so a compiled model and the optimizer's views stay valid. Do not
-        update inside.
+        A collective. Values are copied in place, so a compiled model and the optimizer's views stay valid; autocast
+        would keep the copies that it has cast before. Do not update inside.
         """
         training = model.training
         self.optim.wait_weights()
@@ -75,10 +70,12 @@ class EMA:
             with collective("the all-gather of the averaged weights"):
                 for buffer, average in zip(self.buffers, self.averages[self.rates[0]]):
                     buffer.flat.copy_(buffer.gathered(average))
+        torch.clear_autocast_cache()
         model.eval()
         try:
             yield
         finally:
+            torch.clear_autocast_cache()
             model.train(training)
             for buffer, flat in zip(self.buffers, saved):
                 buffer.flat.copy_(flat)
