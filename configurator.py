@@ -40,7 +40,7 @@ COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
-ONLY = re.compile(r"Only (\w+)(=[\w|]+| [<>]=? \d+)")
+ONLY = re.compile(r"Only (\w+)(=[\w|]+|=\"\"| [<>]=? \d+)")
 
 
 class Setting(NamedTuple):
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     rule: str  # "" if the comment begins with none
     comment: str
     heading: list[str]  # lines of comment above the setting
-    only: tuple[str, str] | None  # ("arch", "=unet|dit") or ("rank", " > 0"): used only with these values of the first
+    only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): used only with these values of the first
 
 
 def satisfies(value, rule: str) -> bool:
@@ -62,10 +62,9 @@ def satisfies_part(value, part: str) -> bool:
         if isinstance(value, str):
             return value == part.strip('"')
         return value == literal(part)
-    try:
-        number = float(value)
-    except ValueError:  # a word
+    if isinstance(value, str) and not value.isdecimal():  # a word; else a number in a setting of words
         return False
+    number = float(value)
     bounds = [float(text) for text in re.findall(NUMBER, part)]
     return all(COMPARE[sign](number, bound) for sign, bound in zip(signs, bounds))
 
@@ -126,7 +125,7 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
-    only = None
+    only = []
     for line in re.sub(r"\n#   +", " ", source).splitlines():  # each comment in one line
         if line.startswith("# "):
             heading.append(line.strip("#- "))
@@ -137,8 +136,7 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
             comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
             rule = RULE.match(comment)
             if heading:
-                condition = ONLY.search(" ".join(heading))
-                only = condition and condition.groups()
+                only = ONLY.findall(" ".join(heading))
             settings[name] = Setting(default, rule[1] if rule else "", comment, heading, only)
             check(settings, name, default)
         heading = []  # comments with a blank line below are for readers of the source
@@ -182,15 +180,13 @@ def read_argument(settings: dict[str, Setting], arg: str) -> dict:
 def check_used(settings: dict[str, Setting], config: Config) -> None:
     """Raises ValueError for a changed setting that does nothing, given the others; an inherited one is reset."""
     for name, setting in settings.items():
-        if not setting.only or config[name] == setting.default:
-            continue
-        key, rule = setting.only
-        if satisfies(config[key], rule.lstrip("= ")):
-            continue
-        if name in config.given:
-            used = f"only {key}{rule} uses it, and {key}={config[key]!r}"
-            raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
-        config[name] = setting.default
+        for key, rule in setting.only:
+            if config[name] == setting.default or satisfies(config[key], rule.lstrip("= ")):
+                continue
+            if name in config.given:
+                used = f"only {key}{rule} uses it, and {key}={config[key]!r}"
+                raise ValueError(f"{name}={config[name]!r} would do nothing: {used}")
+            config[name] = setting.default
 
 
 def help_text(settings: dict[str, Setting], globals_: dict) -> str:

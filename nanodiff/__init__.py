@@ -6,7 +6,7 @@ images = nanodiff.load("shapes_cpu").sample(classes=["ring", 3], num_images=4)  
 
 
 def load(run: str = "", step: int | str = "newest", ema: str = "", device_type: str = ""):
-    """A trained model by the tag or folder of its run, or a file, as in scripts/sample.py: a formats.load.Loaded."""
+    """Load a model, a formats.load.Loaded, by the tag or folder of its run, or a file, as scripts/sample.py does."""
     from nanodiff.device import init_device  # here, as importing torch takes seconds
     from nanodiff.formats.load import load_run, tell_best
 

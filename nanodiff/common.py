@@ -4,7 +4,6 @@ import difflib
 import errno
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -42,9 +41,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     """The sys.excepthook of scripts/: one line and an exit code for errors that are not bugs; a traceback for bugs."""
     code = 1
-    line = ""
     if isinstance(error, KeyboardInterrupt):
-        code = 128 + signal.SIGINT
+        code = 130  # as shells say for SIGINT
         line = "stopped by Ctrl-C"
     elif isinstance(error, UserError):
         code = 2
@@ -60,8 +58,8 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         line = f"error: {error}; the newest checkpoint is intact: {advice}"
     elif is_out_of_memory(error):
         what = str(error) or "out of memory"
-        line = f"error: {what}; give a smaller --device_batch_size, then --checkpointing"
-    if not line:
+        line = f"error: {what}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
+    else:
         return otherwise(kind, error, traceback)
     print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
     sys.exit(code)
@@ -69,10 +67,8 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it."""
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    return rank, local_rank, world
+    get = os.environ.get
+    return int(get("RANK", 0)), int(get("LOCAL_RANK", 0)), int(get("WORLD_SIZE", 1))
 
 
 def printable(text: str) -> str:
@@ -80,16 +76,17 @@ def printable(text: str) -> str:
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
 
 
-def print0(*args, is_picture: bool = False, **kwargs):
+def print0(text, is_picture: bool = False):
     """print on rank 0, flushed, and text to print0.file too, if a run has opened its log. If the reader is gone
     (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
-    texts = [arg if is_picture else printable(str(arg)) for arg in args]
-    if print0.file and not is_picture:
-        print(*texts, file=print0.file, flush=True)
+    if not is_picture:
+        text = printable(str(text))
+        if print0.file:
+            print(text, file=print0.file, flush=True)
     try:
-        print(*texts, **kwargs, flush=True)
+        print(text, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
@@ -101,7 +98,7 @@ print0.file = None
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
     """A generator seeded by the integers >= 0 in `key`, such as (seed, step); trailing zeros do not count."""
-    sequence = np.random.SeedSequence([int(k) for k in key])
+    sequence = np.random.SeedSequence(key)
     high, low = sequence.generate_state(2, np.uint32).tolist()
     return torch.Generator(device=device).manual_seed(high << 32 | low)
 
@@ -127,7 +124,7 @@ class StackedGenerator:
     """One generator per image, so that its noise depends on its seed alone. Drawn on the CPU: equal on every device."""
 
     def __init__(self, seeds):
-        self.generators = [make_generator(int(seed)) for seed in seeds]
+        self.generators = [make_generator(seed) for seed in seeds]
 
     def randn(self, shape, device="cpu") -> torch.Tensor:
         """(N, ...) standard normal in fp32, N = number of seeds."""

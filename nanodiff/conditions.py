@@ -1,4 +1,4 @@
-"""Conditions: what a model is given beside x_t and t, one dict from the set to the model. Their names matter only here.
+"""Conditions: what a model is given beside x_t and t, one dict from the set to the model.
 
     y        labels (N,) int64
     vectors  (N, D), or sequences (N, L, D), zeros behind their end
@@ -6,8 +6,7 @@
     low_res  (N, C, h, w): the second image of super-resolution, made of x0
 
 A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
-chooses those that this model takes and drops some. A new condition is a field of Conditioned and its row here, and its
-use in a backbone; if it is in NUMBERS, with settings of its name (runs/GUIDE.md), sets, readers and samples know it.
+chooses those that this model takes and drops some. The guide's table says how to add one (runs/GUIDE.md, Change).
 """
 
 import math
@@ -29,8 +28,8 @@ class Conditioned:
     """The fields of a model's config that say what it is given."""
 
     num_classes: int = 0  # the null class is num_classes; 0 = no labels
-    # Channels of a second image, which is concatenated to x_t, with one more that says where it is null. Published
-    # super-resolution, and that of earlier versions, has 0 and as many as x_t, is never null, and lacks this channel
+    # Channels of a second image, concatenated to x_t with one more channel that says where it is null. 0 in published
+    # and earlier super-resolution models: their second image has x_t's channels, is never null and lacks that channel
     given_channels: int = 0
     low_res: int = 0  # super-resolution: the second image is made of x0, with this side in pixels; 0 = off
     vector_dim: int = 0  # length D of the vectors; 0 = none
@@ -82,8 +81,8 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torc
 
 
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
-    """The model's inputs beside x_t and t: the `given` conditions that it takes, null where `dropped` (N,), and those
-    that are made of x0.
+    """The model's inputs beside x_t and t: the `given` conditions that it takes and those made of x0, null where
+    `dropped` (N,).
     """
     rows = given | made_from(x0, config)
     cond = {name: rows[name] for name in row_shapes(config)}
@@ -123,7 +122,7 @@ def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def input_channels(config: Conditioned) -> int:
-    """The number of channels of x_t with_images."""
+    """The number of channels that with_images returns."""
     channels = config.in_channels + second_channels(config)
     if config.given_channels:
         channels += 1
@@ -131,7 +130,7 @@ def input_channels(config: Conditioned) -> int:
 
 
 def with_images(config: Conditioned, x_t, **images):
-    """x_t (N, C, H, W) and, behind its channels, those of the second image, at its size, and 1 where that is null."""
+    """x_t (N, C, H, W) with further channels: the second image, resized, and one that is 1 where that is null."""
     size = x_t.shape[2:]
     parts = [x_t]
     for image in images.values():
@@ -231,7 +230,7 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[s
     for name in NUMBERS.keys() & cond & description.keys():
         stored = cond[name]
         facts = description[name]
-        mean, std = torch.tensor([facts["mean"], facts["std"]], device=stored.device)  # (D,) each
+        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(stored.device, non_blocking=True)  # (D,) each
         normal = (stored.float() - mean) / std
         if stored.ndim == 3:
             normal[~stored.any(2)] = 0

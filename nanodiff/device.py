@@ -37,6 +37,8 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
     _, local_rank, world = get_dist()
+    if world > 1 and device_type == "mps":
+        raise UserError("several ranks cannot share mps; accepted: one, or --device_type=cpu")
     device = torch.device(device_type)
     backend = "gloo"
     if device_type == "cpu":
@@ -159,7 +161,7 @@ def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def free_host_memory() -> None:
-    """Give pinned memory that no copy holds back to the system: torch would keep it, rounded up to powers of two."""
+    """Return unused pinned memory to the system: torch would keep it, rounded up to powers of two."""
     if torch.cuda.is_available():
         free = getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache  # public since 2.13
         free()

@@ -61,8 +61,8 @@ class Hashed:
 
 @contextlib.contextmanager
 def writing(path: Path, manifest: dict | None = None):
-    """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets its size and hash, so
-    that it need not be read again; it cannot seek then."""
+    """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
+    and hash, computed while writing: the file then cannot seek."""
     try:
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except FileNotFoundError:
@@ -88,6 +88,12 @@ def write_atomic(path: Path, data) -> None:
     """Write bytes to `path`: all of them or none."""
     with writing(path) as file:
         file.write(data)
+
+
+def write_json(path: Path, value, manifest: dict | None = None) -> None:
+    """Write what JSON can hold to `path`: all of it or nothing. `manifest`: see writing."""
+    with writing(path, manifest) as file:
+        file.write(json.dumps(value, indent=1).encode())
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:

@@ -35,7 +35,7 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-DESCRIPTION = ("step", "ema", "arch", "config", "model_config", "data", "lora")
+DESCRIPTION = "step ema arch config model_config data lora".split()
 
 
 def described(meta: dict) -> dict[str, str]:

@@ -8,7 +8,7 @@ Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema), ImageNet's 1.28 
 
 Stage two: torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/dit_imagenet256.py
 
-They encode on the fly; the latents are the same, resampled each step. Their 7 M steps: --num_iterations=7000000.
+They encode on the fly; we sample stored distributions anew each step: the same. 7 M steps: --num_iterations=7000000.
 Sample as they do: python -m scripts.sample --sampler=ddpm --steps=250 --cfg_scale=1.5 --cfg_channels=3.
 """
 

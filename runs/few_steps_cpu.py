@@ -1,4 +1,7 @@
-"""Tune a flow model of the shapes to sample in one to four steps, in its own time: a step costs two of its."""
+"""Tune a flow model of the shapes to sample in one to four steps.
+
+A step costs two of the flow model's: half as many take as long.
+"""
 
 model_tag = "few_steps_cpu"
 init_from = "shapes_long"  # of runs/few_steps.sh

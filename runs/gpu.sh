@@ -19,8 +19,8 @@ table=()
 failed=0
 mkdir -p "$out"
 
-# stage NAME SECONDS PATTERN COMMAND...: run it with its output in OUT/NAME.log; its verdict is the last line of that with
-# PATTERN. At its limit it gets SIGTERM, which makes a training run save and leave, then SIGKILL
+# stage NAME SECONDS PATTERN COMMAND...: run it with its output in OUT/NAME.log; its verdict is the last line there that
+# matches PATTERN. At its limit it gets SIGTERM, which makes a training run save and leave, then SIGKILL
 stage() {
     local name=$1 limit=$2 pattern=$3 start=$SECONDS code end
     shift 3

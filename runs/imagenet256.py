@@ -1,6 +1,6 @@
 """Our recipe for ImageNet at 256 px on eight GPUs: a modern DiT of depth 16 (0.3 B parameters) on cached latents.
 
-Prepare the data as for runs/dit_imagenet256.py. Then:
+Prepare the data as for runs/dit_imagenet256.py, but without --latent_norm=scale. Then:
 
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/imagenet256.py
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=imagenet256 --metric=fid --num_images=50000

@@ -13,7 +13,7 @@ fi
 [ -n "${HEAD:-}" ] || { echo "error: give HEAD=HOST:PORT, the first machine, and NNODES=2, their number" >&2; exit 2; }
 
 # torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer. After this time it
-# also kills those that wait for a dead rank: in a collective, which no signal interrupts
+# also kills ranks that wait for a dead one in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a shared store would give restarted ranks addresses of dead ones
 python3 -m torch.distributed.run --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \

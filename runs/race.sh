@@ -7,7 +7,7 @@
 # diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
 # runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
 #   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=60  RACE_FACTORS="1 3 10"  RACE_SEEDS=0  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
-# A step that has begun is ended, so a first long one overruns. Samples are drawn after the clock has ended: on one core 500 of
+# A step that has begun is finished, so a long first one overruns. Samples are drawn after the clock has ended: on one core 500 of
 # them take 4 minutes (DiT, 25 evaluations), 6 hours (diffusers, 1,000) or days (improved-diffusion, 4,000).
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2

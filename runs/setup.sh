@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# find_trained TAG "$@": set `run`, what the arguments of base_train call the run, by default TAG; its `folder`; and
+# find_trained TAG "$@": set `run`, the --model_tag among base_train's arguments or else TAG; its `folder`; and
 # `samples`, a name for samples of its newest checkpoint
 find_trained() {
     local argument step

@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 images=$1 autoencoder=$2
 shift 2
 # torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer. After this time it
-# also kills those that wait for a dead rank: in a collective, which no signal interrupts
+# also kills ranks that wait for a dead one in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
 ranks=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8}" -m)

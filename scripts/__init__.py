@@ -4,7 +4,7 @@ import sys
 
 
 def _excepthook(kind, error, traceback):
-    """nanodiff.common's or, for Ctrl-C while torch is still being imported, one line too."""
+    """nanodiff.common's, once that is imported; while torch still is, Ctrl-C prints one line, too."""
     common = sys.modules.get("nanodiff.common")
     if hasattr(common, "excepthook"):
         return common.excepthook(kind, error, traceback)

@@ -13,7 +13,6 @@ Evaluate a trained model, or images in a file or a folder.
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
 """
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -28,7 +27,7 @@ from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import gather_batches, leave_together, over_ranks
-from nanodiff.files import name_of_settings, write_atomic
+from nanodiff.files import name_of_settings, write_json
 from nanodiff.formats.load import load_run, tell_best
 from nanodiff.metrics import features as metrics
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
@@ -52,20 +51,21 @@ batch_size = 64  # >= 1: images at a time on each rank
 device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr
+samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
+# Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr and Only samples=""
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
 steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
 cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
-samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=fid|fd_classifier|fd_simclr
 reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
-reference = ""  # .npz with mu and sigma of the judge's features to compare with instead: Inception's as published
-#                 with ADM and EDM; runs/records has one of CIFAR-10
+reference = ""  # .npz with mu and sigma of the judge's features to compare with instead, such as Inception's,
+#                 published with ADM and EDM; runs/records has one of CIFAR-10
 # Only metric=class_accuracy|fid|fd_classifier|fd_simclr
-judge = ""  # path of Inception's weights (fid), or of a classifier's, such as those in runs/records, so that figures of
-#             two machines compare; "" = downloaded, or trained on the set, once
+judge = ""  # weights of Inception (fid) or of a classifier, such as those in runs/records, so that figures of two
+#             machines compare; "" = download Inception or train a classifier on the set, once
 # Only metric=features
 features = ""  # .npy of features (N, D) by any network, of the images to measure
 reference_features = ""  # likewise, of the images to compare with
@@ -82,6 +82,8 @@ FIGURES = {  # printed, the figure that was asked for first; the file has the re
     "fd_classifier": "fd_classifier {:.3f}",
     "fd_simclr": "fd_simclr {:.3f}",
     "fd_features": "fd_features {:.4g}",
+    "kid": "KID {:.5f}",
+    "inception_score": "IS {:.3f}",
     "precision": "precision {:.3f}",
     "recall": "recall {:.3f}",
     "class_accuracy": "{:.1%} show their class",
@@ -112,7 +114,7 @@ elif not features:
     result |= loaded.described()
     result["dtype"] = str(compute_dtype).removeprefix("torch.")
 if model and not loaded:
-    raise UserError(f"model={model!r} would do nothing beside {source}, whose set is known")
+    raise UserError(f"model={model!r} would do nothing beside {source}")
 if not (name or reference or features):
     raise UserError(f"{source} does not say which data set it belongs to: give data=...")
 
@@ -216,8 +218,10 @@ else:
         elif is_distance:
             known = metrics.reference_features(dataset, network)
             result["reference"] = f"{dataset.name}, {reference_split}, {len(dataset):,} images"
-        elif not network.num_classes:
-            raise UserError(f"metric={metric}: {network.title}; accepted: a judge of classes")
+        if has_classes and network.num_classes != dataset.num_classes:
+            has_classes = False
+            if not is_distance:
+                raise UserError(f"metric={metric}: {network.title}; accepted: a judge of {dataset.num_classes} classes")
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
 
@@ -230,7 +234,7 @@ else:
         if not found:
             return {}
         row = metrics.compare(metric, found, known) if is_distance else {}
-        if has_classes and network.num_classes:
+        if has_classes:
             is_right = found.logits.argmax(1).numpy() == labels
             row |= share_by_class(is_right, labels, dataset.class_names, "class_accuracy")
         return row
@@ -248,7 +252,7 @@ else:
         del result[key]
     result |= {"rows": rows} if varied else rows[0]
 
-    # The same figures of as many real images that the model was not trained on
+    # The same figures of as many real images of the other split
     if not reference:
         other = "val" if reference_split == "train" else "train"
         split = dataset.meta["splits"].get(other, {})
@@ -288,6 +292,8 @@ if num_images < config["num_images"]:
     config["num_images"] = num_images  # for the file's name
 folder = Path(source).expanduser().parent
 stem = Path(source).stem
+if Path(source).expanduser().is_dir():
+    stem = Path(source).name
 if loaded:
     folder = loaded.run_dir
     stem = f"{loaded.step:06d}"
@@ -296,7 +302,7 @@ if rank == 0 and folder:
     apart = ("model", "metric", "checkpoint_step", "samples", "features", "batch_size", "device_type")
     path = folder / (name_of_settings(f"eval_{metric}_{stem}", config, *apart) + ".json")
     try:
-        write_atomic(path, json.dumps(result, indent=1).encode())
+        write_json(path, result)
         print0(f"written to {path}")
     except OSError as e:
         print0(f"warning: cannot write {path}: {e.strerror}")

@@ -78,13 +78,14 @@ cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
-#                  changed = likewise, but rates, horizon and the like may differ; a number = from that step, likewise
+#                  changed = auto, but rates, horizon and the like may differ; a number = changed, but from that step
 seed = 42  # >= 0: seed of the weights, the order of the images and the noise of training and validation loss
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: for matrix products; auto = bf16 where native, else fp16 (CUDA), fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; auto = bf16 where native, else fp16 (CUDA), fp32.
+#                 float32 is TF32 on CUDA; Muon's own products are bf16 where that is native
 compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
-# Other horizons. num_iterations wins if it is given, then the first of these that is given, then the ratio above
+# Other horizons, in place of num_iterations. Without one, the ratio above counts
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 # Model
@@ -145,7 +146,7 @@ timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal;
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
-ema_ramp = True  # rate <= (1 + step) / (10 + step): early samples soon forget the initial weights; published: False
+ema_ramp = True  # rate <= (1 + step) / (10 + step): the average soon forgets the initial weights; published: False
 # Only arch=unet
 num_heads_upsample = 0  # >= 0: attention heads on the way up; 0 = heads
 num_res_blocks = 3  # >= 1: residual blocks per resolution
@@ -161,10 +162,10 @@ variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: varia
 gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
 bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
-# Presets, then the command line override the globals above; `config` is a dict of all, config.given of what was given.
-# With init_from, settings of shape and process that nobody gave are the source's. Below, the batch, rates, steps and
-# cadences that rules choose are written to both, and so to config.json; guidance that samples do without, to `config`
-# alone. What the machine decides (device_batch_size, dtype) stays 0 or auto there, and stands in the log.
+# Presets, then the command line override the globals above. `config` is a dict of all, config.given of those given.
+# With init_from, settings of shape and process that nobody gave are the source's. Batch, rates, steps and cadences that
+# rules choose below go to the globals, `config` and config.json. That samples do without guidance, `config` alone says.
+# What the machine decides (device_batch_size, dtype) stays 0 or auto in `config`, and stands in the log.
 config = configure(globals(), inherited=inherited)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,8 +195,8 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# source is init_from's model (on resume, only as teacher or base of adapters). like describes the data of that model or
-# of the resumed run: the new data take its scale and, with adapters, its numbers of the classes
+# `source`: init_from's model (on resume, only as teacher or base of adapters). `like`: the description of its data, or
+# of the resumed run's. The new data take that scale and, with adapters, those class numbers
 source, like = open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,10 +218,10 @@ if codec.undecodable:
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # keep the channels of base or checkpoint: published and older ones lack the one for "no second image"
+if fixed:  # keep its channels: published and older models lack the one that marks a null second image
     theirs = fixed.get("given_channels", 0)
     if codec.description.get("given_channels", theirs) != theirs:
-        raise UserError(f"data={data!r} has second images, which the model to go on from does not take")
+        raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
     model_config = replace(model_config, given_channels=theirs)
 raw_model = build_model(model_config, device, seed)
 if source:
@@ -230,8 +231,8 @@ lora = with_adapters(raw_model, source, config, class_names) if lora_rank else N
 if trainable:
     train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# Counted: matrix products, convolutions, attention. Forward is a third, gradients of activations another, gradients of
-# weights, if they learn, the last
+# Matrix products, convolutions and attention: a third for forward, a third for gradients of activations, a third for
+# gradients of the weights that learn
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
@@ -250,6 +251,9 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 # 1) The horizon: num_iterations, else num_epochs, else target_flops, else the ratio
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known before the batch is
+horizons = [name for name in ("num_iterations", "num_epochs", "target_flops") if config.given.get(name, -1) > 0]
+if len(horizons) > 1:
+    raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")
 if num_iterations >= 0:
     how_long = "as given"
 elif num_epochs > 0:
@@ -300,7 +304,7 @@ if val_set is None and (eval_every >= 0 or bpd_every >= 0):
 cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
 print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
 if eval_every >= 0:
-    print0("val/loss: the same images, t and noise in all runs of a seed, so they compare; train/loss has its own t")
+    print0("val/loss: the same images, t and noise in runs with one seed, so they compare; train/loss draws its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
@@ -311,7 +315,7 @@ if eval_every >= 0:
 # grad_clip, warmup_ratio, warmdown_ratio, guided_from and dtype. Nothing else may
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
-refuse_useless(config, codec.description, droppable(model_config))
+refuse_useless(config, codec.description, droppable(model_config), checkpoint)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
     check_settings(checkpoint, meta, config)
@@ -323,14 +327,15 @@ num_iterations = num_iterations or step  # 0: train nothing
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
     process.learn_from(source)  # a resumed run, too
+    print0(f"teacher: {source.title}")  # as it is now, at a resume too
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
 # of each buffer and updates that (ZeRO stage 1). Weights and state are fp32, also when weights are sent (exchange 2).
 # On CUDA Muon's element-wise arithmetic is compiled, too; AdamW's is torch's fused kernel
 several_gpus = world > 1 and device.type == "cuda"
-grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # of exchange 1
+grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as ranks send them
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
-optim = Optimizer(raw_model, groups, (0.9, beta2), compile, grad_dtype)
+optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 # device_batch_size=0: CUDA tries ever larger divisors of a rank's share of the batch, forward and backward, until its
@@ -346,22 +351,22 @@ print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-s
 # Samples. A model that learns guidance is sampled without it from the start
 
 sample_steps = sample_steps or process.default_steps
-if sample_every >= 0 or fid_every >= 0:
-    sampler = choose_sampler(process, sampler, sample_steps)
+sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
 teaches = learns_guidance(config)  # cfg_scale then shapes training, so that nobody is told that it is ignored
 guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
-# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks.
-# Lower is better. The first figure is best, also the first after a change of metric or number of images
-judged_by, judged_every = dict(metric="val/loss_ema", images=eval_images), eval_every
+# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks;
+# lower is better. Learned guidance and jumps raise the plain loss: with them, only fid_every finds a best. The first
+# figure is best, also the first after a change of metric or number of images
+judged_by, judged_every = dict(metric="" if teaches else "val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
-    measure_samples = sample_quality(fid_metric, data, fid_images, codec, model_config, device)
-# Only a saved step can be best. If one of save_every and judged_every divides the other, steps compete that are saved
-# anyway. If not, a new best is saved at once
+    measure_samples = sample_quality(fid_metric, train_set, fid_images, codec, model_config, device)
+# Only a saved step can be best. If save_every or judged_every divides the other, only steps saved anyway compete;
+# if not, a new best is saved at once
 saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,11 +464,11 @@ stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless sa
 stopping = False  # the same on all ranks, unlike stop.received
 saver = Saver(start_step if checkpoint else -1)
 faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
-# Randomness. Small numbers, for the whole batch of all ranks, come from generators seeded by (seed, s). Large tensors,
-# of which a rank draws only its rows, come from (seed, s, stream, number of a block of rows). So, at one
+# Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
+# tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So, at one
 # total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
 # command resumes identically without saving any generator's state.
-NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the small numbers have none
+NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the few numbers have none
 
 while True:
     if faults:  # a damaged file of the set ends the run before it is saved
@@ -539,14 +544,14 @@ while True:
         first = (micro_step * world + ddp_rank) * device_batch_size
         rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
         # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # latents: take the mirrored image's, stored too
+        flips = u_flip[rows] < 0.5 if flip else None  # latents: read the stored ones of the mirrored image
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
         # Large tensors: each rank draws only its own rows of a table set by (seed, step)
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
-        # They become null: a label num_classes; vectors NaN, for which the model has a learned "none"; second images
-        # (low_res_size's, too) NaN, which a channel tells the model
+        # A dropped label becomes num_classes. Dropped vectors become NaN: the model has a learned "none". Dropped
+        # second images (low_res_size's, too) become NaN, which a further input channel marks
         cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -612,11 +617,11 @@ while True:
         gc.collect()
         gc.freeze()
     if log_now:
-        # step, images_seen, total_training_flops, total_training_time_s and, under train/, since the last line: of all
-        # ranks loss, loss_running (over about ten lines), loss_q0 ... loss_q3 (by quarter of t; of a Gaussian diffusion
-        # with an mse loss mse_q0 ..., with a learned variance vb_q0 ..., too); of this rank dt_ms, data_ms (waits for
-        # data), images_per_sec = total_batch_size / dt,
-        # mfu = 100 * flops_per_image * images_per_sec / peak of all devices
+        # step, images_seen, total_training_flops, total_training_time_s and, under train/, since the last line:
+        # - all ranks: loss, loss_running (over about ten lines), loss_q0 ... loss_q3 (by quarter of t); of a Gaussian
+        #   diffusion also mse_q0 ... (mse losses) and vb_q0 ... (mse losses with a learned variance)
+        # - this rank: dt_ms, data_ms (waiting for data), images_per_sec = total_batch_size / dt,
+        #   mfu = 100 * flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm

@@ -4,8 +4,8 @@ Time training against the published recipe, side by side: runs of base_train tha
     python -m scripts.bench --depths=4,6 --dtypes=float32,bfloat16 --compiles=True,False
 
 The reference is the same backbone as published (DiT's classic block, or the UNet), which predicts eps and a variance:
-eager, fp32 (TF32 on GPUs), AdamW. A turn is a run of its own, so machine noise hits all arms alike; the table shows
-medians over the steps of all turns. first_step_s is shorter where torch.compile's cache is filled.
+eager, fp32 (TF32 on GPUs), AdamW. Arms take turns, a run each, so machine noise hits all alike; the table shows medians
+over the steps of all turns. first_step_s is shorter where torch.compile's cache is filled.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def published(arm: dict) -> dict:
 
 
 def list_arms(config: dict) -> list[dict]:
-    """One value of each list for each arm. A reference stands before what it is for."""
+    """All combinations of the lists' values. A reference stands before the first arm that is compared with it."""
     lists = []
     for name in LISTS:
         items = config[f"{name}s"].split(",")
@@ -120,10 +120,10 @@ def main():
     if get_dist()[2] > 1:
         raise UserError("bench times one process; for several, read the log lines of base_train under torchrun")
     device = init_device(device_type)
-    print0(f"{device_name(device)}, torch {torch.__version__}", file=sys.stderr)
+    print(f"{device_name(device)}, torch {torch.__version__}", file=sys.stderr)
     obstacle = why_not_compiled(device)
     if obstacle and compiles != "False":
-        print0(f"not compiled: {obstacle}", file=sys.stderr)
+        print(f"not compiled: {obstacle}", file=sys.stderr)
         config["compiles"] = "False"
     arms = list_arms(config)
     turns = [[take_turn(arm) for arm in arms] for _ in range(rounds)]

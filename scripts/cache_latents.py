@@ -47,6 +47,8 @@ source = open_dataset(data)
 encoder = open_autoencoder(autoencoder).to(device)
 check_sides(source, encoder)
 writer = DatasetWriter(name or f"{source.path.name}_{encoder.name}", source.class_names, overwrite)
+if writer.path == source.path:
+    raise UserError(f"name={name!r} is the set that is read; accepted: another")
 
 copies = 2 if flip else 1
 channels = copies * encoder.parts * encoder.latent_channels

@@ -78,4 +78,4 @@ print0(f"to sample: python -m scripts.sample --model={shlex.quote(f'{path}{optio
 if form != "safetensors":
     names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
     process = {name: loaded.config.get(name) for name in names}
-    print0(f"not in the file: {json.dumps({'model': asdict(loaded.model.config), 'process': process})}")
+    print0(f"what other loaders must be told: {json.dumps({'model': asdict(loaded.model.config), 'process': process})}")

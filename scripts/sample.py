@@ -49,8 +49,8 @@ vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = thos
 seed = 0  # >= 0: seed of the images
 # From given images
 from_images = ""  # images to start from, in turn: an .npz (arr_0), .npy or folder; "" = from noise
-strength = 0.6  # [0, 1]: share of the steps that are taken from them; 1 = all, from noise; 0 = none
-mask = ""  # an image file, or an .npy (H, W): white parts of from_images are kept
+strength = 0.6  # [0, 1]: share of the steps to take, from them with noise; 1 = all, from noise alone; 0 = none
+mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
 # Sampler
 # Steps, sampler and guidance that are not given are those of the run's own grids
 sampler = "auto"  # auto|{SAMPLERS}: of a published file, auto = heun for flow matching, ddim for Gaussian diffusion
@@ -93,8 +93,6 @@ samples = open_samples(loaded, weak_model, **config)
 settings, codec = samples.settings, samples.codec
 config |= settings.named  # the output's name says what differs from the run's own
 config.defaults |= settings_for(loaded, weak_model=weak_model).named
-if codec.undecodable:
-    print0(f"latents are shown as they are: {codec.undecodable}")
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if num_images > GRID_IMAGES and not npz:
@@ -107,6 +105,8 @@ folder = Path()  # here
 if loaded.run_dir:
     folder = loaded.run_dir / "samples"
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
+if not loaded.run_dir:
+    name = f"{loaded.path.stem}_{name}"
 stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
 if out and Path(stem).is_dir():
     raise UserError(f"out={out!r} is a folder; accepted: the path of a file in it, without suffix")

@@ -103,7 +103,8 @@ def describe_run(path: Path) -> dict:
 @functools.lru_cache(maxsize=1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
     """The model and its samples. `times` are those of the checkpoint's files: they change when a run starts anew."""
-    loaded = load_run(str(run_dir), device, step, ema)
+    which = () if run_dir.is_file() else (step, ema)
+    loaded = load_run(str(run_dir), device, *which)
     enlarged = low_res if loaded.model.config.low_res else ""
     return loaded, open_samples(loaded, low_res=enlarged, autoencoder=autoencoder)
 

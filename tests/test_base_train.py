@@ -107,7 +107,7 @@ def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
 
 @pytest.mark.parametrize("ranks", [3, 7])
 def test_the_batch_is_a_multiple_of_any_number_of_ranks(tiny, run_script, capsys, monkeypatch, ranks):
-    args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1"]
+    args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1", "--num_iterations=-1"]
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("nanodiff.training.resume.from_first_rank", lambda value, what: value)

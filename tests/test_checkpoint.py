@@ -90,8 +90,8 @@ def test_kill_9_within_a_save(tmp_path, moment):
         if moment == "rename":
             os.rename = kill
         elif moment == "manifest":
-            write = checkpoint.write_atomic
-            checkpoint.write_atomic = lambda path, data: (kill if path.name == "manifest.json" else write)(path, data)
+            write = checkpoint.write_json
+            checkpoint.write_json = lambda path, *data: (kill if path.name == "manifest.json" else write)(path, *data)
         else:
             torch.save = lambda value, file: (file.write(b"half of it"), file.flush(), kill())
         saver = Saver()
@@ -127,9 +127,9 @@ def test_a_corrupt_checkpoint_is_reported_and_skipped(tmp_path, capsys, name, da
     (line,) = capsys.readouterr().out.splitlines()
     # A bit of the manifest may be one of a hash, whose file then seems to be the damaged one
     assert str(bad) in line and (name in line or (name == "manifest.json" and damage == "bit")), line
-    refused("every checkpoint", find_checkpoint, tmp_path, 2)
+    refused("no intact checkpoint", find_checkpoint, tmp_path, 2)
     DAMAGE[damage](good / name)
-    refused("every checkpoint", find_checkpoint, tmp_path)
+    refused("no intact checkpoint", find_checkpoint, tmp_path)
 
 
 class Evil:

@@ -30,7 +30,7 @@ def test_a_generator_is_a_function_of_its_key():
     torch.manual_seed(1)
     first = draw(3, 5)
     torch.manual_seed(2)
-    assert torch.equal(first, draw(3, 5)) and torch.equal(first, draw(np.int64(3), torch.tensor(5)))
+    assert torch.equal(first, draw(3, 5)) and torch.equal(first, draw(np.int64(3), 5))
     keys = [(3, 5), (5, 3), (3,), (0, 0), (0, 1), (2**32 + 3, 5), (3, 2**32 + 5), (2**63, 1)]
     drawn = {tuple(draw(*key).tolist()) for key in keys}
     assert len(drawn) == len(keys)  # every part counts, however large

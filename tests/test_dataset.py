@@ -133,7 +133,7 @@ def test_a_shard_is_checked_when_it_is_first_used(base):
     write(overwrite=True)
     data = open_dataset("toy")
     write(overwrite=True)
-    refused("toy was made anew while it was in use", data.images, [0])
+    refused("toy was replaced while it was in use", data.images, [0])
 
 
 def test_more_shards_than_open_files(base, monkeypatch):

@@ -147,7 +147,7 @@ def test_improved_diffusions_file_is_its_model(export, tmp_path, capsys, setting
     model = unet_file(tmp_path / "ema.pt", channel_mult=(1, 2), attention_resolutions=(16,), **settings)
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "does not hold heads=4" in capsys.readouterr().out
-    assert loaded.model.config == model.config and "no null class" in loaded.why_unguided
+    assert loaded.model.config == model.config and "no null condition" in loaded.why_unguided
     assert_identical(loaded.model.state_dict(), model.state_dict())
     again = export(tmp_path / "ema.pt", "--form=openai", f"--out={tmp_path / 'again.pt'}")
     assert again.read_bytes() == (tmp_path / "ema.pt").read_bytes()
@@ -162,7 +162,7 @@ def test_a_unet_trained_here_in_openais_form(base, export, capsys):
     loaded = load_run(re.search(f"--model=({path}.*)", out)[1], "cpu")
     assert capsys.readouterr().out == ""  # nothing is taken as published
     assert loaded.config.items() >= {key: CONFIG[key] for key in ("noise_schedule", "num_timesteps")}.items()
-    assert loaded.class_names == ["0", "1"] and "no null class" in loaded.why_unguided
+    assert loaded.class_names == ["0", "1"] and "no null condition" in loaded.why_unguided
     assert torch.equal(outputs(loaded.model), outputs(load_run("a", "cpu").model))
 
 

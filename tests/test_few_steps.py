@@ -15,6 +15,7 @@ from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.sampling.loaded import check_guide
+from nanodiff.training.checkpoint import read_best
 
 IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set of one image per class
 NULL = 2
@@ -190,6 +191,9 @@ def test_guidance_in_the_loss_starts_where_it_should(tiny, run_script):  # noqa:
     plain, guided = losses(tiny, "plain"), losses(tiny, "guided")
     assert guided[:3] == plain[:3] and guided[3] != plain[3]
     assert [load_run("guided", "cpu", step).why_unguided == "" for step in ("3", "6")] == [True, False]
+    assert [bool(read_best(tiny / "runs" / name)) for name in ("plain", "guided")] == [True, False]
+    longer = (*TINY, "--model_tag=guided", "--cfg_scale=3", "--guided_from=0.5", *more, "--num_iterations=60")
+    refused("has learned guidance by step 6", run_script, "base_train", *longer, "--resume=changed")
 
 
 def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys):  # noqa: F811
@@ -203,6 +207,6 @@ def test_samples_of_both_are_unguided_by_default(tiny, run_script, more, capsys)
     if more == MAP:
         assert (images == loaded.sample(num_images=2, steps=4, sampler="map")).all()
         assert (images != loaded.sample(num_images=2, steps=4, sampler="heun")).any()
-        refused("flow map, which jumps", check_guide, loaded, loaded)
+        refused("is a flow map: it has learned", check_guide, loaded, loaded)
     args = (*TINY, *more, "--model_tag=learned", "--save_every=0", "--cfg_scale=5", "--resume=changed")
     refused("cfg_scale=5.0 .was 3.0", run_script, "base_train", *args)  # it is learned

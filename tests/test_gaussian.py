@@ -93,10 +93,10 @@ def test_published_steps(published):
     for name, figure in want["p_mean_variance"].items():
         assert_figures(p[name], figure)
 
-    def steps(sampler, **options):
+    def steps(sampler, generator=None, eta=0.0):
         """One step of each image, each from its own timestep."""
         rows = zip(want["t"], *(x.split(1) for x in (x_t, mean, log_variance, x0)))
-        return torch.cat([sampler(process, x, i, p, **options) for i, x, *p in rows])
+        return torch.cat([sampler(process, x, i, p, None, generator, eta) for i, x, *p in rows])
 
     def noise_of_rows(first):  # the published noise (N, C, H, W) image by image; ddpm draws none at t = 0
         rows = iter(wave(SHAPE, 101, 1).split(1)[first:])

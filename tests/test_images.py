@@ -111,6 +111,7 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
     [
         (SPLITS, "auto", ["a", "b"], [0, 1, 0], ["train", "train", "val", None]),  # val/ goes before test/
         (["set/train/a/1.png", "set/test/a/2.png"], "auto", ["a"], [0, 0], ["train", "val"]),
+        (["set/train/a/1.png", "set/test/a/2.png", "set/3.png"], "auto", ["a"], [0, 0], ["train", "val", None]),
         (["set/10/1.png", "set/9/2.png"], "auto", ["9", "10"], [1, 0], ["", ""]),  # numbers in their order
         (["only/1.png", "only/2.png"], "auto", ["only"], [0, 0], ["", ""]),  # one class is fine
         (["train/a/1.png"], "auto", ["a"], [0], [""]),  # no held-out folder
@@ -147,6 +148,7 @@ CSV = {
 WRONG_CSV = {
     "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', ''\) here and \('owl', ''\) before",
     "0.png,owl\n2.png, ": r"no class .* for 2 of 3 images, such as '2\.png'",
+    "file,label\n0.png,owl, brown": "line 2: found '0.png,owl, brown'",
     "0.png;owl": r"line 1: found '0\.png;owl'; accepted: rows of file,class",
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
@@ -163,7 +165,7 @@ def test_labels_from_a_table(tmp_path):
     for what, text in CSV.items():
         file.write_text(text)
         out = report(three, labels=str(file), val_fraction=0)
-        assert ("1 labels have no file" in out) == (what == "header")
+        assert ("1 rows of the table have no file" in out) == (what == "header")
         assert open_dataset("toy").class_names == ["bat", "owl"] and everything()[1].tolist() == [1, 1, 0]
     for text, line in WRONG_CSV.items():
         file.write_text(text)

@@ -40,7 +40,7 @@ def place(made, tmp_path_factory):
         make_data("alone", class_names=(), val=0)
         np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
         np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8), [0, 8])
-        np.savez(root / "floats.npz", np.zeros((12, 16, 16, 3)))
+        np.savez(root / "floats.npz", np.linspace(0, 1, 12 * 768).reshape(12, 16, 16, 3))
         np.savez(root / "odd.npz", np.zeros((2, 5, 5, 3), np.uint8))
         (root / "text.png").write_text("no image")
         (root / "black.png").write_bytes(encode_png(np.zeros((16, 16, 3), np.uint8)))
@@ -69,12 +69,18 @@ MISTAKES = [
     ((*TRAIN, "--cfg_interval=0.3,1.5", "--sample_every=0"), "0.3,1.5"),
     ((*TRAIN, "--low_res_size=16"), "low_res_size=16"),
     ((*UNET, "--attention_resolutions=a"), "attention_resolutions"),
-    ((*TRAIN, "--guided_from=0.5", "--label_drop=0"), "guided_from=0.5 needs classes or vectors, label_drop > 0"),
+    ((*TRAIN, "--guided_from=0.5", "--label_drop=0"), "needs classes, vectors or second images"),
     ((*TRAIN, "--guided_from=0.5", "--cfg_scale=1"), "cfg_scale > 1"),
     ((*TRAIN, "--guided_from=0.5", "--objective=eps"), "guided_from"),
     ((*TRAIN, "--objective=flow_map"), "flow_map tunes a flow run"),
     ((*UNET, "--objective=flow_map"), "flow map needs arch=dit"),
+    ((*TRAIN, "--resume=1e3"), "resume='1e3' is not accepted"),
+    ((*TRAIN, "--warmup_ratio=0.6", "--warmdown_ratio=0.5"), "accepted: a sum up to 1"),
     # settings that would do nothing
+    ((*TRAIN, "--init_from=flow", "--objective=flow_map", "--t_range=0,0.5"), "accepted: no timesteps, no t_range"),
+    ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=tiny", "--cfg_scale=4"), 'only samples="" uses it'),
+    ((*SAMPLE, "--lora_scale=0.5"), "lora_scale=0.5 would do nothing"),
+    ((*SAMPLE, "--model=flat.pt", "--ema=raw"), "flat.pt is a file with one set of weights"),
     ((*TRAIN, "--dropout=0.3"), "dropout"),
     ((*TRAIN, "--arch=unet"), "patch_size"),
     ((*TRAIN, "--optimizer=adamw", "--muon_lr=0.1"), "muon_lr"),
@@ -129,6 +135,7 @@ MISTAKES = [
     ((*SAMPLE, "--from_images=absent"), "absent' is not there; accepted: an .npz file, a folder"),
     ((*SAMPLE, "--from_images=small.npz"), "(3, 8, 8); accepted: (3, 16, 16)"),
     ((*SAMPLE, "--from_images=text.png"), "text.png' is neither; accepted"),
+    ((*SAMPLE, "--from_images=floats.npz"), "holds float64; accepted: uint8"),
     ((*GIVEN, "--mask=text.png"), "text.png is no image"),
     ((*GIVEN, "--mask=black.png"), "black.png' keeps nothing"),
     ((*GIVEN, "--size=16x32"), "size='16x32' with from_images"),
@@ -147,6 +154,7 @@ MISTAKES = [
     ((*BUCKETS, "--path=", "--source=shapes", "--resolution=16"), "aspect_buckets=True is for image files"),
     ((*CACHE, "--autoencoder="), "give --data=NAME of an image set and --autoencoder=PATH"),
     ((*CACHE, "--autoencoder=nowhere"), "no such file: nowhere"),
+    ((*CACHE, "--name=tiny", "--overwrite"), "name='tiny' is the set that is read"),
 ]
 
 

@@ -82,7 +82,7 @@ def test_a_model_without_pairs_starts_a_run_with_them(base, run_script):
     with torch.no_grad():
         torch.testing.assert_close(after(x_t, t, y, given=torch.randn(2, 1, 16, 16)), before(x_t, t, y))
     lora = (*start, "--model_tag=tuned", "--lora_rank=2", "--device_type=cpu")  # its base would ignore the image
-    refused("has second images, which the model to go on from does not take", run_script, "base_train", *lora)
+    refused("has second images, which the base or checkpoint does not take", run_script, "base_train", *lora)
 
 
 def make_photos(folder, sizes, mode="L"):
@@ -107,6 +107,8 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, cap
     assert images.shape == (3, 3, 16, 16) and (cond["given"][:, 0] == images[:, 0]).all() and toy.images([2]).any()
     (masks / "b" / "01.bmp").rename(masks / "b" / "1.bmp")
     refused("none for 1 of 3 images, such as 'b/01.png'", prepare, photos, resolution=16, pairs=str(masks))
+    Image.fromarray(np.full((20, 16), 200, np.uint16)).save(masks / "b" / "01.png")
+    refused("01.png has 16 bits and no value above 255", prepare, photos, resolution=16, pairs=str(masks))
     (masks / "b" / "01.png").write_bytes((photos / "b" / "01.png").read_bytes())
     refused("has 3 channels; accepted .*: 1", prepare, photos, resolution=16, pairs=str(masks))
 

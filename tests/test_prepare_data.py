@@ -47,9 +47,10 @@ def sized(tmp, sizes):
     return tmp / "in"
 
 
-def zipped(tmp):
+def zipped(tmp, **tables):
     make_folder(tmp / "in")
-    write(tmp / "in/dataset.json", b'{"labels": [3]}')
+    for name, text in tables.items():
+        write(tmp / f"in/{name.replace('_', '.')}", text.encode())
     return archive(tmp / "in", "zip", tmp / "a.zip")
 
 
@@ -80,6 +81,7 @@ def many_vectors(tmp):
 
 FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
+ROW = '{"file": "a.png", "text": "c"}'
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
@@ -89,9 +91,12 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
-    "zip with odd labels": (lambda t: zipped(t), "dataset.json is not a table"),
+    "zip with odd labels": (lambda t: zipped(t, dataset_json='{"labels": [3]}'), "dataset.json is not a table"),
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
+    "too few labels": (lambda t: bad_mnist(t, "labels-idx1", idx(ZEROS[:6, 0, 0])), r"6\] labels for \["),
+    "two tables": (lambda t: zipped(t, metadata_csv="file,text\na.png,b", metadata_jsonl=ROW), "in another table"),
+    "no images in an array": (lambda t: array(t, ZEROS[:0]), r"uint8 of shape \(0, 8, 8\)"),
     "npz without arr_0": (lambda t: npz(t, x=IMAGES), "has no array arr_0"),
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "tar with a damaged header": (lambda t: middle(t), "damaged"),

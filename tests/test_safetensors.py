@@ -25,15 +25,12 @@ def one_of_each() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def bits(tensor):
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
 def assert_same(a: dict, b: dict):
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(bits(a[name]), bits(b[name])), name
+        bits = (tensors[name].contiguous().flatten().view(torch.uint8) for tensors in (a, b))
+        assert torch.equal(*bits), name
 
 
 def write(path, header, data):

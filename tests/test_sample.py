@@ -127,7 +127,7 @@ def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw,
     for run, classes in (("plain", [0, 0, 0]), ("always", [0, 1, 2])):  # without classes; without a null class
         _, labels, protocol = draw(f"--model={run}", *guided)
         out = capsys.readouterr().out
-        assert out.count("and ignore cfg_scale=4.0 and cfg_interval=0.3,0.7: the model has no null class") == 1
+        assert out.count("and ignore cfg_scale=4.0 and cfg_interval=0.3,0.7: the model has no null condition") == 1
         assert labels.tolist() == classes
         assert (protocol["cfg_scale"], protocol["cfg_interval"], protocol["network_evaluations"]) == (1, "0,1", 5)
         run_script("sample", *TIMELESS, f"--model={run}", "--steps=2", *guided)

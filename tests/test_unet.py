@@ -46,12 +46,7 @@ def test_heads_on_the_way_up(tmp_path):
 
 @pytest.mark.parametrize(
     "size, mult, levels",
-    [
-        (8, (1, 2), {0}),
-        (28, (1, 2, 2), {1, 2}),
-        (32, (1, 2, 2, 2), {1, 2}),
-        (256, (1, 1, 2, 2, 4, 4), {4, 5}),
-    ],
+    [(8, (1, 2), {0}), (28, (1, 2, 2), {1, 2}), (32, (1, 2, 2, 2), {1, 2}), (256, (1, 1, 2, 2, 4, 4), {4, 5})],
 )
 def test_shape_by_image_size(size, mult, levels):
     config = UNetConfig.from_depth(1, size, num_res_blocks=1)

@@ -10,9 +10,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanodiff.common import print0
 from nanodiff.files import reading
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 
 
@@ -38,7 +39,9 @@ def open_folder(path: Path):
     with reading(path):
         for folder, folders, files in os.walk(path, followlinks=True, onerror=fail):
             real_folder = os.path.realpath(folder)
+            folders.sort()
             if real_folder in seen:  # a link to a parent would recurse forever
+                print0(f"left out {folder}: it is read under another name")
                 folders.clear()
                 continue
             seen.add(real_folder)
@@ -48,6 +51,8 @@ def open_folder(path: Path):
     files = [os.path.join(path, name) for name in names]
     tars = [file for file in files if file.endswith(TAR_SUFFIXES)]
     if tars and not any(is_image(name) for name in names):
+        if len(tars) < len(files):
+            print0(f"ignored: {len(files) - len(tars):,} files beside the tars")
         return open_tars(tars)
 
     def stream(suffixes):
@@ -81,7 +86,7 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
         # tarfile takes a damaged header or a truncation for the end, but only zeros mark it
         tail = file.read(2**20)
         if tail.strip(b"\0") or file.tell() < tar.offset + tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("no end of the archive where the last file ends")
+            raise tarfile.ReadError("no end-of-archive mark after the last file")
 
 
 def open_tars(tars: list[str]):

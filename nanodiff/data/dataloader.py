@@ -15,10 +15,10 @@ ROUNDS = 8  # rounds of shuffled(); from 3 on, positions and pairs are as freque
 
 
 def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarray:
-    """(n,) positions in [0, num) -> (n,) int64: what stands there in a random order of 0..num-1, set by `key`.
+    """(n,) positions in [0, num) -> (n,) int64: the elements there of a random order of 0..num-1, set by `key`.
 
-    A bijection that needs no table: a Feistel network, whose rounds exchange the halves of a number's bits, permutes
-    [0, 4^k), the least that holds num; what lands beyond num goes through it again until it does not.
+    A bijection without a table: a Feistel network, whose rounds swap the halves of a number's bits, permutes [0, 4^k),
+    the least that holds num. Results beyond num go through it again.
     """
     bits = int(num - 1).bit_length()
     half = np.uint64(max(1, (bits + 1) // 2))

@@ -27,14 +27,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
-from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_atomic, writing
+from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_json, writing
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -62,7 +61,7 @@ def is_set(folder: Path) -> bool:
 
 
 class Dataset:
-    """One split of a set, from open_dataset, which finds the set again by `.name`.
+    """One split of a set, from open_dataset, which opens the same set again by `.name`.
 
     `buckets`: (H, W) -> range of indices; one for a set of one size. `sha256`: of the hashes of the split's files.
     """
@@ -123,7 +122,7 @@ class Dataset:
         entry = self._shards[k]
         shard = open_npy(self.path / entry["file"], entry["num_images"])
         if self.path.stat().st_ino != self._folder:
-            raise UserError(f"{self.path} was made anew while it was in use")
+            raise UserError(f"{self.path} was replaced while it was in use")
         return shard
 
     def __len__(self) -> int:
@@ -196,7 +195,7 @@ class Dataset:
 
     def seen_by(self, model: dict) -> "Dataset":
         """The same images with the classes of a model of this description, matched by name, or by order (see
-        same_order). Classes that it lacks follow; no label is its null class."""
+        same_order). Classes that the model lacks follow; unlabelled images get its null class."""
         known = model["class_names"]
         own_names = self.class_names
         if same_order(own_names, known):
@@ -236,7 +235,7 @@ def same_order(names: list[str], known: list[str]) -> bool:
 def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
     """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use.
 
-    `like`: the description of a model, as which it is then seen (Dataset.seen_by).
+    `like`: a model's description; the set then has that model's classes (Dataset.seen_by).
     """
     name = str(name_or_path)
     path = Path(name).expanduser().absolute()
@@ -278,7 +277,7 @@ def files_of(part: dict) -> list[dict]:
 def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
     """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
 
-    Each rank takes its share; with `pause`, in half of the time.
+    Each rank takes its share; with `pause`, it rests half of the time.
     """
     rank, _, world = get_dist()
     entries = []
@@ -298,7 +297,7 @@ def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
 
 
 def start_verifying(dataset: Dataset) -> list[UserError]:
-    """Verify a set in a thread while training begins. The list gets what is found."""
+    """Verify a set in a thread while training begins. Errors are appended to the returned list."""
     faults = []
 
     def work():
@@ -312,7 +311,7 @@ def start_verifying(dataset: Dataset) -> list[UserError]:
 
 
 def open_npy(path: Path, rows: int) -> np.ndarray:
-    """The array in a file, read as it is used; UserError unless it has so many rows."""
+    """The array in a file, read as it is used; UserError unless it has `rows` rows."""
     with reading(path):
         array = np.asarray(np.load(path, mmap_mode="r"))
         if len(array) != rows:
@@ -364,23 +363,15 @@ def write_shard(path: Path, images: np.ndarray, captions: list[str]) -> dict:
     return entry
 
 
-class Part(NamedTuple):
-    """A shard that is written, and the conditions of its images."""
-
-    split: str
-    shard: dict  # its entry in meta.json
-    rows: dict[str, np.ndarray]  # name of a condition -> (n, ...), as stored
-
-
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
     Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
     images: class_names ([] = unlabelled), resolution (0 = that of the images), given_channels and given_scaling of
-    second images (whose channels stand behind those of the images), where the images are from.
+    second images (whose channels follow those of the images), where the images are from.
 
-    Refuses to replace a set without `overwrite`, a folder that is no set, and the names of embedded sets. For these,
-    `wait` waits for a set that another process is writing, and keeps it.
+    Refuses an existing set without `overwrite`, a folder that is no set, and an embedded set's name. `wait` allows that
+    name: it waits for a process that is writing the set, and keeps the result.
     """
 
     def __init__(self, name, class_names=(), overwrite=False, wait=False):
@@ -395,7 +386,8 @@ class DatasetWriter:
             "class_names": list(class_names),
             "splits": {},
         }
-        self._parts = []
+        # (its entry in meta.json, {name of a condition: (n, ...) as stored}) of each shard that is written
+        self._parts = {split: [] for split in SPLITS}
 
     def __enter__(self):
         path = self.path
@@ -414,21 +406,20 @@ class DatasetWriter:
         return self
 
     def resume(self, plan: dict) -> None:
-        """Write to the folder `parts`, which outlives a kill, or an error once a part is done: it has a note of each
-        finished part. Parts that another plan has left are removed."""
+        """Write to the folder `parts`, where a note marks each finished part. It outlives a kill, and an error once
+        a part is finished. Parts of another plan are removed."""
         shutil.rmtree(self.folder)
         self.folder = self.parts
         plan_file = self.folder / "notes" / "plan.json"
-        text = json.dumps(plan).encode()
-        has_this_plan = plan_file.is_file() and plan_file.read_bytes() == text
+        has_this_plan = plan_file.is_file() and read_json(plan_file) == plan
         if self.folder.exists() and not has_this_plan:
             print0(f"{self.folder} was begun with other images or settings; starting again")
             shutil.rmtree(self.folder)
         plan_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(plan_file, text)
+        write_json(plan_file, plan)
 
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
-        """Write (n, C, H, W) images, n > 0, of one of the buckets, and a row for each of every condition: labels y (n,)
+        """Write (n, C, H, W) images, n > 0, of one bucket, and n rows of each condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
         dtype = np.uint8 if self.meta["kind"] == "images" else np.float16
         assert images.dtype == dtype
@@ -436,7 +427,7 @@ class DatasetWriter:
             cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
         for ids in in_batches(np.arange(len(images)), per_shard):
-            number = sum(part.split == split for part in self._parts)
+            number = len(self._parts[split])
             shard = write_npy(self.folder / f"{split}_images_{number:03d}.npy", images[ids])
             rows = {name: np.asarray(x)[ids] for name, x in cond.items()}
             self.add(split, shard, **rows)
@@ -447,30 +438,28 @@ class DatasetWriter:
             cond.pop("y", None)
         rows = {name: to_stored(name, x, self.meta) for name, x in cond.items()}
         assert all(len(x) == shard["num_images"] for x in rows.values())
-        self._parts.append(Part(split, shard, rows))
+        self._parts[split].append((shard, rows))
 
     def _finish(self) -> None:
         def tallness(part):
-            height, width = part.shard.get("size", (1, 1))
+            height, width = part[0].get("size", (1, 1))
             return height / width
 
-        parts = sorted(self._parts, key=tallness, reverse=True)
-        if not any(part.split == "train" for part in parts):
+        if not self._parts["train"]:
             raise UserError(f"data set {self.path.name!r} would hold no image to train on")
-        tallest = np.load(self.folder / parts[0].shard["file"], mmap_mode="r")
-        _, channels, height, _ = tallest.shape
+        first, _ = self._parts["train"][0]
+        _, channels, height, _ = np.load(self.folder / first["file"], mmap_mode="r").shape
         self.meta["channels"] = channels - self.meta.get("given_channels", 0)
         self.meta["resolution"] = self.meta["resolution"] or height
-        for split in SPLITS:
-            inside = [part for part in parts if part.split == split]
-            if not inside:
+        for split, parts in self._parts.items():
+            if not parts:
                 continue
-            shards = [part.shard for part in inside]
+            shards, conditions = zip(*sorted(parts, key=tallness, reverse=True))
             num_images = sum(shard["num_images"] for shard in shards)
             entry = {"num_images": num_images, "labels": None, "shards": shards}
             rows = {}
-            for name in inside[0].rows:
-                rows[name] = [part.rows[name] for part in inside]
+            for name in conditions[0]:
+                rows[name] = [cond[name] for cond in conditions]
                 file = self.folder / f"{split}_{FILES[name]}.npy"
                 entry[FILES[name]] = write_npy(file, np.concatenate(rows[name]))
             if split == "train":
@@ -478,8 +467,7 @@ class DatasetWriter:
             self.meta["splits"][split] = entry
         for leftover in self.folder.glob(".*"):  # temporary files of killed writers
             leftover.unlink()
-        text = json.dumps({"format": FORMAT, **self.meta}, indent=1)
-        write_atomic(self.folder / "meta.json", text.encode())
+        write_json(self.folder / "meta.json", {"format": FORMAT, **self.meta})
         publish_folder(self.folder, self.path)
         shutil.rmtree(self.path / "notes", ignore_errors=True)  # only now, so that a kill before loses nothing
 

@@ -11,7 +11,7 @@ from nanodiff.common import UserError
 
 EXIF_ORIENTATION = 0x0112
 SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # scaling of second images -> Pillow's name
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # decoded by Pillow itself; EPS would start Ghostscript
+FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
 class Item(NamedTuple):
@@ -64,11 +64,10 @@ def aspect_ratio(payload: str | bytes) -> float:
     try:
         with open_image(payload) as image:
             width, height = image.size
-            lies_on_its_side = orientation(image) > 4
+            if orientation(image) > 4 and image.format != "TIFF":  # on its side; a TIFF's size is turned
+                return height / width
     except Exception:  # Pillow raises nearly every kind on damaged files
         return math.nan
-    if lies_on_its_side:
-        return height / width
     return width / height
 
 
@@ -148,7 +147,7 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
 
 
 def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height: int, width: int) -> np.ndarray:
-    """A second image -> (C, height, width) uint8, as it is: gray has C = 1, a palette's numbers 1, RGB 3, RGBA 4.
+    """A second image -> (C, height, width) uint8, its own channels: gray and palette numbers 1, LA 2, RGB 3, RGBA 4.
 
     `channels`: the C that it must have; 0 = any. `scaling`: one of SCALINGS.
     """
@@ -158,6 +157,8 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
         image = upright(open_image(payload))
         if image.mode not in ("L", "LA", "P", "RGB", "RGBA"):
             mode = "L" if image.mode[0] in "1IF" else "RGB"
+            if image.mode[0] == "I" and 0 < np.max(image) < 256:
+                raise UserError(f"{name} has 16 bits and no value above 255: save it with 8")
             image = to_rgb(image).convert(mode)
         payload = np.asarray(image)
     planes = np.atleast_3d(payload).transpose(2, 0, 1)

@@ -16,7 +16,7 @@ from nanodiff.common import UserError, print0
 from nanodiff.data.containers import SUFFIXES, is_image
 from nanodiff.files import reading
 
-VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, in any case; the first that is there
+VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, upper or lower case; the first that exists
 LABELS = ("auto", "folder", "file", "none")
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "dataset.json")  # Hugging Face, DiffSynth, EDM
 FILE_COLUMNS = ("file_name", "file", "image")
@@ -82,7 +82,7 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
                 continue
             file = pick(row, "", FILE_COLUMNS)
             facts = class_and_caption(row, options)
-            if not file.lower().endswith(SUFFIXES):
+            if row.get(None) or not file.lower().endswith(SUFFIXES):  # None: more cells than columns
                 found = ",".join(str(value) for value in values if value is not None)
                 accepted = "rows of file,class or a header with the columns file and label, or text"
                 raise UserError(f"{where}, line {number}: found {found!r}; accepted: {accepted}")
@@ -106,7 +106,10 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
                 table = table or {}
                 folder = posixpath.dirname(name)
                 for file, facts in read_table(payload, name, options).items():
-                    table[posixpath.normpath(posixpath.join(folder, file))] = facts
+                    file = posixpath.normpath(posixpath.join(folder, file))
+                    before = table.setdefault(file, facts)
+                    if before != facts:
+                        raise UserError(f"{name}: {file!r} has {facts} here and {before} in another table")
     return table
 
 
@@ -155,7 +158,7 @@ class Place:
     label: str  # "" if nothing gives it
     example: str  # the name of one
     count: int = 0
-    split: str | None = ""  # "train", "val", "" if there are no splits, None beside them
+    split: str | None = ""  # "train", "val", "" if there are no splits, None outside them
     number: int = 0  # of its class
 
 
@@ -169,16 +172,14 @@ def val_mask(num: int, val_fraction: float, seed: int) -> np.ndarray:
 
 
 def split_folders(places: list[Place]) -> list[Place]:
-    """Find the splits of places, and leave them out of the folders -> the places in a split.
+    """Find the splits of places, and cut their names off the folders -> the places in a split.
 
-    A train/ folder with val/ or test/ beside it is a split. One folder around all others, as archives often have, is
-    left out, too.
+    A train/ folder with val/ or test/ beside it is a split. One folder around all others, as in many archives, is
+    cut off, too.
     """
-    tops = set()
-    for place in places:
-        top, _, below = place.folder.partition("/")
-        tops.add(top if below else "")
-    if len(tops) == 1 and "" not in tops:
+    tops = {place.folder.partition("/")[0] for place in places}
+    below = {place.folder.partition("/")[2].partition("/")[0].lower() for place in places}
+    if len(tops) == 1 and ("" not in below or "train" in below):
         for place in places:
             place.folder = place.folder.partition("/")[2]
     tops = [place.folder.partition("/")[0].lower() for place in places]
@@ -200,8 +201,8 @@ def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
     labels     an image's class
     "folder"   its first folder, below a split's
     "none"     there are no classes
-    "auto"     that of its place, if any has one; else "none" with a table, "folder" if there are folders
-    others     that of its place
+    "auto"     place.label, if any place has one; else "none" with a table, "folder" if there are folders
+    others     place.label
     """
     places = split_folders(places)
     if labels == "auto" and not any(place.label for place in places):

@@ -6,7 +6,6 @@ data/.<name>.parts/            renamed to data/<name> at the end
     notes/plan.json            what the set is made from; parts of another plan are made again
 """
 
-import json
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,23 +16,23 @@ import numpy as np
 from nanodiff.data.dataset import MAX_SHARD_BYTES, write_shard
 from nanodiff.data.decode import Item, decode_items
 from nanodiff.data.sources import Source
-from nanodiff.files import fsync_dir, read_json, write_atomic
+from nanodiff.files import fsync_dir, read_json, write_json
 
 
 def images_per_part(num_images: int, image_bytes: int) -> int:
-    """A kill loses at most one part per worker: 1/64 of the set, but 64 to 8,192 images."""
+    """1/64 of the set, but 64 to 8,192 images and at most a shard; a kill loses at most a part per worker."""
     return min(8192, max(64, num_images // 64), max(1, MAX_SHARD_BYTES // image_bytes))
 
 
 def write_note(file: Path, note: dict) -> None:
     """Call when the part's files are written."""
     fsync_dir(file.parents[1])  # shards must precede their notes
-    write_atomic(file, json.dumps(note).encode())
+    write_json(file, note)
 
 
 def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
-    """Write the images of a source, and yield the notes of its parts in order. What is written does not depend on the
-    number of workers: threads, each with two parts in flight, as most of the work leaves Python alone."""
+    """Write the images of a source, and yield the notes of its parts in order. The number of
+    workers does not change the result. They are threads, as most of the work releases the GIL, with two parts each."""
     pending = deque()
     pool = ThreadPoolExecutor(workers)
     try:

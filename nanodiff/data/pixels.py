@@ -1,4 +1,4 @@
-"""Codecs of what is stored as it is: stored data <-> x0 <-> uint8 images."""
+"""Codecs of images and arrays: stored data <-> x0 <-> uint8 images."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def visible(x):
 
 
 class Pixels:
-    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. Arrays and Latents differ in the methods that they override.
+    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents.
 
     `undecodable`: why there are no pixels, or "".
     """
@@ -82,7 +82,8 @@ class Arrays(Pixels):
         share = (x0.double().clamp(-1, 1).cpu().numpy() + 1) / 2
         values = low + share * (high - low)
         if dtype.kind in "ui":
-            values = np.rint(values)
+            limits = np.iinfo(dtype)
+            values = np.rint(values).clip(limits.min, limits.max)
         return values.astype(dtype)
 
     def picture(self, output):

@@ -3,7 +3,7 @@
 import numpy as np
 
 # No two look alike at 16 pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels
-CLASS_NAMES = ["circle", "ring", "target", "triangle", "cross", "bar", "stripes", "dots"]
+CLASS_NAMES = "circle ring target triangle cross bar stripes dots".split()
 COLOURS = np.array(
     [
         [235, 64, 52],  # red

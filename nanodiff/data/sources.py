@@ -26,7 +26,7 @@ from nanodiff.files import download, reading, writing
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_BYTES = 170_052_171
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 
 
@@ -165,7 +165,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         if value and not found:
             raise UserError(f"{setting}={value!r}: {path} has none in a table or beside an image")
     if unknown:
-        print0(f"{len(unknown):,} labels have no file in {path}, such as {min(unknown)!r}")
+        print0(f"{len(unknown):,} rows of the table have no file in {path}, such as {min(unknown)!r}")
     if ignored:
         print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
     if num_captions:
@@ -276,14 +276,13 @@ def read_idx(path: Path, options: Options) -> Source:
         beside = next(file.parent.glob(f"{name}*"), file)
         if beside != file:
             labels.append(open_idx(beside, 1))
-    num_images = sum(map(len, images))
-    num_labels = sum(map(len, labels))
-    if num_labels not in (0, num_images):
-        raise UserError(f"{path} has {num_labels:,} labels for {num_images:,} images")
+    counts = [*map(len, images)]
+    if labels and [*map(len, labels)] != counts:
+        raise UserError(f"{path} has {[*map(len, labels)]} labels for {counts} images")
     class_names = class_numbers(np.concatenate(labels) if labels else None)
     splits = files if len(files) > 1 else [""]
     blocks = zip(splits, images, labels or [None] * len(files))
-    return array_source(blocks, num_images, class_names, options)
+    return array_source(blocks, sum(counts), class_names, options)
 
 
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
@@ -321,9 +320,11 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         images = file["arr_0"] if isinstance(file, dict) else mapped(path, "arr_0")
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
-    if images.dtype.kind not in "uif" or images.ndim not in (3, 4):
+    if images.dtype.kind not in "uif" or images.ndim not in (3, 4) or not len(images):
         given = f"{images.dtype} of shape {images.shape}"
         raise UserError(f"{path} holds {given}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
+    if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
+        raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
     if labels is not None:
         if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
             raise UserError(f"{path}: its labels are not class numbers 0, 1, ...")
@@ -336,8 +337,6 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 def read_arrays(path: Path, options: Options) -> Source:
     """uint8 arrays as they are; other numbers as fp16, with options.range mapped to [-1, 1]."""
     images, labels, _ = open_arrays(path)
-    if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
-        raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
     is_bytes = images.dtype == np.uint8
     is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
     if images.shape[1] != images.shape[2] and not is_picture:
@@ -397,7 +396,7 @@ def add_numbers(source: Source, name: str, where: str) -> None:
 
 
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
-    """Each item and its row: the one named as `key` of the item's name or, for arrays, that of its number."""
+    """Each item and its row: the one named key(item.name) or, for arrays, the one of the item's number."""
     what = f"{setting}={str(path)!r}"
     if not source.unread:
         if num_rows != source.num_images:
@@ -407,6 +406,8 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
     if len(rows) != num_rows:
         raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}")
     images = [item.name for item in source.unread()]
+    if len(set(images)) < len(images):
+        raise UserError(f"{what}: several of the images have one name, such as two tars' 000.png")
     absent = [name for name in images if key(name) not in rows]
     if absent:
         raise UserError(f"{what} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")
@@ -421,7 +422,7 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 
 
 def add_pairs(source: Source, path: Path, scaling: str) -> None:
-    """Give each item its second image: the file of its path and name in a folder or, for arrays, of an .npy or .npz."""
+    """Give each item its second image: in a folder, the file of its path but for the suffix; for arrays, a row."""
 
     def stem(name):
         return posixpath.splitext(name)[0]
@@ -439,7 +440,8 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
     else:
         raise UserError(f"pairs={str(path)!r}; accepted: for image files a folder, for arrays an .npy or .npz")
     rows = matched(source, names, len(seconds), "pairs", path, stem)
-    channels = len(decode_second(seconds[0], scaling, 0, 1, 1))
+    with reading(path, "begins with a second image that cannot be read"):
+        channels = len(decode_second(seconds[0], scaling, 0, 1, 1))
     source.files += files
     source.meta |= {"given_channels": channels, "given_scaling": scaling}
     source.items = (item._replace(second=(seconds[row], scaling, channels)) for item, row in rows)

@@ -114,7 +114,7 @@ class FlowMatching:
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
-        `draw`, given in training alone: draw(like) are random numbers, a row for each image; this process needs none.
+        `draw`: random numbers for flow maps, given in training alone; here it only says that this is training.
         From `guided_from` of the training on, the model learns its own classifier-free guidance of scale w (GFT, Chen
         et al. 2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
@@ -145,8 +145,8 @@ class FlowMatching:
         eta=0.0,
         known=None,
     ):
-        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift, by
-        denoiser(x_t, t, at), as of make_denoiser.
+        """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
+        `denoiser`: see make_denoiser.
 
         Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
         sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
@@ -158,14 +158,14 @@ class FlowMatching:
 
         times = self.shift(torch.linspace(1, 0, steps + 1)).tolist()
         x = noise.float()
-        if known is not None:
+        if known:
             steps = round(known.strength * steps)
             times = times[-1 - steps :]
             x = self.noised(known.x0, times[0], x)
         for i, (t, t_next) in enumerate(pairwise(times), start=1):
             x, x0 = self.samplers[sampler](velocity, x, t, t_next, generator)
-            if known is not None:
+            if known:
                 x = torch.where(known.mask, self.noised(known.x0, t_next, noise), x)
-            if progress is not None:
+            if progress:
                 progress(i, steps, x0)
         return x

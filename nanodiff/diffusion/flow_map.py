@@ -28,12 +28,12 @@ class FlowMap(FlowMatching):
     and w the length of that quarter above m:
         x_m = x_t - (t - m) sg u(x_t, t, m)
         (t - r) u(x_t, t, r)  <-  (t - m) sg u(x_t, t, m) + w v(x_m, m) + (m - r - w) sg u(x_t, t, r)
-    Each moment of the quarter is counted by the first term if m lies below it, else by v, with odds that add up to 1:
-    so the exact map is its own mean target. Were v taken over all of m - r, in one Euler step, the loss's fixed point
-    would be biased: its jumps would shrink the data (of deviation 0.15 to 0.09 in one jump). It still is for the last
-    0.05 of t if the teacher predicts x0: one Euler step takes that, to the mean of x0. The last term has mean 0 and
-    takes most of the noise out. What is exact is learned slowly: after eleven minutes on the shapes four jumps are
-    still behind the flow run's 21 evaluations (runs/LOG.md, 25).
+    At each moment of the quarter the first term counts if m lies below it, else v; the odds add up to 1, so the exact
+    map is its own mean target. One Euler step with v over all of m - r would bias the fixed point: jumps would shrink
+    the data (deviation 0.15 to 0.09 in one jump). A bias remains for the last 0.05 of t if the teacher predicts x0:
+    there one Euler step goes to the mean of x0. The last term has mean 0 and removes most of the noise. An exact
+    target is learned slowly: after eleven minutes on the shapes four jumps are still behind the flow run's 21
+    evaluations (runs/LOG.md, 25).
     At r = t this is u <- v(x_t, t), so euler, heun and sde still work.
     """
 
@@ -82,7 +82,7 @@ class FlowMap(FlowMatching):
         r = torch.where(jumps, r, t)
         share = torch.where(jumps, 0.25 * u_m, 1.0)  # (m - r) / (t - r)
         weight = torch.where(jumps, 0.25 - share, 1.0)  # w / (t - r)
-        if self.teacher.process.prediction == "x0":  # below MIN_T its v is clamped: take that at MIN_T to the end
+        if self.teacher.process.prediction == "x0":  # v is clamped below MIN_T: from there on, one step with v at MIN_T
             floor = ((MIN_T - r) / (t - r)).clamp(0, 1)
             raised = (floor - share).clamp(min=0)
             share = share + raised
@@ -100,7 +100,7 @@ class FlowMap(FlowMatching):
             target = (1 - share) * u_tm + weight * v + (share - weight) * u_tr
         error = u_tr - target
         # |error| beyond a width: squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md).
-        # But it learns a median. The width grows until only squares are left, whose mean is exact.
+        # But |error| learns a median. As the width grows, the loss turns into squares, which learn the exact mean.
         width = 0.1 / (1 - self.done**2)
         smooth_l1 = (error.square() + width**2).sqrt() - width
         return {"loss": smooth_l1.flatten(1).mean(1), "t": t}

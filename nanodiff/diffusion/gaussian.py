@@ -99,7 +99,7 @@ def full(x, i: int):
     return torch.full((len(x),), i, device=x.device)  # t (N,) int64: every image at timestep i
 
 
-def ddpm(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
+def ddpm(process, x_t, i, p, x0_last, generator, eta):
     """Ancestral sampling: x_{t-1} ~ p(x_{t-1} | x_t), and its mean at t = 0 (Ho et al. algorithm 2)."""
     mean, log_variance, _ = p
     if i == 0:
@@ -108,7 +108,7 @@ def ddpm(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     return mean + std * generator.randn_like(x_t)
 
 
-def ddim(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
+def ddim(process, x_t, i, p, x0_last, generator, eta):
     """DDIM (Song et al. 2020, arXiv:2010.02502, eq. 12): deterministic at eta = 0, as noisy as ddpm at eta = 1."""
     t = full(x_t, i)
     _, _, x0 = p
@@ -122,7 +122,7 @@ def ddim(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
     return x_prev
 
 
-def dpmpp(process, x_t, i, p, x0_last=None, generator=torch, eta=0.0):
+def dpmpp(process, x_t, i, p, x0_last, generator, eta):
     """DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2): second order in lambda = log(alpha / sigma)."""
     _, _, x0 = p
     if i == 0:  # lambda = infinity
@@ -378,7 +378,7 @@ class GaussianDiffusion:
         eta=0.0,
         known=None,
     ):
-        """Images (N, C, H, W) from x_T = noise, by denoiser(x_t, model_t, at), as of make_denoiser.
+        """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
         `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`, of
         sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
@@ -387,7 +387,7 @@ class GaussianDiffusion:
         T = process.num_timesteps
         x_t = noise
         x0 = None
-        if known is not None:
+        if known:
             T = round(known.strength * T)
             x_t = process.noised(known.x0, T - 1, noise)
         for i in reversed(range(T)):
@@ -395,8 +395,8 @@ class GaussianDiffusion:
             p = process.denoise(denoiser, x_t, full(x_t, i), at=at)
             x_t = SAMPLERS[sampler](process, x_t, i, p, x0, generator, eta)
             _, _, x0 = p
-            if known is not None:
+            if known:
                 x_t = torch.where(known.mask, process.noised(known.x0, i - 1, noise), x_t)
-            if progress is not None:
+            if progress:
                 progress(T - i, T, x0)
         return x_t

@@ -32,7 +32,7 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
     if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice
     if not has_condition or config["label_drop"] == 0:
-        return "the model has no null class to guide away from"
+        return "the model has no null condition to guide away from"
     return ""
 
 
@@ -54,7 +54,7 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> t
 
 
 def make_denoiser(model, cond: dict, settings):
-    """denoiser(x_t, model_t, at) -> prediction: the model guided, its other inputs, `cond` (see conditioning), bound.
+    """denoiser(x_t, model_t, at) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
 
     `at`: the t of all images, a float in [0, 1]. To read it from the tensor, the host would have to wait for a GPU.
 
@@ -68,7 +68,7 @@ def make_denoiser(model, cond: dict, settings):
     if cfg_scale != 1 and weak_model is None:
         null = null_condition(model.config, cond)
         if not null:
-            raise UserError(f"cfg_scale={cfg_scale} without labels; accepted: 1, as there is nothing to guide towards")
+            raise UserError(f"cfg_scale={cfg_scale} without conditions; accepted: 1, there is nothing to guide to")
     low, high = settings.cfg_interval
     always = low <= 0 and high >= 1
 

@@ -76,8 +76,8 @@ def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], nu
 
 
 def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float = 1.0) -> tuple[dict, dict]:
-    """(meta, tensors) of a base with the adapters (their meta, and tensors by our names) merged into it: W + scale
-    alpha / rank B A, and their classes, of which new ones start as the base's null class."""
+    """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
+    alpha / rank B A. Their classes are added; new ones start as the base's null class."""
     check_base(base, tensors, adapters, added)
     lora = adapters["lora"]
     tensors = dict(tensors)

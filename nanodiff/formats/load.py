@@ -83,7 +83,7 @@ class Loaded:
 
     def sample(self, *args, **settings):
         """See sampling.loaded.sample."""
-        from nanodiff.sampling.loaded import sample  # which knows models, as this room knows no sampling
+        from nanodiff.sampling.loaded import sample  # here, so that loading a model does not import sampling
 
         return sample(self, *args, **settings)
 
@@ -110,10 +110,9 @@ def find_run(run: str) -> Path:
     for path in places:
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
-    tags = nearest(run, [p.name for p in known])
-    names = ", ".join(shipped())
     raise UserError(
-        f"{run!r} is no folder, file or tag; nearest tags: {tags}; shipped: {names}; scripts.base_train trains one"
+        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in known])}; "
+        f"shipped: {', '.join(shipped())}; scripts.base_train trains one"
     )
 
 
@@ -127,11 +126,11 @@ def split_options(run: str) -> tuple[str, dict]:
                 OPTIONS[name].replace(r"[1-9]\d*", "1 or more").replace(r"\d+", "a step").replace(r"[\d.]+", "a rate")
             )
             raise UserError(f"{run!r}: {name}={value}; accepted: {accepted}")
+        if name in MISSING:
+            with suppress(ValueError, SyntaxError):  # a word
+                value = literal_eval(value)
         options[name] = value
         run = run[: match.start()]
-    for name in MISSING.keys() & options.keys():
-        with suppress(ValueError, SyntaxError):  # a word
-            options[name] = literal_eval(options[name])
     return run, options
 
 
@@ -147,20 +146,22 @@ def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, di
         if (key in MISSING) != of_file:
             raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     if of_file:
+        if ema or step != "newest":
+            raise UserError(f"{path} is a file with one set of weights; accepted: no step, no ema")
         return path, options
     which = {"step": step, "ema": ema} | options
     return find_weights(path, **which), {}
 
 
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors in fp32) of a file of weights; of adapters, they alone. `told`: what a published file lacks."""
+    """(meta, tensors in fp32) of a file of weights, or of adapters alone. `told`: what a published file lacks."""
     metadata = {}
     if path.suffix == ".safetensors":
         tensors, metadata = load_safetensors(path)
     else:
         tensors = load_tensors(path)
     if told and "model_config" in metadata:
-        raise UserError(f"{path} says itself what it is; accepted: no {', '.join(told)}")
+        raise UserError(f"{path} describes itself; accepted: no {', '.join(told)}")
     with reading(path, "holds no model of ours and no published one"):
         if "model_config" in metadata:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
@@ -173,17 +174,19 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
 
 
 def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
-    """(meta, tensors) of a whole model, with the adapters in the file `lora`; of adapters, their base with them."""
+    """(meta, tensors) of a whole model, with the adapters in the file `lora`. Adapters get their base."""
     meta, tensors = read_file(path, told)
     if note := meta.pop("note", ""):
         print0(note)
     if "lora" in meta:
-        _, tensors = read(*find(meta["lora"]["base"]), path)
+        _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
     if lora:
         adapters, added = read_file(Path(lora), {})
         if "lora" not in adapters:
             raise UserError(f"{lora} holds no adapters of base_train")
         meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
+    elif lora_scale != 1 and "lora" not in meta:
+        raise UserError(f"lora_scale={lora_scale} would do nothing: {path} has no adapters")
     return meta, tensors
 
 

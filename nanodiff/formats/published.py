@@ -1,6 +1,6 @@
 """Published weights: Meta's DiT, SiT, REPA, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
-`from_*` gives our config, read off names and shapes, and our state dict, or raises what a foreign dict makes it raise;
+`from_*` gives our config, read off names and shapes, and our state dict; a foreign dict may make it raise anything;
 `to_*` gives the published state dict.
 """
 
@@ -61,7 +61,6 @@ OPTIONS = {  # the settings that each form lacks
     "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
 }
 SIT = re.compile("(?<![a-z])(sit|repa)(?![a-z])", re.IGNORECASE)
-META_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
@@ -98,7 +97,7 @@ def to_meta(state_dict: dict, config: DiTConfig) -> dict:
 
 
 def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
-    """Config and state dict from `SiT-XL-2-256x256.pt`, whose v points to the image if the network sees 1-t; or REPA's.
+    """Config and state dict from `SiT-XL-2-256x256.pt` or REPA's. If the network sees 1-t, its v points to the image.
 
     Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
     """
@@ -120,15 +119,14 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     num_classes = 0
     if "y_embed.weight" in ours:
         num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
-    numbers = [int(name.split(".")[1]) for name in ours if name.startswith("blocks.")]
     config = DiTConfig(
         image_size=tokens * patch_size,
         in_channels=in_channels,
         out_channels=len(ours["final.linear.weight"]) // patch_size**2,
         patch_size=patch_size,
         width=width,
-        depth=1 + max(numbers),
-        heads=heads or META_HEADS.get(width, max(1, width // 64)),
+        depth=sum(name.endswith(".qkv.weight") for name in ours),
+        heads=heads or (16 if width == 1152 else max(1, width // 64)),  # DiT-XL has 16
         num_classes=num_classes,
         block="classic",
         mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
@@ -218,7 +216,7 @@ def to_openai(state_dict: dict, config: UNetConfig) -> dict:
 
 
 def with_attention(state_dict: dict, *width: int) -> dict:
-    """The state dict with attention's matrices (out, in) as they are or, for `width` 1, as Conv1d's."""
+    """The state dict with attention's matrices as (out, in) or, for `width` 1, as Conv1d's (out, in, 1)."""
     reshaped = dict(state_dict)
     for name, p in state_dict.items():
         if name.endswith(CONV1D):
@@ -282,7 +280,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     assumed = [f"{name}={settings[name]}" for name in options if name not in told]
     note = ""
     if assumed:
-        told_here = f"others: {path.name},{assumed[0].split('=')[0]}=..."
+        told_here = f"to change: {path.name},{assumed[0].split('=')[0]}=..."
         note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}"
     data = {
         "name": "",
@@ -311,6 +309,10 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
         takes = "dit_classic with classes"
     if settings["arch"] != takes.split()[0] or (form == "meta" and not loaded.num_classes):
         raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
+    if len({*loaded.data.get("latents", {}).get("scale", ())}) > 1:
+        raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
+    if form == "meta" and not settings["label_drop"]:
+        raise UserError(f"form={form} is read as a model that can guide itself; {loaded.source} had label_drop=0")
     objective = settings["objective"]
     variance = settings.get("variance", "")
     if objective != "eps" or variance == "learned":  # else sampled wrongly

@@ -24,10 +24,10 @@ from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.resume import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
-PROCESS = (
-    "objective", "time_input", "timesteps", "timestep_shift", "timestep_std", "label_drop", "gaussian_loss",
-    "noise_schedule", "num_timesteps", "variance", "rescale_timesteps",
-)  # fmt: skip
+PROCESS = """
+    objective time_input timesteps timestep_shift timestep_std label_drop gaussian_loss noise_schedule num_timesteps
+    variance rescale_timesteps
+    """.split()
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 

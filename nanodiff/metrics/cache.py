@@ -1,7 +1,6 @@
 """Results that take minutes to compute are cached beside their data set, in a keyed .npz."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,10 @@ from nanodiff.dist import from_first_rank
 from nanodiff.files import reading, writing
 
 
-def cached(path: Path, of: list, compute: Callable[[], dict | None]) -> dict[str, torch.Tensor] | None:
-    """The tensors {name: tensor} cached at `path` for `of`, data sets, arrays and bytes; else compute() and cache.
+def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
+    """Tensors {name: tensor} cached at `path` by a hash of `of` (data sets, arrays, bytes); else compute() and cache.
 
-    Called by all ranks. Only the first rank gets the tensors; on the others `compute` may return None.
+    Called by all ranks. Only the first rank gets the tensors; on the others `compute()` may return None.
     """
     is_first = get_dist()[0] == 0
     hashed = hashlib.sha256()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
@@ -29,7 +29,7 @@ MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
 class Classifier(Network):
     """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K).
 
-    Without classes, trained without labels, it has no logits but the features.
+    Trained without labels (no classes), it returns the features as logits, too.
     """
 
     name = "classifier"

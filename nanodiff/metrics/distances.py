@@ -9,13 +9,13 @@ from nanodiff.common import make_generator
 
 
 def outer_sums(features: torch.Tensor) -> torch.Tensor:
-    """Sums over vectors (N, F), to be added up: of x x^T where each x ends in a 1, (F + 1, F + 1) float64."""
+    """Sum of x x^T over vectors (N, F), each with a 1 appended: (F + 1, F + 1) float64. Batches add up."""
     x = F.pad(features.double(), (0, 1), value=1.0)
     return x.T @ x
 
 
 def mean_and_covariance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(F,), and (F, F), unbiased, of all the vectors."""
+    """Mean (F,) and unbiased covariance (F, F) of the vectors in outer_sums."""
     count = sums[-1, -1]
     mu = sums[-1, :-1] / count
     sigma = (sums[:-1, :-1] - count * mu.outer(mu)) / (count - 1)

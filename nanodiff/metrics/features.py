@@ -160,15 +160,15 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     return result
 
 
-def sample_quality(metric: str, data: str, num_images: int, codec, model_config, device):
-    """measure(model, process, settings, batch_size) -> figures: samples of a model in training, drawn with seed 0, are
-    compared with its training images, as by base_eval. Both are called by all ranks, which all get the figures.
+def sample_quality(metric: str, dataset, num_images: int, codec, model_config, device):
+    """Return measure(model, process, settings, batch_size) -> figures. It compares a model's samples in training, drawn
+    with seed 0, with its training images, as base_eval does. All ranks call both functions, and all get the figures.
     """
     if model_config.low_res or codec.undecodable:
         raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
-    inputs = inputs_of(open_dataset(data, "train"), codec, model_config, device)
-    network = load_network(metric, data, device)
-    reference = reference_features(image_set(data, "train"), network)
+    inputs = inputs_of(dataset, codec, model_config, device)
+    network = load_network(metric, dataset.name, device)
+    reference = reference_features(image_set(dataset.name, "train"), network)
 
     def measure(model, process, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         codec.keep_loaded()

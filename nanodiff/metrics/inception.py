@@ -7,8 +7,8 @@ block, and TensorFlow 1's resize. Other weights or another resize give figures t
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from nanodiff.common import UserError, base_dir, get_dist
 from nanodiff.dist import wait_for_first_rank

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-import torch.nn as nn
+from torch import nn
 
 from nanodiff.device import full_float32
 

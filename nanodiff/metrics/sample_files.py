@@ -48,7 +48,7 @@ class Samples:
         self.num_images = len(self._payloads)
         self._labels = np.array([0] * self.num_images if labels is None else labels)
         self.num_classes = 0  # without labels
-        if self._labels.any():
+        if self._labels.any() or drawn.get("class_names"):
             self.num_classes = 1 + int(self._labels.max())
         self.shape = self._decode(0).shape
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from nanodiff.common import UserError
 from nanodiff.files import load_tensors, reading

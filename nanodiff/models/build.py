@@ -5,6 +5,7 @@ import sys
 from dataclasses import fields
 
 import torch
+from torch import nn
 
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.conditions import FACTS, some_conditions
@@ -109,21 +110,21 @@ def stored_config(meta: dict) -> DiTConfig | UNetConfig:
     return kind(**fields)
 
 
-def empty_model(model_config: DiTConfig | UNetConfig) -> torch.nn.Module:
+def empty_model(model_config: DiTConfig | UNetConfig) -> nn.Module:
     """The backbone on "meta": shapes without memory."""
     kind = UNet if isinstance(model_config, UNetConfig) else DiT
     with torch.device("meta"):
         return kind(model_config)
 
 
-def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> torch.nn.Module:
+def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> nn.Module:
     """The backbone on `device`, initialised from `seed`."""
     model = empty_model(model_config).to_empty(device=device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
 
 
-def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = False) -> None:
+def load_weights(model: nn.Module, tensors: dict, source, assign: bool = False) -> None:
     """Strict load_state_dict. `assign`: the model takes the tensors, without a copy."""
     try:
         model.load_state_dict(tensors, assign=assign)
@@ -132,13 +133,13 @@ def load_weights(model: torch.nn.Module, tensors: dict, source, assign: bool = F
 
 
 @torch.no_grad()
-def estimate_flops(model: torch.nn.Module) -> int:
+def estimate_flops(model: nn.Module) -> int:
     """FLOPs per image, 2 per multiply-add, of matrix products and attention, counted on one image. Forward + backward =
     3 x forward."""
     counts = []
 
     def count(module, args, out):
-        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+        if isinstance(module, nn.Linear | nn.Conv2d):
             counts.append(2 * out.numel() * module.weight[0].numel())
         elif hasattr(module, "qkv"):  # q k^T and weights @ v: 2 T T C each
             counts.append(4 * args[0].numel() ** 2 // module.qkv.in_features)
@@ -147,19 +148,19 @@ def estimate_flops(model: torch.nn.Module) -> int:
     p = next(model.parameters())
     x_t = p.new_zeros(1, config.in_channels, config.image_size, config.image_size)
     cond = some_conditions(config, 1, p.device)
-    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    hook = nn.modules.module.register_module_forward_hook(count)
     model(x_t, x_t.new_zeros(1), **cond)
     hook.remove()
     return 3 * sum(counts)
 
 
-def compile_model(model: torch.nn.Module, whole: bool = False) -> torch.nn.Module:
+def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
     """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
     # By default compiling stops at the ninth graph of one forward(). A UNet has more block shapes; aspect buckets have
-    # up to seven image shapes, each in training and in evaluation
+    # up to seven image shapes, each with and without gradients
     _dynamo.config.recompile_limit = 1000
     _dynamo.config.accumulated_recompile_limit = 1000
     if config.cpp.vec_isa_ok is None:
@@ -182,11 +183,11 @@ COMPILE_WHOLE = 3000  # steps from which compiling the whole model pays
 
 
 def compiled(
-    model: torch.nn.Module,
+    model: nn.Module,
     device: torch.device,
     num_steps: int,
     compile: bool,
-) -> torch.nn.Module:
+) -> nn.Module:
     """The model, compiled if `compile`, where torch.compile works here.
 
     A run of at least COMPILE_WHOLE steps on one rank is compiled as a whole, any other by blocks. At depth 3 on two CPU

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
@@ -303,7 +303,7 @@ class DiT(nn.Module):
         """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D) or (N, L, D), images as with_images
         takes them -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, which is the null class. Null vectors are zeros. h (N,): how far a flow map
+        Labels run from 0 to num_classes, which is the null class. Null vectors are NaN. h (N,): how far a flow map
         jumps; None = 0.
         """
         cfg = self.config

@@ -6,8 +6,8 @@ Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) a
 import re
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from nanodiff.common import UserError
 
@@ -52,7 +52,7 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     for end in ends:
         if not any(f".{name}".endswith(end) for name in layers):
             known = sorted({re.search(r"[a-z]\w*(\.\d+)?$", name)[0] for name in layers})
-            raise UserError(f"targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
+            raise UserError(f"lora_targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
     return [name for name in layers if f".{name}".endswith(ends)]
 
 

@@ -65,7 +65,7 @@ class UNetConfig(Conditioned):
 
     @property
     def num_tokens(self) -> int:
-        """Number of 2 x 2 patches: for target_param_data_ratio an image counts as it does for a DiT."""
+        """Number of 2 x 2 patches: up to 32 pixels an image counts for target_param_data_ratio as for a DiT."""
         return (self.image_size // 2) ** 2
 
     @property
@@ -107,7 +107,7 @@ class Upsample(nn.Module):
 
     def forward(self, x):
         with no_autocast(x):  # autocast on the CPU would copy pixels in fp32
-            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = F.interpolate(x, scale_factor=2.0)
         return self.conv(x)
 
 
@@ -258,7 +258,7 @@ class UNet(nn.Module):
             if c.vector_dim:
                 vectors, is_null = null_rows(vectors)
                 emb = emb + self.vector_emb(vectors) + is_null * self.vector_null
-            # Unlike published: the last steps' noise is finer than bf16's spacing near +-1 (0.06 bits/dim on MNIST)
+            # Unlike published, this too: bf16 near +-1 is coarser than the last steps' noise (0.06 bits/dim on MNIST)
             h = self.input_blocks[0](x_t, emb).to(dtype)
         skips = [h]
         for block in self.input_blocks[1:]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches
+from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import IMAGES, row_shapes, some_conditions
 from nanodiff.data.codec import stored_images
 from nanodiff.data.pixels import to_uint8, visible
@@ -32,7 +32,7 @@ class SampleSettings:
 
     @property
     def named(self) -> dict:
-        """By the names of the scripts' settings, for file names and protocols."""
+        """Settings by the scripts' names for them, for file names and protocols."""
         return {"sampler": self.sampler, "steps": self.steps} | self.guidance
 
     @property
@@ -72,7 +72,10 @@ def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
             if class_names:
                 accepted = f"{len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
             raise UserError(f"classes: {given!r} is unknown; this model has {accepted}")
-        chosen.append(known[given])
+        number = known[given]
+        if given in class_names and given != class_names[number]:
+            print0(f"classes: {given} is a number here: that of class {class_names[number]!r}")
+        chosen.append(number)
     return chosen
 
 
@@ -141,7 +144,7 @@ class ModelSamples:
 
     @property
     def columns(self) -> int:
-        """Of a grid: one for each class, if samples take 4 to 10 in turn, else 8."""
+        """Columns of a grid: one for each class, if samples take 4 to 10 in turn, else 8."""
         n = len(self.turns.labels)
         if 4 <= n <= 10 and not self.is_mixed:
             return n
@@ -234,18 +237,18 @@ class ModelSamples:
         return self.codec.to_pixels(self.draw(ids, on_step))
 
     def shown(self, ids) -> list[torch.Tensor]:
-        """The second images of samples `ids`, enlarged to theirs: (C, H, W) uint8 on the CPU each; [] without."""
+        """The second images of samples `ids`, enlarged to the samples' size: (C, H, W) uint8 on the CPU each; or []."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:
             for part in in_batches(np.asarray(ids), 8):  # of one shape
                 shape = self.shape_of(part[0])
                 image = self.inputs[name](part, shape)
-                if name == "low_res":  # of x0
-                    enlarged = F.interpolate(image, shape[1:], mode="nearest")
+                if name == "low_res":  # made of x0: the codec shows it
+                    enlarged = F.interpolate(image, shape[1:])
                     pictures += self.codec.to_pixels(enlarged)
                 else:
                     sides = [side * self.codec.image_size // self.codec.shape[1] for side in shape[1:]]
-                    enlarged = F.interpolate(image, sides, mode="nearest")
+                    enlarged = F.interpolate(image, sides)
                     pictures += to_uint8(visible(enlarged)).cpu()
         return pictures
 

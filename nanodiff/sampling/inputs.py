@@ -20,9 +20,9 @@ from nanodiff.files import reading
 
 @dataclass
 class Inputs:
-    """Rows of one condition: sample i takes row i, modulo their number, and its label, if rows have labels, int64.
+    """Rows of one condition: sample i takes row i, modulo their number, and that row's label (int64), if there are any.
 
-    Of a set in aspect buckets it takes a row of the bucket nearest to it in shape. `buckets`: (H, W) -> range of rows.
+    With aspect buckets it takes a row of the bucket nearest in shape. `buckets`: (H, W) -> range of rows.
     `read`: numbers (n,) of rows, (C, H, W) of the samples -> (n, ...) as models take them. `described`: for protocols.
     """
 
@@ -62,9 +62,9 @@ def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[
         elif place in ("", "val"):
             if not own:
                 raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
-            dataset = open_dataset(own, "train")
+            dataset = open_dataset(own, "train", loaded.data)
             if place or "val" in dataset.meta["splits"]:
-                dataset = open_dataset(own, "val")
+                dataset = open_dataset(own, "val", loaded.data)
             if name not in FILES:
                 codec = load_codec(loaded.data, loaded.device, autoencoder, dataset)
             inputs[name] = inputs_of(dataset, codec, config, loaded.device)[name]
@@ -74,7 +74,7 @@ def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[
 
 
 def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
-    """A model's conditions besides classes in a set, with their labels. Those in FILES do without its images."""
+    """Inputs of a model's conditions besides classes, from a set, with labels. Those in FILES need no images."""
 
     def read(name, rows, shape):
         if name in FILES:
@@ -120,7 +120,7 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
 
 def read_low_res(where: str, loaded, codec) -> Inputs:
-    """Small images of the same kinds of places. Images of the model's size are downsampled as in training."""
+    """Small images from where read_given's may come from. Images of the model's size are downsampled as in training."""
     config = loaded.model.config
     side = codec.image_size
     items, labels = labelled_items("low_res", where, loaded)
@@ -165,7 +165,10 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     if kind not in ("folder", "npz", "npy") or not path.exists():
         fault = "is neither" if path.exists() else "is not there"
         raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
-    return open_source(kind, str(path), Options(val_fraction=0, range=range))
+    source = open_source(kind, str(path), Options(val_fraction=0, range=range))
+    if "range" in source.meta and not range:
+        raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")
+    return source
 
 
 def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
@@ -188,7 +191,7 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
 
 
 def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:
-    """(n, C, H, W), of the one of `sizes`, or of their own if there are none."""
+    """Decode items -> (n, C, H, W), at the one size in `sizes` or, if that is empty, at their own."""
     done, skipped = decode_items(items, sizes)
     if skipped:
         raise UserError(f"{setting}={where!r}: {skipped[0]}")

@@ -1,4 +1,4 @@
-"""A loaded model's samples: their settings are the run's own unless given. scripts/sample.py, pages, Python."""
+"""A loaded model's samples: by default with the run's own settings; for scripts/sample.py, pages and Python."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from configurator import check, read_settings
-from nanodiff.common import UserError, in_batches
+from nanodiff.common import UserError, in_batches, print0
 from nanodiff.conditions import FIELDS
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
@@ -21,7 +21,7 @@ from nanodiff.sampling.inputs import READERS, open_inputs
 
 
 def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
-    """SampleSettings that settings of scripts/sample.py ask for, by default the run's own."""
+    """SampleSettings from settings of scripts/sample.py; those not given are the run's own."""
     asked = vars(taken) | asked
     config = loaded.config
     process = loaded.process
@@ -49,6 +49,8 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     settings = settings_for(loaded, weak_model, **asked)
     asked = SimpleNamespace(**vars(taken) | asked)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
+    if codec.undecodable:
+        print0(f"latents are shown as they are: {codec.undecodable}")
     codec.keep_loaded()
     inputs = open_inputs(loaded, vars(asked), codec, asked.autoencoder)
     classes = parse_classes(asked.classes, loaded.class_names)
@@ -65,7 +67,7 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
 
 
 def as_file(value, path: Path) -> str:
-    """A name as it is; of an array, or a tuple of images and their classes, a file, so that there is one reader."""
+    """Return a file name as it is; save an array, or a tuple (images, classes), so that there is one reader."""
     if isinstance(value, str | Path):
         return str(value)
     with reading(path.name, "is no array"):
@@ -79,12 +81,12 @@ def as_file(value, path: Path) -> str:
 def sample(loaded, classes=(), **given) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
-    `given`: see settings.py. Instead of a file, from_images, mask and the conditions may be arrays of what it would
-    hold, (n, H, W, C), (H, W), (n, D): images for a model with classes are a tuple, (images, class numbers). Others may
-    be tuples and numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
+    `given`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
+    (H, W), (n, D). Images may be a tuple (images, class numbers). Other settings may be tuples and numbers:
+    cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
     settings = read_settings(vars(taken))
-    asked = {name: setting.default for name, setting in settings.items()}
+    asked = dict(vars(taken))
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, value in ({"classes": classes} | given).items():
@@ -101,13 +103,15 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
         with autocast:
             x0 = samples.draw(ids)
         images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
+    if samples.not_finite:
+        print0(f"warning: {samples.not_finite} of the images are not finite (NaN)")
     return np.concatenate(images)
 
 
 def check_guide(guide, loaded) -> None:
     """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
     if loaded.config["objective"].startswith("flow_map"):
-        raise UserError(f"{loaded.source} is a flow map, which jumps where its guided teacher would have gone")
+        raise UserError(f"{loaded.source} is a flow map: it has learned its teacher's guidance, and cannot be guided")
 
     def facts(model) -> dict:
         found = vars(model.process) | vars(model.model.config) | model.data.get("latents", {})

@@ -1,4 +1,4 @@
-"""Settings of Loaded.sample: those of scripts/sample.py, by the rules that configurator.py reads."""
+"""Settings of Loaded.sample: as in scripts/sample.py. Their comments are rules that configurator.py enforces."""
 
 num_images = 16  # >= 1: how many
 classes = ""  # class numbers or names, in turn; "" = all

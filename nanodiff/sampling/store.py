@@ -15,7 +15,7 @@ from nanodiff.files import fsync_dir, lock_file, reading, writing
 
 
 class SampleStore:
-    """The images of the file `output`, drawn in `parts`: the numbers (n,) of each, consecutive.
+    """The images of the file `output`, drawn in parts. `parts`: the consecutive image numbers (n,) of each.
 
     Parts lie beside `output` in a hidden folder named by a hash of `protocol`, which holds all that the images depend
     on. Rerunning the command continues from the parts on disk, on any number of ranks, and writes the same bytes. Only

@@ -11,7 +11,6 @@ runs/<tag>.left1/                                  the steps that --resume=STEP 
 """
 
 import contextlib
-import itertools
 import json
 import math
 import re
@@ -31,11 +30,10 @@ from nanodiff.files import (
     read_json,
     why_corrupt,
     write_atomic,
+    write_json,
     writing,
 )
 from nanodiff.safetensors import described, save_safetensors
-
-STEP_DIR = re.compile(r"step_(\d{6,})")
 
 
 def save_checkpoint(
@@ -64,9 +62,8 @@ def save_checkpoint(
                 ema = "raw" if name == "model" else name.removeprefix("ema_")
                 told = described(meta | {"ema": ema})
                 save_safetensors(value, temporary / f"{name}.safetensors", told, manifest)
-        with writing(temporary / "meta.json", manifest) as file:
-            file.write(json.dumps(meta, indent=1).encode())
-        write_atomic(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_json(temporary / "meta.json", meta, manifest)
+        write_json(temporary / "manifest.json", manifest)
         with contextlib.suppress(FileNotFoundError):
             fsync_dir(run_dir / "metrics.jsonl")  # no checkpoint without the lines before it
         publish_folder(temporary, final)
@@ -125,7 +122,7 @@ def is_better(found: dict, best: dict | None) -> bool:
 
 
 def write_best(run_dir: Path, best: dict | None) -> None:
-    write_atomic(run_dir / "best.json", json.dumps(best or {}).encode())
+    write_json(run_dir / "best.json", best or {})
 
 
 def read_best(run_dir: Path) -> dict:
@@ -138,7 +135,7 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, not verified."""
     found = []
     for path in (run_dir / "checkpoints").glob("step_*"):
-        if match := STEP_DIR.fullmatch(path.name):
+        if match := re.fullmatch(r"step_(\d{6,})", path.name):
             found.append((int(match[1]), path))
     return sorted(found)
 
@@ -165,7 +162,7 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
     if found:
-        raise UserError(f"every checkpoint in {run_dir}/checkpoints is corrupt; move that folder away to start anew")
+        raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move it away to use others or start anew")
     return None
 
 
@@ -191,9 +188,8 @@ def load_meta(checkpoint: Path) -> dict:
 def lock_run(run_dir: Path):
     """One trainer at a time. Clears away what a killed one left half written."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
-    written = ("best.json", "config.json", "metrics.jsonl", "report.html")
-    leftovers = (*(f".{name}.*" for name in written), "samples/.step_*", "checkpoints/.*tmp-*")
-    return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers)
+    leftovers = ".best.json.* .config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
+    return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
 
 
 def go_back(run_dir: Path, step: int) -> None:
@@ -202,10 +198,9 @@ def go_back(run_dir: Path, step: int) -> None:
     later = [path for path in run_dir.glob("*/step_*") if int(path.stem.removeprefix("step_")) > step]
     if not any(path.parent.name == "checkpoints" for path in later):
         return
-    for n in itertools.count(1):
-        left = run_dir.with_name(f"{run_dir.name}.left{n}")
-        if not left.exists():
-            break
+    n = 1
+    while (left := run_dir.with_name(f"{run_dir.name}.left{n}")).exists():
+        n += 1
     left.mkdir()
     for name in ("config.json", "metrics.jsonl", "log.txt", "best.json"):
         if (run_dir / name).exists():

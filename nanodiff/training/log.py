@@ -15,7 +15,7 @@ from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import quartile_sums
 from nanodiff.dist import gather_objects, leave_together, over_ranks
-from nanodiff.files import names_file, read_json, write_atomic
+from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import go_back, trim_metrics
 
@@ -181,15 +181,13 @@ def record(path: Path, described: dict, step: int) -> None:
     known = dict(past["config"])
     for change in past["changes"]:
         known |= change["config"]
-    changed = {}
-    for key, value in described["config"].items():
-        if key != "resume" and known.get(key) != value:
-            changed[key] = value
+    now = described["config"].items()
+    changed = {key: value for key, value in now if key != "resume" and known.get(key) != value}
     if changed:
         change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
         change["environment"] = {"command": described["environment"]["command"]}
         past["changes"].append(change)
-    write_atomic(path, json.dumps(past, indent=1).encode())
+    write_json(path, past)
 
 
 class RunLog:
@@ -232,13 +230,8 @@ class RunLog:
             self.html = wandb.Html
 
     def metrics(self, line: dict) -> None:
-        """Log one JSON object to metrics.jsonl and wandb, without NaN and infinity. Values: numbers, or tensors of one
-        element."""
-        finite = {}
-        for key, x in line.items():
-            number = x.item() if isinstance(x, torch.Tensor) else x
-            if math.isfinite(number):
-                finite[key] = number
+        """Log one JSON object of numbers to metrics.jsonl and wandb, without NaN and infinity."""
+        finite = {key: x for key, x in line.items() if math.isfinite(x)}
         if self.file is None:
             return
         with names_file(self.file.name):
@@ -250,10 +243,7 @@ class RunLog:
     def evaluation(self, step: int, found: dict, best: dict | None) -> str:
         """Log the figures val/... of an evaluation. Returns the line to print."""
         self.metrics({"step": step} | found)
-        shown = {}
-        for key, x in found.items():
-            if math.isfinite(x):
-                shown[key.removeprefix("val/")] = f"{x:.4f}"
+        shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:

@@ -286,14 +286,14 @@ class Optimizer:
         self,
         model: torch.nn.Module,
         groups: list[dict],
-        betas: tuple[float, float] = (0.9, 0.999),
+        beta2: float = 0.999,
         compile: bool = False,
         grad_dtype: torch.dtype = torch.float32,
     ):
         rank, _, self.world = get_dist()
         device = groups[0]["params"][0].device
         self.muon_dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
-        self.betas = betas
+        self.beta2 = beta2
         self.steps = 0
         self.compiled = compile and pays_to_compile(device)
         self.look_ahead = look_ahead
@@ -307,7 +307,7 @@ class Optimizer:
             for group in groups
             for part in cut_group(group["params"], group["kind"], self.world)
         ]
-        # In backward's order, which ends at a buffer's first parameter: collectives run in one order on every rank
+        # In backward's order: a buffer is complete at its first parameter. Collectives run in one order on every rank
         order = [name for name, _ in model.named_parameters()]
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
@@ -319,7 +319,7 @@ class Optimizer:
             dist.broadcast(buffer.flat, 0)  # the same start on every rank
             for p in buffer.params:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
-        model.register_forward_pre_hook(self.wait_weights)  # models of several ranks are compiled by blocks, without it
+        model.register_forward_pre_hook(self.wait_weights)  # runs eagerly: several ranks compile by blocks
 
     def count_grad(self, buffer: Buffer, p: torch.Tensor) -> None:
         """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
@@ -340,7 +340,7 @@ class Optimizer:
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
     def sync_grads(self, stop: bool = False) -> tuple[float, bool]:
-        """Average the gradients over ranks; a collective, once per step. The only place where a step waits for the GPU.
+        """Average gradients over ranks: a collective, once a step; the only place where each step waits for the GPU.
 
         Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
         any rank asked to stop.
@@ -419,8 +419,8 @@ class Optimizer:
             amsgrad=False,
             maximize=False,
             lr=buffer.group["lr"],
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=0.9,
+            beta2=self.beta2,
             eps=1e-8,
             weight_decay=buffer.group["weight_decay"],
         )

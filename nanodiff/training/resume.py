@@ -8,58 +8,24 @@ from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.dist import from_first_rank
 from nanodiff.files import why_corrupt
-from nanodiff.training.checkpoint import (
-    find_checkpoint,
-    list_checkpoints,
-    load_meta,
-    read_best,
-)
+from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
 
 # Settings that a resumed run may change freely, since they do not shape the weights
-FREE = {
-    "run",
-    "model_tag",
-    "resume",
-    "device_type",
-    "compile",
-    "deterministic",
-    "device_batch_size",
-    "checkpointing",
-    "autoencoder",
-    "ema_rates",
-    "eval_every",
-    "eval_images",
-    "fid_every",
-    "fid_images",
-    "fid_metric",
-    "bpd_every",
-    "sample_every",
-    "sample_steps",
-    "sampler",
-    "cfg_scale",
-    "cfg_interval",
-    "save_every",
-    "save_epochs",
-    "checkpoints_kept",
-    "log_every",
-}
+FREE = set(
+    """
+    run model_tag resume device_type compile deterministic device_batch_size checkpointing autoencoder ema_rates
+    eval_every eval_images fid_every fid_images fid_metric bpd_every sample_every sample_steps sampler cfg_scale
+    cfg_interval save_every save_epochs checkpoints_kept log_every
+    """.split()
+)
 
 # Settings that it may change with --resume=changed or --resume=STEP. All others make the model what it is: fixed
-RATES = {
-    "num_iterations",
-    "num_epochs",
-    "target_flops",
-    "target_param_data_ratio",
-    "lr",
-    "muon_lr",
-    "weight_decay",
-    "beta2",
-    "grad_clip",
-    "warmup_ratio",
-    "warmdown_ratio",
-    "guided_from",
-    "dtype",
-}
+RATES = set(
+    """
+    num_iterations num_epochs target_flops target_param_data_ratio lr muon_lr weight_decay beta2 grad_clip
+    warmup_ratio warmdown_ratio guided_from dtype
+    """.split()
+)
 
 
 def run_folder(model_tag: str) -> Path:
@@ -124,24 +90,34 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     if rates and config["resume"] == "auto":
         hint = "--model_tag=NAME for a new run, or --resume=changed to continue with them"
         raise UserError(f"{tag} was trained with other settings: {', '.join(rates)}; give {hint}")
-    if 0 < config["num_iterations"] < meta["step"]:
-        fault = f"{checkpoint} is at step {meta['step']}; accepted: {meta['step']} or more, or 0"
+    step = meta["step"]
+    if learns_guidance(meta["config"], step) > learns_guidance(config, step):
+        raise UserError(f"{tag} has learned guidance by step {step}; accepted: a guided_from that begins before")
+    if 0 < config["num_iterations"] < step:
+        fault = f"{checkpoint} is at step {step}; accepted: {step} or more, or 0"
         raise UserError(f"num_iterations={config['num_iterations']}: {fault}")
     now = f", now with {', '.join(changed.values())}" if changed else ""
     print0(f"resumed from {checkpoint}{now}")
 
 
-def refuse_useless(config: dict, description: dict, conditions: list[str]) -> None:
+def refuse_useless(config, description: dict, conditions: list[str], is_resumed) -> None:
     """UserError for settings of base_train that the data or the model leave nothing to do.
 
-    `description`: of the codec; `conditions`: those that training drops.
+    `config`: a configurator.Config; `description`: of the codec; `conditions`: those that training drops.
     """
     kind = description["kind"]
+    is_map = config["objective"].startswith("flow_map")
+    if is_map and config.given.keys() & {"timesteps", "t_range"} and not is_resumed:
+        raise UserError("a flow map draws t by its own rule; accepted: no timesteps, no t_range")
+    if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and kind == "latents" and not is_resumed:
+        raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
+    if config["warmup_ratio"] + config["warmdown_ratio"] > 1:
+        raise UserError("warmup_ratio and warmdown_ratio are parts of one run; accepted: a sum up to 1")
     if config["bpd_every"] >= 0 and kind != "images":
         raise UserError(f"bpd_every={config['bpd_every']}: bits/dim need uint8 images, not {kind}; -1 = never")
     can_learn = conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1
     if config["guided_from"] < 1 and not can_learn:
-        needs = "classes or vectors, label_drop > 0 and cfg_scale > 1"
+        needs = "classes, vectors or second images, label_drop > 0 and cfg_scale > 1"
         raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
 
 

@@ -38,7 +38,7 @@ TITLES = {  # of a metric's chart: quality first. Other metrics follow
     "grad_norm": "Gradient norm before clipping",
     "images_per_sec": "Images per second",
     "dt_ms": "Milliseconds per step",
-    "data_ms": "Milliseconds per step that it waits for data",
+    "data_ms": "Milliseconds per step spent waiting for data",
     "mfu": "MFU, percent of the peak",
 }
 AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
@@ -134,10 +134,10 @@ def charts(runs: list[Run]) -> str:
 
 
 def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
-    """The (run, key, label) of `metrics`; the y axis is "", "zero" (from 0) or "log".
+    """A chart with a curve for each (run, key, label); `axis` is "", "zero" (from 0) or "log".
 
-    Noisy metrics are smoothed; a single one is also shown as it was logged. Styles of curves: "line", "raw" is faint
-    and thin, "dots" marks each value.
+    Noisy metrics are smoothed; a single one is also shown as it was logged. Styles of curves: "line", "raw" is faint,
+    "dots" marks each value.
     """
     is_single = sum(key.startswith("train/") for _, key, _ in metrics) == 1
     curves = []
@@ -196,7 +196,7 @@ def strip(run: Run) -> str:
 
 
 def cell(value) -> str:
-    """For the eye: commas in integers and from 1,000 up, else four digits."""
+    """Format a value: commas in integers and floats from 1,000 up, else four digits."""
     if value is None:
         return ""
     if type(value) is float:
@@ -211,7 +211,7 @@ def cell(value) -> str:
 
 
 def table(columns: dict[str, dict], min_values: int = 1) -> str:
-    """Columns by their headings, and a row for each key that has so many different values, absent ones included."""
+    """Columns by their headings, and a row for each key with at least `min_values` different values; absent is one."""
     heads = "".join(f"<th>{escape(name)}</th>" for name in columns)
     rows = f"<tr><th></th>{heads}</tr>"
     keys = {}  # of all columns, in order
@@ -266,7 +266,7 @@ def evaluation(result: dict, run: Run) -> str:
 
 
 def best(run: Run) -> dict:
-    """The figures by which runs are compared: the lowest that were logged, the newest of each metric, minutes."""
+    """The figures by which runs are compared: the lowest logged, each metric's last result by file name, minutes."""
     figures = {}
     for key in ("val/loss", "val/loss_ema", "val/bpd", "val/fid", "val/fd_classifier", "val/fd_simclr"):
         if key in run.logged:

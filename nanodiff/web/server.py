@@ -1,4 +1,4 @@
-"""A web server on 127.0.0.1 alone, which works on one request at a time."""
+"""A web server on 127.0.0.1 alone, which draws for one request at a time."""
 
 import json
 import re

@@ -5,8 +5,8 @@ Train another project's model with its own code for a while, then draw samples w
     python runs/race/peers.py PEER CLONE IMAGES SECONDS RATE            trains only, and prints the later half's loss
 
 No line of theirs is here. Their script runs in a namespace. A hook on the optimizer ends it when the time is over,
-counted from the start of this process. Model and sampler are what the program held then. What is changed so that it
-runs on a CPU and at 32 px is in the function named after it.
+counted from the start of this process. Model and sampler are taken from it at that moment. Each peer's function
+says what is changed for a CPU and 32 px.
 """
 
 import time
@@ -112,7 +112,7 @@ def balanced_classes() -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each returns ({name of a number of evaluations: images}, labels or None)
+# Each returns ({"25" or "published": images}, labels or None)
 
 
 def minrf(clone: Path, images: Path, clock: Clock):

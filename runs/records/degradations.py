@@ -59,7 +59,7 @@ def blocks(images, number):
 
 
 def classes(number):
-    """As many images, of the first classes only; 10 = all."""
+    """Up to N images of the first `number` classes; 10 = all."""
     found = np.flatnonzero(labels < number)
     return everything[found[np.linspace(0, len(found) - 1, min(N, len(found))).astype(int)]]
 
@@ -68,7 +68,7 @@ val = open_dataset("cifar10", "val")
 train = open_dataset("cifar10", "train")
 everything = torch.from_numpy(val.images(np.arange(len(val))))
 labels = np.asarray(val.labels(np.arange(len(val))))
-images = everything[::2]  # of all classes, by which the files may be sorted
+images = everything[::2]  # every second one, as files may be sorted by class
 damaged = {"none": lambda: images}
 for sigma in (0.4, 0.7, 1.2):
     damaged[f"blur, sigma {sigma} pixels"] = lambda sigma=sigma: blur(images, sigma)
