@@ -114,6 +114,12 @@ def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, kind):
     out = report(path, labels="none")
     assert "ignored: 2 .xml, " in out and all(f"1 {name}" in out for name in (".npy", ".DS_Store", "README"))
     assert "captions: 59 of 60 images have one" in out
+    if kind == "0.tar":
+        write(path.parent / "labels.csv", "")
+        assert "ignored: 1 files beside the tars" in report(path.parent, labels="none")
+    if kind == "folder":
+        (path / "linked").symlink_to(path)
+        assert "linked: it is read under another name" in report(path, labels="none")
 
 
 def test_columns_by_name(tmp_path):

@@ -17,8 +17,6 @@ from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import UNet, UNetConfig
 from nanodiff.safetensors import load_safetensors
 
-WITHOUT_CLASSES = dataclasses.replace(CLASSIC, num_classes=0)
-
 
 def outputs(model, seed=1):
     """Predictions at early and late t, of two classes (not of the null class, which a format may lack)."""
@@ -169,7 +167,7 @@ def test_a_unet_trained_here_in_openais_form(base, export, capsys):
 @pytest.mark.parametrize(
     "model_config, objective, form, named",
     [
-        (WITHOUT_CLASSES, "eps", "meta", "with classes"),
+        (dataclasses.replace(CLASSIC, num_classes=0), "eps", "meta", "with classes"),
         (dataclasses.replace(UNET, low_res=4), "eps", "openai", "low_res=4.* read as .*low_res=2"),
         (CLASSIC, "flow", "meta", "read as objective=eps.* not as flow"),
     ],

@@ -8,7 +8,7 @@ from test_dit import golden, published_model
 
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
-from nanodiff.sampling.draw import SampleSettings
+from nanodiff.sampling.draw import SampleSettings, parse_classes
 
 
 class Counted:
@@ -64,3 +64,7 @@ def test_guided_within_the_interval_only_and_never_by_scale_1(rescale, num_times
         process.sample(denoiser, x, 50, "ddpm")
         guided = [n == 2 * len(x) for n in model.batches]
         assert guided == [scale != 1 and low <= part <= high for part in part_of_range]
+
+
+def test_a_class_called_by_a_number_is_told_from_the_number(capsys):
+    assert parse_classes("1,2,3", ["1", "2", "3"]) == [1, 2, 2] and capsys.readouterr().out.count("is a number") == 2

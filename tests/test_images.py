@@ -12,7 +12,7 @@ from image_helpers import archive, chw, everything, make_folder, noise, prepare,
 from PIL import Image, ImageOps
 
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.decode import decode
+from nanodiff.data.decode import aspect_ratio, decode
 from nanodiff.data.labels import Place, classify, val_mask
 from nanodiff.png import encode_png
 
@@ -63,14 +63,16 @@ def test_colours_of_all_kinds_become_rgb(tmp_path):
     assert open_dataset("toy").num_classes == 0
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation(orientation):
+def test_exif_orientation(orientation, kind):
     image = Image.fromarray(noise(8, 16))
     exif = image.getexif()
     exif[0x0112] = orientation
-    image.save(file := io.BytesIO(), "PNG", exif=exif)
+    image.save(file := io.BytesIO(), kind, exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))))
     np.testing.assert_array_equal(decode(file.getvalue(), [])[0].transpose(1, 2, 0), expected)
+    assert aspect_ratio(file.getvalue()) == expected.shape[1] / expected.shape[0]
 
 
 def test_unreadable_files_are_skipped_and_named(tmp_path):

@@ -74,6 +74,7 @@ MISTAKES = [
     ((*TRAIN, "--guided_from=0.5", "--objective=eps"), "guided_from"),
     ((*TRAIN, "--objective=flow_map"), "flow_map tunes a flow run"),
     ((*UNET, "--objective=flow_map"), "flow map needs arch=dit"),
+    ((*TRAIN, "--num_epochs=2", "--num_iterations=5"), "num_iterations and num_epochs are given"),
     ((*TRAIN, "--resume=1e3"), "resume='1e3' is not accepted"),
     ((*TRAIN, "--warmup_ratio=0.6", "--warmdown_ratio=0.5"), "accepted: a sum up to 1"),
     # settings that would do nothing

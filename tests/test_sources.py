@@ -118,6 +118,10 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     assert "clipped 16 values" in out
     assert sorted(set(everything()[0].ravel().tolist())) == [-1, 0, 1]
     codec = make_codec(open_dataset("toy"), torch.device("cpu"))
+    np.save(tmp_path / "b.npy", np.arange(64, dtype=np.uint16).reshape(4, 4, 4))
+    prepare(tmp_path / "b.npy", val_fraction=0, range="0,65536")
+    whole = make_codec(open_dataset("toy"), torch.device("cpu"))
+    assert whole.to_output(torch.ones(1, 1, 4, 4)).min() == 65535  # does not wrap around to 0
     prepare(tmp_path / "a.npy", val_fraction=0)
     of_model = (codec.description, torch.device("cpu"))
     refused(r"has range \[0.0, 150.0\], the model wants", load_codec, *of_model, dataset=open_dataset("toy"))
