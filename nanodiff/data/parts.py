@@ -31,8 +31,8 @@ def write_note(file: Path, note: dict) -> None:
 
 
 def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
-    """Write the images of a source, and yield the notes of its parts in order. The number of
-    workers does not change the result. They are threads, as most of the work releases the GIL, with two parts each."""
+    """Write the images of a source, and yield the notes of its parts in order. The number of workers does not change
+    the result. They are threads, as most of the work releases the GIL, with two parts each."""
     pending = deque()
     pool = ThreadPoolExecutor(workers)
     try:

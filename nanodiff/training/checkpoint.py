@@ -162,7 +162,7 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
             return path
         print0(f"corrupt checkpoint skipped: {path}: {fault}")
     if found:
-        raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move it away to use others or start anew")
+        raise UserError(f"no intact checkpoint in {run_dir}/checkpoints; move the corrupt away, or start anew")
     return None
 
 
