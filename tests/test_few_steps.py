@@ -96,8 +96,8 @@ def test_an_untrained_map_is_its_flow_model():
     for r in (t, 0 * t, 0.3 * t):
         assert torch.equal(process.velocity(student, x0, t, r), v)
 
-    in_place = lambda like: 0.8 + 0.2 * torch.rand_like(like)  # rows of r = t
-    assert (process.losses(student, x0, t, noise, {}, in_place)["loss"] == 0).all()
+    in_place = lambda like: torch.tensor([0, 0.95, 0.2]) * torch.rand_like(like) + torch.tensor([0, 0.05, 0])  # r = t
+    assert (process.losses(student, x0, t, noise, {}, in_place)["loss"] < 1e-10).all()
     assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
@@ -118,7 +118,7 @@ def exact_map(x, t, r):
 
 
 def test_the_map_of_gaussian_data():
-    """One, two and four jumps have its mean and deviation, and one from any t to any r lands where the flow does."""
+    """One, two and four jumps have its mean and deviation, and each lands where the flow does."""
 
     def velocity(x, model_t):
         t = (model_t / 1000).view(-1, 1, 1, 1)

@@ -23,17 +23,14 @@ SAMPLERS = {"map": jump} | flow.SAMPLERS
 class FlowMap(FlowMatching):
     """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
 
-    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale (Boffi et al. 2025, the
-    Lagrangian form without a derivative). With sg = no gradient, m uniform in the last quarter of the jump from t to r
-    and w the length of that quarter above m:
+    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. The map jumps to within 1/4
+    of r, and the teacher walks the rest. With sg = no gradient and m = min(t, r + 1/4):
         x_m = x_t - (t - m) sg u(x_t, t, m)
-        (t - r) u(x_t, t, r)  <-  (t - m) sg u(x_t, t, m) + w v(x_m, m) + (m - r - w) sg u(x_t, t, r)
-    At each moment of the quarter the first term counts if m lies below it, else v; the odds add up to 1, so the exact
-    map is its own mean target. One Euler step with v over all of m - r would bias the fixed point: jumps would shrink
-    the data (deviation 0.15 to 0.09 in one jump). A bias remains for the last 0.05 of t if the teacher predicts x0:
-    there one Euler step goes to the mean of x0. The last term has mean 0 and removes most of the noise. An exact
-    target is learned slowly: after eleven minutes on the shapes four jumps are still behind the flow run's 21
-    evaluations (runs/LOG.md, 25).
+        (t - r) u(x_t, t, r)  <-  (t - m) sg u(x_t, t, m) + (m - r) k
+    k is the mean of v on the way from x_m to time r, by one Runge-Kutta step of third order, three evaluations: four
+    such steps draw as well as 25 evaluations by Heun's method (runs/LOG.md, 25). So jumps up to 1/4 are taught by the
+    teacher alone, and a longer one by those that are 1/4 shorter, as in progressive distillation (Salimans & Ho 2022,
+    arXiv:2202.00512).
     At r = t this is u <- v(x_t, t), so euler, heun and sde still work.
     """
 
@@ -62,42 +59,42 @@ class FlowMap(FlowMatching):
         model = self.teacher.model
         velocity = functools.partial(self.teacher.process.velocity, model)
         if self.cfg_scale == 1:
-            return velocity(x_t, t, **cond)
-        null = null_condition(model.config, cond)
-        v, v_null = with_and_without(velocity, x_t, t, cond, null)
-        guided = v_null + self.cfg_scale * (v - v_null)
-        return torch.where(self.is_guided(t), guided, v)
+            v = velocity(x_t, t, **cond)
+        else:
+            null = null_condition(model.config, cond)
+            v, v_null = with_and_without(velocity, x_t, t, cond, null)
+            guided = v_null + self.cfg_scale * (v - v_null)
+            v = torch.where(self.is_guided(t), guided, v)
+        if self.teacher.process.prediction == "x0":  # x - x0 was divided by MIN_T at least, which is too much below it
+            v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
+        return v
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,), "t": (N,)}: the loss of u, and the t that the jumps began at. Without `draw`, in validation:
         the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row for each image."""
         if draw is None:
             return super().losses(model, x0, t, noise, cond)
-        u_r, u_m, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
-        # Sampling jumps from t = 1 and to r = 0, which random numbers never hit: 25% of rows start at t = 1, 10% end at
-        # r = 0, 20% do both. 25% jump from a random t to a random r, and in 20% r = t.
-        t = torch.where(u_kind < 0.45, 1.0, t)
-        r = torch.where((u_kind > 0.25) & (u_kind < 0.55), 0.0, t * u_r)
-        jumps = u_kind < 0.8
-        r = torch.where(jumps, r, t)
-        share = torch.where(jumps, 0.25 * u_m, 1.0)  # (m - r) / (t - r)
-        weight = torch.where(jumps, 0.25 - share, 1.0)  # w / (t - r)
-        if self.teacher.process.prediction == "x0":  # v is clamped below MIN_T: from there on, one step with v at MIN_T
-            floor = ((MIN_T - r) / (t - r)).clamp(0, 1)
-            raised = (floor - share).clamp(min=0)
-            share = share + raised
-            weight = weight + raised
-        m = r + share * (t - r)
-        gap = per_image(t - m)
-        share = per_image(share)
-        weight = per_image(weight)
+        u_n, u_i, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
+        # 80% of the rows: a jump of the sampler in n = 1, 2, 3 or 4 steps. 20%: one of at most 1/4, anywhere
+        n = 1 + (4 * u_n).floor()
+        i = (n * u_i).floor()
+        is_short = u_kind < 0.2
+        t = self.shift(torch.where(is_short, u_i, (i + 1) / n))
+        r = self.shift(torch.where(is_short, (u_i - 0.25 * u_n).clamp(min=0), i / n))
+        share = (0.25 / (t - r)).clamp(max=1)  # (m - r) / (t - r)
+        h = share * (t - r)
+        m = r + h
         x_t = self.noised(x0, per_image(t), noise)
         u_tr = self.velocity(model, x_t, t, r, **cond)
         with torch.no_grad():
             u_tm = self.velocity(model, x_t, t, m, **cond)
-            x_m = x_t - gap * u_tm
-            v = self.teacher_velocity(x_m, m, **cond)
-            target = (1 - share) * u_tm + weight * v + (share - weight) * u_tr
+            x_m = x_t - per_image(t - m) * u_tm
+            # Ralston's method
+            k1 = self.teacher_velocity(x_m, m, **cond)
+            k2 = self.teacher_velocity(x_m - per_image(h / 2) * k1, m - h / 2, **cond)
+            k3 = self.teacher_velocity(x_m - per_image(3 * h / 4) * k2, m - 3 * h / 4, **cond)
+            k = (2 * k1 + 3 * k2 + 4 * k3) / 9
+            target = u_tm + per_image(share) * (k - u_tm)
         error = u_tr - target
         # |error| beyond a width: squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md).
         # But |error| learns a median. As the width grows, the loss turns into squares, which learn the exact mean.
