@@ -97,7 +97,7 @@ def test_an_untrained_map_is_its_flow_model():
         assert torch.equal(process.velocity(student, x0, t, r), v)
 
     in_place = lambda like: torch.tensor([0, 0.95, 0.2]) * torch.rand_like(like) + torch.tensor([0, 0.05, 0])  # r = t
-    assert (process.losses(student, x0, t, noise, {}, in_place)["loss"] < 1e-10).all()
+    assert (process.losses(student, x0, t, noise, {}, in_place)["loss"] < 1e-9).all()
     assert (process.losses(student, x0, t, noise, {})["loss"] > 0).all()  # that of validation is the data's
     used = []
     student.register_forward_pre_hook(lambda _, args: used.append(args[1]))
