@@ -561,12 +561,11 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. In short,
-        # with m between t and r, nearer r, x_m = x_t - (t - m) u(x_t, t, m) and the teacher's velocity v:
-        #     (t - r) u(x_t, t, r)  <-  (t - m) u(x_t, t, m) + (m - r) v(x_m, m)      no gradient on the right
-        #     loss = mean(sqrt(error^2 + c^2) - c), error = (left - right) / (t - r)
-        # c grows during the run: at first, at 0.1, the loss is about |error|, later about error^2 / (2 c).
-        # flow_map.py says how t and r are drawn, and makes the target exact.
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. It jumps to
+        # m = min(t, r + 1/4), x_m = x_t - (t - m) u(x_t, t, m). From there the teacher walks on to r, to x_r:
+        #     u(x_t, t, r)  <-  (x_t - x_r) / (t - r)                                 no gradient on the right
+        #     loss = mean(5 error^2 or, where |error| > 0.1, |error| - 0.05), error = left - right
+        # flow_map.py says how t and r are drawn, and how the teacher walks.
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         with autocast:  # backward takes the types of forward
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise

@@ -175,10 +175,7 @@ if not_finite:
 if stopped:
     print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
 elif rank == 0:
-    images = []  # (C, H, W) each
-    for stored in store.first(GRID_IMAGES):
-        image = stored.transpose(2, 0, 1)[None]  # (1, C, H, W)
-        images.append(codec.picture(image)[0])
+    images = [codec.picture(stored.transpose(2, 0, 1)[None])[0] for stored in store.first(GRID_IMAGES)]  # (C, H, W)
     num_shown = len(images)
     columns = samples.columns
     shown = samples.shown(range(num_shown))

@@ -78,9 +78,7 @@ def describe_run(path: Path) -> dict:
             raise UserError(f"{path} holds no checkpoint")
         meta = load_meta(checkpoints[-1][1])
         emas = [*map(str, meta["ema_rates"]), "raw"]
-        weights = []
-        for step, _ in reversed(checkpoints):
-            weights += [(step, ema) for ema in emas]
+        weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
     with reading(path, "was trained by another version"):
         config = meta["config"]
         data = meta["data"]
@@ -91,7 +89,7 @@ def describe_run(path: Path) -> dict:
             "weights": weights,
             "classes": loaded.class_names,
             "is_guided": not loaded.why_unguided,
-            "samplers": [*loaded.process.samplers],
+            "samplers": [*process.samplers],
             "time": path.stat().st_mtime,
         } | settings_for(loaded).named
 

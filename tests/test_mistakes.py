@@ -59,7 +59,7 @@ MISTAKES = [
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
     ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
-    ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, sde"),
+    ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, ralston, sde"),
     ((*SAMPLE, "--respacing=ddim10"), "respacing='ddim10'"),
     ((*SAMPLE, "--model=eps", "--respacing=ddim19"), "ddim19"),
     ((*SAMPLE, "--model=eps", "--respacing=60"), "60 timesteps from a section of 50"),

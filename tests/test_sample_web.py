@@ -120,7 +120,7 @@ def test_shipped_weights_are_offered_too_and_draw_what_their_run_draws(run_dir, 
 def test_runs_are_offered_as_they_can_be_drawn_from(run_dir, server):
     offered = describe_run(run_dir)
     assert offered["weights"] == [(1, "0.999"), (1, "raw"), (0, "0.999"), (0, "raw")]
-    assert offered["samplers"] == ["euler", "heun", "sde"] and offered["is_guided"]
+    assert offered["samplers"] == ["euler", "heun", "ralston", "sde"] and offered["is_guided"]
     assert offered["classes"] == list(CLASS_NAMES)
     plain, eps = describe_run(run_dir.with_name("plain")), describe_run(run_dir.with_name("eps"))
     assert {"classes": [], "is_guided": False, "cfg_scale": 1}.items() <= plain.items()

@@ -98,10 +98,10 @@ class DataLoader:
         first = step * self.total_batch_size + first_row
         positions = np.arange(first, first + self.device_batch_size)
         epochs, offsets = np.divmod(positions, len(bucket))
-        parts = []
-        for epoch in np.unique(epochs):
-            key = (self.seed, int(epoch), number)
-            parts.append(shuffled(offsets[epochs == epoch], len(bucket), key))
+        parts = [
+            shuffled(offsets[epochs == epoch], len(bucket), (self.seed, int(epoch), number))
+            for epoch in np.unique(epochs)
+        ]
         return bucket.start + np.concatenate(parts)
 
     def bucket(self, step: int) -> tuple[int, int]:

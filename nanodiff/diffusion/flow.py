@@ -45,6 +45,15 @@ def heun(velocity, x, t, t_next, generator):
     return x - h / 2 * (v + v_next), x0
 
 
+def ralston(velocity, x, t, t_next, generator):
+    """Third order, three evaluations per step, none at t_next (Ralston 1962)."""
+    h = t - t_next
+    k1 = velocity(x, t)
+    k2 = velocity(x - h / 2 * k1, t - h / 2)
+    k3 = velocity(x - 0.75 * h * k2, t - 0.75 * h)
+    return x - h / 9 * (2 * k1 + 3 * k2 + 4 * k3), x - t * k1
+
+
 def sde(velocity, x, t, t_next, generator):
     """Euler-Maruyama for the reverse SDE with the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
 
@@ -60,7 +69,7 @@ def sde(velocity, x, t, t_next, generator):
     return x_next, x0
 
 
-SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
+SAMPLERS = {"euler": euler, "heun": heun, "ralston": ralston, "sde": sde}
 
 
 @dataclass(eq=False)

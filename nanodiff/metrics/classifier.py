@@ -159,10 +159,8 @@ def load_images(dataset, resolution: int, seed: int = 0):
     """Up to MAX_IMAGES of a set, chosen by the seed -> (n, C, r, r) uint8 with r <= resolution, (n,) int64."""
     order = torch.randperm(dataset.num_images, generator=make_generator(seed))
     chosen = np.sort(order[:MAX_IMAGES])
-    parts = []
-    for rows in dataset.batches(chosen, 1000):
-        images = torch.as_tensor(dataset.images(rows))
-        parts.append(shrink(images, resolution))
+    batches = dataset.batches(chosen, 1000)
+    parts = [shrink(torch.as_tensor(dataset.images(rows)), resolution) for rows in batches]
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
 

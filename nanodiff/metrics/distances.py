@@ -99,10 +99,9 @@ def precision_recall(
     real, fake = ((x - centre).float() for x in (real, fake))
 
     def radii(points):
-        found = []
-        for batch in points.split(batch_size):
-            nearest = torch.cdist(batch, points).kthvalue(k + 1, dim=1)  # k + 1: the nearest is the point itself
-            found.append(nearest.values)
+        found = [  # k + 1: the nearest is the point itself
+            torch.cdist(batch, points).kthvalue(k + 1, dim=1).values for batch in points.split(batch_size)
+        ]
         return torch.cat(found)
 
     def fraction_within(points, centres, radius):
