@@ -1,6 +1,6 @@
 """Tune a flow model of the shapes to sample in one to four steps.
 
-A step costs two of the flow model's: half as many take as long.
+A step costs over three of the flow model's, as the guided teacher is asked six times: 420 take as long as its 1,400.
 """
 
 model_tag = "few_steps_cpu"
@@ -11,7 +11,7 @@ width = 160
 objective = "flow_map_x0"
 timestep_shift = 1.3
 timestep_std = 0.7
-num_iterations = 700
+num_iterations = 420
 total_batch_size = 64
 lr = 1e-3
 muon_lr = 0.01

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # How the weights in runs/weights were made: a flow model of CIFAR-10, its flow map, their figures. Hours of two cores; the
 # model card in runs/weights/README.md tells how many. First make the set: prepare_data --source=cifar10 --name=cifar10
-#   bash runs/release.sh                          further arguments go to both trainings: --num_iterations=50
+#   bash runs/release.sh                          further arguments go to all trainings: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/release
 mkdir -p "$work"
 
 python3 -m scripts.base_train runs/cifar10_release.py "$@"
-python3 -m scripts.base_train runs/cifar10_map.py "$@"
-python3 -m scripts.base_train runs/cifar10_plain.py "$@"  # the map was tuned before these
+python3 -m scripts.base_train runs/cifar10_plain.py "$@"
 python3 -m scripts.base_train runs/cifar10_final.py "$@"
+python3 -m scripts.base_train runs/cifar10_map.py "$@"
 
 for tag in cifar10_final cifar10_map; do
     rm -f "$work/$tag"*
