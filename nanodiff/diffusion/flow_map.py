@@ -75,11 +75,12 @@ class FlowMap(FlowMatching):
         if draw is None:
             return super().losses(model, x0, t, noise, cond)
         u_n, u_i, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
-        # 80% of the rows: a jump of the sampler in n = 1, 2, 3 or 4 steps. 20%: one of at most 1/4, anywhere
-        n = 1 + (4 * u_n).floor()
+        # 80% of the rows: a jump between two of the times 0, 1/4, 1/2, 3/4, 1. 20%: one of at most 1/4, anywhere
+        quarters = 1 + (4 * u_n).floor()
+        first = ((5 - quarters) * u_i).floor()
         is_short = u_kind < 0.2
-        start = torch.where(is_short, 0.01 + 0.99 * u_i, (1 + (n * u_i).floor()) / n)
-        length = torch.where(is_short, 0.01 + 0.24 * u_n, 1 / n)
+        start = torch.where(is_short, 0.01 + 0.99 * u_i, (first + quarters) / 4)
+        length = torch.where(is_short, 0.01 + 0.24 * u_n, quarters / 4)
         t = self.shift(start)
         r = self.shift((start - length).clamp(min=0))
         m = torch.minimum(t, r + 0.25)
