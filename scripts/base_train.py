@@ -561,8 +561,8 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
         # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. It jumps to
-        # m = min(t, r + 1/4), x_m = x_t - (t - m) u(x_t, t, m). From there the teacher walks on to r, to x_r:
+        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. It jumps
+        # to m = min(t, r + 1/4), x_m = x_t - (t - m) u(x_t, t, m). From there the teacher walks on to r, to x_r:
         #     u(x_t, t, r)  <-  (x_t - x_r) / (t - r)                                 no gradient on the right
         #     loss = mean(5 error^2 or, where |error| > 0.1, |error| - 0.05), error = left - right
         # flow_map.py says how t and r are drawn, and how the teacher walks.

@@ -92,7 +92,7 @@ class FlowMap(FlowMatching):
             velocity = functools.partial(self.teacher_velocity, cond)
             x_r, _ = flow.ralston(velocity, x_m, per_image(m), per_image(r), None)
             target = (x_t - x_r) / per_image(t - r)
-        # Squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md, 20). Absolute errors learn
-        # a median, which is the mean here, as nothing in the target is random once x_t is given
+        # Squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md, 20). Absolute errors
+        # learn a median, which is the mean here, as nothing in the target is random once x_t is given
         loss = torch.nn.functional.smooth_l1_loss(u_tr, target, beta=0.1, reduction="none")
         return {"loss": loss.flatten(1).mean(1), "t": t}
