@@ -29,7 +29,7 @@ class FlowMap(FlowMatching):
         (t - r) u(x_t, t, r)  <-  x_t - x_r, with x_r where one step of ralston leads x_m by v
     So jumps of at most 1/4 are taught by the teacher alone, and a longer one by those that are 1/4 shorter, like a
     progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four such steps, 12 evaluations, draw as well as
-    heun's 25 (runs/LOG.md, 25). A bias remains in detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
+    heun's 25 (runs/LOG.md, index). A bias remains in detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
     0.15, but 0.65 of one of 0.05. In minutes, on the shapes, four jumps stay behind the flow run's 21 evaluations; the
     shipped map's four, after an hour, are 6% behind its teacher's 25 (runs/weights/README.md).
     Towards r = t this is u <- v(x_t, t), so the flow model's samplers still work.
