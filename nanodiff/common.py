@@ -29,7 +29,7 @@ class LostRank(RuntimeError):
 
 # Phrases in the messages of torch's allocators (CUDA, MPS, CPU) and of C++: their error types are too general
 NO_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -49,7 +49,7 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         line = f"error: {error}"
     elif getattr(error, "errno", 0) in NO_ROOM:
         code = 2
-        where = error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
+        where = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         line = f"error: {error.strerror}: {where}; completed files are intact"
     elif isinstance(error, LostRank):
         line = f"error: {error}"

@@ -290,10 +290,9 @@ print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name
-folder = Path(source).expanduser().parent
-stem = Path(source).stem
-if Path(source).expanduser().is_dir():
-    stem = Path(source).name
+path = Path(source).expanduser()
+folder = path.parent
+stem = path.name if path.is_dir() else path.stem
 if loaded:
     folder = loaded.run_dir
     stem = f"{loaded.step:06d}"
