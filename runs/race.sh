@@ -7,6 +7,7 @@
 # diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
 # runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
 #   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=60  RACE_FACTORS="1 3 10"  RACE_SEEDS=0  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
+# diffusers warms up for 500 steps, which a trial does not see: give RACE_FACTORS=3. By 10 its loss rises to 1 at step 380.
 # A step that has begun is finished, so a long first one overruns. Samples are drawn after the clock has ended: on one core 500 of
 # them take 4 minutes (DiT, 25 evaluations), 6 hours (diffusers, 1,000) or days (improved-diffusion, 4,000).
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
