@@ -9,7 +9,8 @@
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
-Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help lists everything.
+Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
+stops behind the group "What everybody touches", if there is one.
 The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or the line's end:
 alternatives separated by "|" or " or ", each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
 (`auto`, `-1`, `""`).
@@ -98,7 +99,7 @@ def check(settings: dict[str, Setting], name: str, value, where: str = ""):
     """The value that the setting gets, which may be given as text. Raises ValueError with the line for the user."""
     if name not in settings:
         near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
-        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help lists all")
+        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help=all lists all")
     rule = settings[name].rule
     kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:
@@ -167,10 +168,12 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
     return values
 
 
-def read_argument(settings: dict[str, Setting], arg: str) -> dict:
-    """{name: value} of one argument of the command line. --name alone is --name=True."""
+def read_argument(settings: dict[str, Setting], arg: str, after: str) -> dict:
+    """{name: value} of one argument of the command line, given the next. --name alone is --name=True."""
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
+        if name in settings and not equals and not re.match(r"--|.*\.py$", after):  # --data mine, as for argparse
+            raise ValueError(f"{arg} {after} is not accepted; write {arg}={after.strip('=')}")
         return {name: check(settings, name, text if equals else True)}
     if arg.endswith(".py"):
         return read_preset(settings, arg)
@@ -189,7 +192,7 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
             config[name] = setting.default
 
 
-def help_text(settings: dict[str, Setting], globals_: dict) -> str:
+def help_text(settings: dict[str, Setting], globals_: dict, whole: bool) -> str:
     """Usage, and the docstring's first paragraph and examples. Then the settings, as wide as the terminal."""
     script = globals_["__file__"]
     if globals_.get("__spec__"):
@@ -200,12 +203,15 @@ def help_text(settings: dict[str, Setting], globals_: dict) -> str:
         "\nsettings, with default and type; accepted values, if limited, a colon, the meaning:",
     ]
     width = shutil.get_terminal_size().columns
-    for name, s in settings.items():
+    for number, (name, s) in enumerate(settings.items()):
         if s.heading:
+            if "What everybody touches" in lines and not whole:
+                lines.append(f"\n--help=all: {len(settings) - number} more settings")
+                break
             lines += ["", *s.heading]
         given = f"--{name}={s.default}"
         text = f"  {given:<28} {type(s.default).__name__:<5} {s.comment}"
-        lines.append(textwrap.fill(text, width, subsequent_indent=" " * 37))
+        lines += textwrap.wrap(text, width, subsequent_indent=" " * 37, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -219,10 +225,10 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
     if argv is None:
         argv = sys.argv[1:]
     is_first = os.environ.get("RANK", "0") == "0"
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "--help=all", "-h"} & {*argv}:
         try:
             if is_first:
-                print(help_text(settings, globals_), flush=True)
+                print(help_text(settings, globals_, "--help=all" in argv), flush=True)
         except BrokenPipeError:  # --help | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -230,8 +236,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> 
     config.defaults = dict(config)
     config.given = {}
     try:
-        for arg in argv:
-            config.given |= read_argument(settings, arg)
+        for arg, after in zip(argv, [*argv[1:], "--"]):
+            config.given |= read_argument(settings, arg, after)
         config.update(config.given)
         if inherited:
             config.update(inherited(config) | config.given)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from configurator import RULE, satisfies
+from configurator import RULE, help_text, read_settings, satisfies
 
 SCRIPT = '''"""
 A program.
@@ -144,11 +144,11 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
         ("--dtype=float64", ["dtype='float64'", "auto|bfloat16|float32"]), ("--resume=later", ["auto|never or >= 0"]),
         ("depth=4", ["'depth=4'"]), ("preset", ["'preset'"]), ("missing.py", ["'missing.py'", "No such file"]),
         ("a" * 300 + ".py", ["name too long"]), ("--compile=a\nb", ["compile='a\\nb'"]),
-        ("--sampler=ddim", ["auto|euler|heun"]),
+        ("--sampler=ddim", ["auto|euler|heun"]), ("--tag mine", ["--tag=mine"]), ("--compile 0", ["--compile=0"]),
     ],
 )  # fmt: skip
 def test_mistakes_on_the_command_line(script, capsys, arg, parts):
-    line = mistake(script, capsys, "--width=3", arg)
+    line = mistake(script, capsys, "--width=3", *arg.split(" "))
     assert all(part in line for part in parts), line
 
 
@@ -185,6 +185,17 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, monk
     assert all(len(line) <= 100 for line in lines[1:])
     assert lines[0].startswith("usage: ") and lines[2] == "A program." and "for readers" not in out
     assert "_private" not in out and "after" not in out
+
+
+def test_help_shows_what_everybody_touches_and_breaks_no_word(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "45")
+    globals_ = DEFAULTS | {"__file__": tmp_path / "program.py", "__doc__": "A\n\nB", "TABLE": {"euler": 1, "heun": 2}}
+    globals_["__file__"].write_text(SCRIPT.replace("# Model", "# What everybody touches"))
+    settings = read_settings(globals_)
+    short, whole = (help_text(settings, globals_, whole) for whole in (False, True))
+    assert "--sampler=" in short and "--dropout=" not in short
+    assert short.endswith(f"\n--help=all: {len(settings) - 4} more settings") and "--dropout=" in whole
+    assert {*" ".join(s.comment for s in settings.values()).split()} <= {*whole.split()}
 
 
 def test_every_rule_of_a_script_is_read():
