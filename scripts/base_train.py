@@ -42,9 +42,6 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  #
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
-from nanodiff.formats.adapters import save_adapters
-from nanodiff.formats.start import inherited, open_source, start_from, train_only, with_adapters
-from nanodiff.metrics.features import sample_quality
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
@@ -55,7 +52,6 @@ from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, Optimizer, param_groups
 from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
-from nanodiff.web.report import refresh_report
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
@@ -166,7 +162,20 @@ bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation imag
 # With init_from, settings of shape and process that nobody gave are the source's. Batch, rates, steps and cadences that
 # rules choose below go to the globals, `config` and config.json. That samples do without guidance, `config` alone says.
 # What the machine decides (device_batch_size, dtype) stays 0 or auto in `config`, and stands in the log.
+
+
+def inherited(config):
+    if not (config["init_from"] or config["lora_rank"]):
+        return {}
+    from nanodiff.formats import start  # a door, like all indented imports: a plain run opens only the rooms it uses
+
+    return start.inherited(config)
+
+
 config = configure(globals(), inherited=inherited)
+del inherited
+if init_from or trainable:
+    from nanodiff.formats import start  # a door
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run's folder: one trainer at a time
@@ -197,7 +206,9 @@ print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
 checkpoint, meta = resume_point(run_dir, resume)
 # `source`: init_from's model (on resume, only as teacher or base of adapters). `like`: the description of its data, or
 # of the resumed run's. The new data take that scale and, with adapters, those class numbers
-source, like = open_source(config, meta, device)
+source = like = None
+if init_from:
+    source, like = start.open_source(config, meta, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
@@ -225,11 +236,11 @@ if fixed:  # keep its channels: published and older models lack the one that mar
     model_config = replace(model_config, given_channels=theirs)
 raw_model = build_model(model_config, device, seed)
 if source:
-    start_from(raw_model, source, config, class_names)
+    start.start_from(raw_model, source, config, class_names)
 num_params = sum(p.numel() for p in raw_model.parameters())
-lora = with_adapters(raw_model, source, config, class_names) if lora_rank else None  # refuses trainable
+lora = start.with_adapters(raw_model, source, config, class_names) if lora_rank else None  # refuses trainable
 if trainable:
-    train_only(raw_model, trainable)
+    start.train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 # Matrix products, convolutions and attention: a third for forward, a third for gradients of activations, a third for
 # gradients of the weights that learn
@@ -363,6 +374,8 @@ if not teaches:
 # figure is best, also the first after a change of metric or number of images
 judged_by, judged_every = dict(metric="" if teaches else "val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
+    from nanodiff.metrics.features import sample_quality  # a door: judges of samples
+
     judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, train_set, fid_images, codec, model_config, device)
 # Only a saved step can be best. If save_every or judged_every divides the other, only steps saved anyway compete;
@@ -445,7 +458,7 @@ def save():
         }
         if lora:
             saved["lora"] = lora
-            save_adapters(run_dir, saved, tensors)  # the first average, as one file to sample from
+            start.save_adapters(run_dir, saved, tensors)  # the first average, as one file to sample from
         # checkpoints/step_000500/: model.safetensors, ema_0.999.safetensors, optim.pt, train.pt, `saved` as meta.json
         # and, last, manifest.json with sizes and SHA-256
         saver.start(run_dir, step, tensors, saved, checkpoints_kept)
@@ -519,6 +532,8 @@ while True:
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
+        from nanodiff.web.report import refresh_report  # a door: rank 0 alone draws the page
+
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)
     if leaving:
         break

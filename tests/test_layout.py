@@ -1,10 +1,12 @@
 """The house: arrows go one way, run time needs four packages, and README shows the loop as it is."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
 import textwrap
+import tokenize
 import tomllib
 
 from conftest import ROOT
@@ -14,11 +16,17 @@ RUNTIME = set(sys.stdlib_module_names) | {"torch", "numpy", "wandb", "nanodiff",
 SOURCES = sorted([*ROOT.glob("nanodiff/**/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "configurator.py"])
 
 
+def file_of(module):
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
 def imports(path):
     """(module, line of the import is indented) of every import in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            yield node.module, node.col_offset > 0
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if file_of(inner) in SOURCES else node.module, node.col_offset > 0
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.col_offset > 0
@@ -56,6 +64,24 @@ def test_no_circle_of_imports():
         for leaf in leaves:
             del graph[leaf]
     assert not graph
+
+
+def test_a_plain_run_opens_only_the_rooms_that_it_uses():
+    """What base_train imports before it asks for a feature: half of the house, and no door stands open."""
+    opened = set()
+    waiting = ["scripts.base_train"]
+    while waiting:
+        path = file_of(waiting.pop())
+        if path in SOURCES and path not in opened:
+            opened.add(path)
+            waiting += [module for module, indented in imports(path) if not indented]
+    names = " ".join(path.relative_to(ROOT).as_posix() for path in opened).replace("nanodiff/metrics/losses.py", "")
+    asked_for = r"\w+/(?:formats|metrics|web)/\S+|\w+/data/(?:latents|sources|containers|labels|buckets|decode)\S+"
+    assert not re.findall(asked_for + r"|\w+/models/(?:autoencoder|lora)\S+|\w+/sampling/(?:given|inputs)\S+", names)
+    assert len(opened) <= 36
+    kinds = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
+    streams = (tokenize.generate_tokens(io.StringIO(path.read_text()).readline) for path in opened)
+    assert sum(token.type in kinds for stream in streams for token in stream) <= 46_000
 
 
 def test_run_time_packages():

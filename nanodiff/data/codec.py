@@ -7,7 +7,6 @@ import torch
 
 from nanodiff.common import UserError
 from nanodiff.conditions import FACTS, GIVEN, describe_conditions, from_stored
-from nanodiff.data.latents import Latents, check_sides, latents_of, open_matching
 from nanodiff.data.pixels import Arrays, Pixels
 
 # What a description says of the set alone: a model that is tuned takes it from the new set
@@ -35,6 +34,8 @@ def make_codec(
     if description.get("kind") == "latents" or (not like and (stored or autoencoder)):
         if stored:
             description.setdefault("latents", stored)
+        from nanodiff.data.latents import latents_of  # a door: pixels need no autoencoder
+
         info = latents_of(description, autoencoder)
         if not like and "mean" in info:
             info["offset"] = info.pop("mean")
@@ -60,6 +61,8 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     elif description["kind"] == "arrays":
         codec = Arrays(description)
     else:
+        from nanodiff.data.latents import Latents, check_sides, latents_of, open_matching  # a door
+
         info = latents_of(description, autoencoder)
         encoder = None
         if dataset is not None and dataset.meta["kind"] == "latents":

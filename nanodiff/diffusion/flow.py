@@ -158,7 +158,7 @@ class FlowMatching:
         `denoiser`: see make_denoiser.
 
         Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
-        sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
+        sampling/draw.py: an image to start from at a later step, and the part of it to put back after each step.
         """
 
         def velocity(x, *times):

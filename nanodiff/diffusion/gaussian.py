@@ -381,7 +381,7 @@ class GaussianDiffusion:
         """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
         `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`, of
-        sampling/given.py: an image to start from at a later step, and the part of it to put back after each step.
+        sampling/draw.py: an image to start from at a later step, and the part of it to put back after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps

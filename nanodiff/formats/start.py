@@ -9,7 +9,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.data.dataset import same_order
 from nanodiff.diffusion.guidance import learns_guidance
-from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity
+from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import (
     Loaded,
     build,
@@ -39,9 +39,7 @@ def inherited(config) -> dict:
     given objective is of another kind than the source's process, only the shape is taken.
     """
     if not config["init_from"]:
-        if config["lora_rank"]:
-            raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
-        return {}
+        raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
     source, _ = split_options(config["init_from"])
     base = re.sub(r"\.\w+$", "", Path(source).absolute().name)
     data = Path(config["data"]).absolute().name
@@ -77,8 +75,6 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
     A resumed run, whose checkpoint has this `meta`, no longer needs its source, except as a teacher (flow maps) or as
     the base of its adapters. Only a teacher is put on `device`.
     """
-    if not config["init_from"]:
-        return None, None
     is_map = config["objective"].startswith("flow_map")
     source = None
     adapters = {}

@@ -26,7 +26,7 @@ from nanodiff.metrics.distances import (
 )
 from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.inputs import inputs_of
+from nanodiff.sampling.rows import inputs_of
 
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"

@@ -14,8 +14,7 @@ from nanodiff.data.pixels import to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
-from nanodiff.sampling.given import Given, Known
-from nanodiff.sampling.inputs import Inputs, inputs_of
+from nanodiff.sampling.rows import Inputs, inputs_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,30 @@ class SampleSettings:
     def guidance(self) -> dict:
         low, high = self.cfg_interval
         return {"cfg_scale": self.cfg_scale, "cfg_interval": f"{low:g},{high:g}"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """The images that a batch of samples starts from, and the part to keep.
+
+    At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
+    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that
+    each step reaches, is put back after the step (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
+    """
+
+    x0: torch.Tensor  # (N, C, H, W)
+    strength: float
+    mask: torch.Tensor  # (1, 1, H, W) bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """Images as a data set stores them: sample i starts from image i, modulo their number."""
+
+    images: np.ndarray  # (n, C, H, W)
+    strength: float
+    mask: torch.Tensor  # (1, 1, H, W) bool, of x0
+    described: dict  # for protocols
 
 
 def in_words(protocol: dict) -> str:

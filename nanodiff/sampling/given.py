@@ -1,6 +1,5 @@
 """Samples that start from a given image (SDEdit) or keep a part of it (inpainting)."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,31 +9,8 @@ import torch.nn.functional as F
 from nanodiff.common import UserError
 from nanodiff.data.decode import center_crop, open_image, to_rgb
 from nanodiff.files import reading
+from nanodiff.sampling.draw import Given
 from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
-
-
-@dataclass(frozen=True)
-class Known:
-    """The images that a batch of samples starts from, and the part to keep.
-
-    At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
-    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that
-    each step reaches, is put back after the step (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
-    """
-
-    x0: torch.Tensor  # (N, C, H, W)
-    strength: float
-    mask: torch.Tensor  # (1, 1, H, W) bool
-
-
-@dataclass(frozen=True)
-class Given:
-    """Images as a data set stores them: sample i starts from image i, modulo their number."""
-
-    images: np.ndarray  # (n, C, H, W)
-    strength: float
-    mask: torch.Tensor  # (1, 1, H, W) bool, of x0
-    described: dict  # for protocols
 
 
 def read_from_images(where: str, samples) -> np.ndarray:
