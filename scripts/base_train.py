@@ -50,8 +50,9 @@ from nanodiff.training.batch import automatic_batch, cut_batch
 from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
-from nanodiff.training.optim import LossScaler, Optimizer, param_groups
+from nanodiff.training.optim import LossScaler, param_groups
 from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
+from nanodiff.training.shard import Optimizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and

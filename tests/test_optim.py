@@ -15,6 +15,7 @@ from processes import run_process
 from tiny_runs import make_optimizer
 
 from nanodiff.training import optim as optim_module
+from nanodiff.training import shard
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, normalised, polar_express
 
@@ -252,7 +253,7 @@ OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 def two_ranks(folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
-    optim_module.choose_dtype, optim_module.LEAST_PART = lambda *_: torch.float32, 1000
+    optim_module.choose_dtype, shard.LEAST_PART = lambda *_: torch.float32, 1000
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     rows, found = slice(32 * rank, 32 * rank + 32), {}

@@ -18,7 +18,8 @@ from nanodiff.files import load_tensors
 from nanodiff.models.autoencoder import AutoencoderKL
 from nanodiff.safetensors import load_safetensors, save_safetensors
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
-from nanodiff.training.optim import Optimizer, param_groups
+from nanodiff.training.optim import param_groups
+from nanodiff.training.shard import Optimizer
 
 TINY = (
     "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 "

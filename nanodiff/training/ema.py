@@ -7,7 +7,7 @@ import torch
 from nanodiff.common import UserError
 from nanodiff.device import host_copy
 from nanodiff.dist import collective
-from nanodiff.training.optim import Optimizer
+from nanodiff.training.shard import Optimizer
 
 
 def parse_rates(rates: str) -> tuple[float, ...]:

@@ -1,0 +1,340 @@
+"""The optimizer's state sharded over ranks, and the exchange of gradients and weights; optim.py has the updates.
+
+The parameters lie in a few flat fp32 buffers, each cut into one equal share per rank. Each step, for each buffer:
+reduce-scatter the gradients, while backward still computes those of earlier layers; update this rank's share;
+all-gather the weights, until the model next reads them. This is ZeRO stage 1 (Rajbhandari et al. 2020,
+arXiv:1910.02054). A single rank runs the same code and sends nothing.
+"""
+
+import functools
+import itertools
+import math
+
+import torch
+import torch.distributed as dist
+
+from nanodiff.common import UserError, get_dist
+from nanodiff.device import host_copy
+from nanodiff.dist import collective
+from nanodiff.training.optim import BLOCKS, AdamW, Muon, make_rules
+
+
+def align(n: int) -> int:
+    return -(-n // 16) * 16  # 64 bytes: cuBLAS and Inductor want aligned operands
+
+
+def plan_buffer(params, kind: str, world: int):
+    """(offset of each parameter, length of a share, what each share updates at once: {shape: [start, count]}).
+
+    AdamW's shares, and any other's, may cut through a parameter. Muon needs whole matrices: assign them, largest first,
+    to the rank with the least. The matrices of one shape lie side by side, to be updated as one batch.
+    """
+    sizes = [p.numel() for p in params]
+    if kind != "muon":
+        ends = list(itertools.accumulate(align(size) for size in sizes))
+        share = align(math.ceil(ends[-1] / world))
+        return [0, *ends[:-1]], share, [{(share,): [0, 1]}] * world
+
+    load = [0] * world
+    owner = {}
+    for i in sorted(range(len(params)), key=lambda i: -sizes[i]):
+        rank = load.index(min(load))
+        load[rank] += sizes[i]
+        owner[i] = rank
+
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in params]  # a convolution is (out, rest)
+    offsets = {}  # from the start of the owner's share
+    ends = [0] * world
+    batches = [{} for _ in range(world)]
+    for i in sorted(owner, key=lambda i: (shapes[i], i)):
+        rank = owner[i]
+        batch = batches[rank].setdefault(shapes[i], [align(ends[rank]), 0])
+        offsets[i] = batch[0] + batch[1] * sizes[i]
+        batch[1] += 1
+        ends[rank] = offsets[i] + sizes[i]
+    share = align(max(ends))
+    starts = [owner[i] * share + offsets[i] for i in range(len(params))]
+    return starts, share, batches
+
+
+LEAST_PART = 2**20  # numbers per part: 4 MB
+
+
+def cut_group(params, kind: str, world: int) -> list[list[int]]:
+    """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
+
+    More parts overlap more of the exchange with backward. But small messages are slow, so a part has LEAST_PART numbers
+    or more. And few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
+    """
+    ends = list(itertools.accumulate(p.numel() for p in params))
+    total = ends[-1]
+    most = min(8, total // LEAST_PART) if world > 1 else 1
+    for count in range(most, 1, -1):
+        parts = [[] for _ in range(count)]
+        for i, end in enumerate(ends):
+            parts[(end - 1) * count // total].append(i)
+        parts = [part for part in parts if part]  # a large parameter fills several
+        length = 0
+        for part in parts:
+            _, share, _ = plan_buffer([params[i] for i in part], kind, world)
+            length += world * share
+        if length <= 1.1 * total:
+            return parts
+    return [list(range(len(params)))]
+
+
+class Buffer:
+    """Parameters of a group as views of one flat tensor (world * share,); `own` is this rank's share."""
+
+    def __init__(
+        self,
+        group: dict,
+        rule: Muon | AdamW,
+        part: list[int],
+        rank: int,
+        world: int,
+        grad_dtype: torch.dtype,
+    ):
+        self.group = group
+        self.rule = rule
+        self.world = world
+        self.grad_dtype = grad_dtype
+        self.names = [group["names"][i] for i in part]
+        self.params = [group["params"][i] for i in part]
+        self.missing = len(part)  # gradients that backward has still to compute
+        self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
+        self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
+        self.batches = batches[rank]
+        self.mine = slice(rank * share, (rank + 1) * share)
+        self.flat = torch.zeros(world * share, device=self.params[0].device)
+        self.own = self.flat[self.mine]
+        self.grad = None  # gradient of `own`, between sync_grads and step
+        self.state = {key: torch.zeros_like(self.own) for key in rule.keeps}
+        for p, view in zip(self.params, self.views(self.flat)):
+            p.data = view.copy_(p)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of `flat`, laid out like the weights, that belong to each parameter."""
+        return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
+
+    @collective("the reduce-scatter of the gradients")
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
+        self.wait()
+        for name, p, view in zip(self.names, self.params, self.views(self.flat)):
+            if p.data_ptr() != view.data_ptr():
+                raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
+        full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
+        grads = []
+        for p in self.params:
+            grad = p.grad
+            if grad is None:
+                grad = torch.zeros_like(p)
+            grads.append(grad)
+            p.grad = None  # 4 bytes a parameter, while backward computes the next
+        torch._foreach_copy_(self.views(full), grads)
+        if self.world == 1:
+            self.grad = full
+            return
+        self.grad = torch.empty_like(self.own, dtype=self.grad_dtype)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
+        self.work = reduce_scatter(self.grad, full, async_op=True)
+
+    def update(self, step: int) -> None:
+        """Update `own` by `grad` at step 1, 2, ..."""
+        tensors = self.own, self.grad, *self.state.values()
+        for shape, (start, count) in self.batches.items():
+            part = slice(start, start + count * math.prod(shape))
+            self.rule.update(self.group, step, *(x[part].view(count, *shape) for x in tensors))
+
+    def wait(self) -> None:
+        if self.work:
+            self.work.wait()
+        self.work = None
+
+    def wait_grads(self) -> None:
+        self.wait()
+        self.grad = self.grad.float()
+        self.missing = len(self.params)
+
+    def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
+        """Start to gather every rank's `share` into `flat`; returns the handle, or None if there is nothing to send."""
+        if self.world == 1:
+            return None
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+        return all_gather(flat, share, async_op=True)
+
+    def gathered(self, share: torch.Tensor) -> torch.Tensor:
+        """Every rank's `share`, in the layout of `flat`; a collective."""
+        if self.world == 1:
+            return share
+        full = torch.empty_like(self.flat)
+        self.all_gather(full, share).wait()
+        return full
+
+    def named(self, share: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
+        full = self.gathered(share)
+        if self.mine.start > 0:
+            return {}
+        return host_copy(dict(zip(self.names, self.views(full))))
+
+    def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `named`: this rank's share."""
+        full = torch.zeros_like(self.flat)
+        for name, view in zip(self.names, self.views(full)):
+            view.copy_(named[name])
+        return full[self.mine]
+
+
+class Optimizer:
+    """Updates the param_groups of a model that is already on its device, in fp32; a collective.
+
+    `norm, _ = sync_grads(); step(grad_scale); zero_grad()`; the groups' "lr" may be set before a step. `grad_dtype`:
+    dtype of the gradients that ranks exchange, and of their sum.
+    Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
+    there. sync_grads starts the others.
+    """
+
+    @collective("the broadcast of the first weights")
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: list[dict],
+        beta2: float = 0.999,
+        compile: bool = False,
+        grad_dtype: torch.dtype = torch.float32,
+    ):
+        rank, _, self.world = get_dist()
+        rules = make_rules(groups[0]["params"][0].device, beta2, compile)
+        self.steps = 0
+        self.param_groups = groups
+        self.buffers = [
+            Buffer(group, rules[group["kind"]], part, rank, self.world, grad_dtype)
+            for group in groups
+            for part in cut_group(group["params"], group["kind"], self.world)
+        ]
+        # In backward's order: a buffer is complete at its first parameter. Collectives run in one order on every rank
+        order = [name for name, _ in model.named_parameters()]
+        self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
+        self.unsent = self.exchange_order.copy()
+        self.last_micro_step = False
+        self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
+        if self.world == 1:
+            return
+        for buffer in self.buffers:
+            dist.broadcast(buffer.flat, 0)  # the same start on every rank
+            for p in buffer.params:
+                p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
+        model.register_forward_pre_hook(self.wait_weights)  # runs eagerly: several ranks compile by blocks
+
+    def count_grad(self, buffer: Buffer, p: torch.Tensor) -> None:
+        """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
+        if self.last_micro_step:
+            buffer.missing -= 1
+            while self.unsent and self.unsent[0].missing == 0:
+                self.unsent.pop(0).reduce_grads()
+
+    def cast_weights(self, model: torch.nn.Module) -> None:
+        """Have the blocks' linear layers compute with bf16 copies of their weights, until sync_grads. The copies are
+        nodes of autograd, through which every backward of the step reaches the weights."""
+        self.wait_weights()
+        for name, layer in model.named_modules():
+            if name.startswith(BLOCKS) and isinstance(layer, torch.nn.Linear):
+                self.in_fp32.append((layer, layer.weight))
+                layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
+
+    @collective("the reduce-scatter of the gradients")
+    @torch.no_grad()
+    def sync_grads(self, stop: bool = False) -> tuple[float, bool]:
+        """Average gradients over ranks: a collective, once a step; the only place where each step waits for the GPU.
+
+        Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
+        any rank asked to stop.
+        """
+        for layer, weight in self.in_fp32:
+            layer.weight = weight
+        self.in_fp32.clear()
+        for buffer in self.unsent:
+            buffer.reduce_grads()
+        for buffer in self.buffers:
+            buffer.wait_grads()
+        self.last_micro_step = False
+        self.unsent = self.exchange_order.copy()
+        norms = torch.stack(torch._foreach_norm([buffer.grad for buffer in self.buffers]))
+        norm_sq = norms.square().sum()
+        # full_like, not an assignment: copying a number from the host would wait for the GPU
+        shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
+        if self.world > 1:
+            dist.all_reduce(shared)
+        norm_sq, num_stopping = shared.tolist()
+        # `grad` holds sums over ranks: step() turns them into means
+        return math.sqrt(norm_sq) / self.world, num_stopping > 0
+
+    @collective("the all-gather of the weights")
+    @torch.no_grad()
+    def step(self, grad_scale: float = 1.0) -> None:
+        """One update by the gradients of sync_grads times `grad_scale`; a collective.
+
+        The all-gathers still run at its end: before reading weights other than by the model, call wait_weights.
+        """
+        self.steps += 1
+        torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale / self.world)
+        for buffer in self.buffers:
+            buffer.update(self.steps)
+            buffer.grad = None
+            buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer computes, and the averages
+
+    @collective("the all-gather of the weights")
+    def wait_weights(self, *_) -> None:
+        for buffer in self.buffers:
+            buffer.wait()
+
+    def zero_grad(self) -> None:
+        for buffer in self.buffers:
+            for p in buffer.params:
+                p.grad = None
+
+    @collective("the gathering of non-finite gradients")
+    @torch.no_grad()
+    def not_finite(self) -> str:
+        """The parameter with the largest share of bad gradients, summed over ranks, in words; a collective."""
+        worst = (0.0, "")
+        for buffer in self.buffers:
+            bad = buffer.gathered(1 - buffer.grad.isfinite().float())
+            for name, part in zip(buffer.names, buffer.views(bad)):
+                worst = max(worst, (float(part.mean()), name))
+        share, name = worst
+        return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
+
+    @collective("the all-gather of the optimizer's state")
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
+
+        Loads on any number of ranks; without parameters except on rank 0.
+        """
+        self.wait_weights()  # a checkpoint has them too
+        state = {"step": self.steps}
+        for buffer in self.buffers:
+            for key, share in buffer.state.items():
+                for name, value in buffer.named(share).items():
+                    state[f"{key}/{name}"] = value
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Load this rank's share of a state_dict from any number of ranks."""
+        known = {"step"}
+        for buffer in self.buffers:
+            for key in buffer.state:
+                known |= {f"{key}/{name}" for name in buffer.names}
+        for name in sorted(known ^ state.keys()):
+            raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
+        self.steps = int(state["step"])
+        for buffer in self.buffers:
+            for key, share in buffer.state.items():
+                named = {name: state[f"{key}/{name}"] for name in buffer.names}
+                share.copy_(buffer.share_of(named))
