@@ -8,8 +8,6 @@ images = nanodiff.load("shapes_cpu").sample(classes=["ring", 3], num_images=4)  
 def load(run: str = "", step: int | str = "newest", ema: str = "", device_type: str = ""):
     """Load a model, a formats.load.Loaded, by the tag or folder of its run, or a file, as scripts/sample.py does."""
     from nanodiff.device import init_device  # here, as importing torch takes seconds
-    from nanodiff.formats.load import load_run, tell_best
+    from nanodiff.formats.load import load_run
 
-    loaded = load_run(run, init_device(device_type), step, ema)
-    tell_best(loaded.path)
-    return loaded
+    return load_run(run, init_device(device_type), step, ema)

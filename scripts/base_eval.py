@@ -28,7 +28,7 @@ from nanodiff.device import autocast_to, choose_dtype, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_json
-from nanodiff.formats.load import load_run, tell_best
+from nanodiff.formats.load import load_run
 from nanodiff.metrics import features as metrics
 from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.network import share_by_class
@@ -40,7 +40,7 @@ from nanodiff.web.report import refresh_report
 
 model = ""  # tag or folder of a run; "" = the one written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
-checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
+checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
 data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
 autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
@@ -108,7 +108,6 @@ if samples:
         model, name = "", load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
-    tell_best(loaded.path)
     source = loaded.source
     name = name or loaded.data["name"]
     result |= loaded.described()

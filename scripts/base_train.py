@@ -42,16 +42,16 @@ from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  #
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
-from nanodiff.metrics.losses import bits_per_dim, validation_loss
+from nanodiff.metrics.losses import validation_loss
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, cut_batch
-from nanodiff.training.checkpoint import Saver, is_better, lock_run, write_best
+from nanodiff.training.checkpoint import Saver, lock_run
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, param_groups
-from nanodiff.training.resume import cadence, check_settings, refuse_useless, resume_point, run_folder
+from nanodiff.training.resume import check_settings, refuse_useless, resume_point, run_folder
 from nanodiff.training.shard import Optimizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,9 +68,8 @@ total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the hori
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
 lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
 flip = False  # mirror half of the images left-right
-eval_every = 0.04  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never; here and
-#                    in sample_every and save_every, less than 1 = a fraction of the run, but 250 steps or more
-sample_every = 0.04  # >= -1: steps between grids of samples
+eval_every = 250  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never
+sample_every = 250  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
@@ -124,9 +123,9 @@ fid_metric = "fid"  # fid|fd_classifier|fd_simclr: in features of Inception (96 
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
-save_every = 0.04  # >= -1: steps between checkpoints
+save_every = 250  # >= -1: steps between checkpoints
 save_epochs = False  # save also after every pass over the data
-checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay, besides the best; -1 = all
+checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit|dit_classic
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
@@ -157,7 +156,6 @@ rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some pu
 variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
 #                            posterior's, large = beta; learned_range is IDDPM's
 gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
-bpd_every = -1  # >= -1: steps between bits/dim over eval_images validation images, T evaluations each
 
 # Presets, then the command line override the globals above. `config` is a dict of all, config.given of those given.
 # With init_from, settings of shape and process that nobody gave are the source's. Batch, rates, steps and cadences that
@@ -305,26 +303,19 @@ print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} image
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if choose_batch else 'as given'})")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By default at most 25 evaluations, grids and checkpoints in a run
+# How often
 
-eval_every, sample_every, save_every = (
-    cadence(every, num_iterations) for every in (eval_every, sample_every, save_every)
-)
-if val_set is None and (eval_every >= 0 or bpd_every >= 0):
-    print0("no validation split: validation loss and bits/dim are skipped")
-    eval_every = bpd_every = -1
+if val_set is None and eval_every >= 0:
+    print0("no validation split: the validation loss is skipped")
+    eval_every = -1
 cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
 print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
 if eval_every >= 0:
     print0("val/loss: the same images, t and noise in runs with one seed, so they compare; train/loss draws its own t")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Record what is used. Refuse what these data cannot use (bits/dim of latents, learned guidance without conditions) and,
-# on resume, changed settings. By training/resume.py, these may change freely: run, model_tag, resume, device_type,
-# compile, deterministic, device_batch_size, checkpointing, autoencoder, ema_rates, eval_images, fid_images, fid_metric,
-# sample_steps, sampler, checkpoints_kept, save_epochs, all that ends in _every and, unless the model learns guidance,
-# cfg_scale and cfg_interval. With resume=changed or =STEP so may the four horizons, lr, muon_lr, weight_decay, beta2,
-# grad_clip, warmup_ratio, warmdown_ratio, guided_from and dtype. Nothing else may
+# Record what is used. Refuse what these data cannot use and, on resume, changed settings: by training/resume.py, FREE
+# may change always, RATES with resume=changed or a step, nothing else
 
 config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
 refuse_useless(config, codec.description, droppable(model_config), checkpoint)
@@ -370,24 +361,16 @@ guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else co
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
-# The best checkpoint, which stays beside the newest, is judged by the average's loss, or by samples if fid_every asks;
-# lower is better. Learned guidance and jumps raise the plain loss: with them, only fid_every finds a best. The first
-# figure is best, also the first after a change of metric or number of images
-judged_by, judged_every = dict(metric="" if teaches else "val/loss_ema", images=eval_images), eval_every
 if fid_every >= 0:
     from nanodiff.metrics.features import sample_quality  # a door: judges of samples
 
-    judged_by, judged_every = dict(metric=f"val/{fid_metric}", images=fid_images), fid_every
     measure_samples = sample_quality(fid_metric, train_set, fid_images, codec, model_config, device)
-# Only a saved step can be best. If save_every or judged_every divides the other, only steps saved anyway compete;
-# if not, a new best is saved at once
-saves_best = save_every > 0 and math.gcd(save_every, judged_every) not in (save_every, judged_every)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
 # What a resume restores besides tensors
-progress = {"train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0, "best": None}
+progress = {"train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
 meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
@@ -406,8 +389,6 @@ if checkpoint:
 described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
 described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
 log = RunLog(run, run_dir, device, described, step, progress)
-if ddp_rank == 0:
-    write_best(run_dir, progress["best"])
 report_due = 0.0  # when report.html is next written, by time.monotonic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,7 +474,7 @@ while True:
 
     # Evaluate the averaged weights (val/loss: the raw ones), but not if a signal asks to leave. Eagerly, as compiling
     # for a few batches takes longer
-    if not stopping and any(due(every) for every in (eval_every, bpd_every, fid_every, sample_every)):
+    if not stopping and any(due(every) for every in (eval_every, fid_every, sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
@@ -507,9 +488,6 @@ while True:
                 if due(eval_every):
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
-                # Bits/dim of a Gaussian diffusion: the variational bound on the likelihood (IDDPM, section 3)
-                if due(bpd_every):
-                    figures["val/bpd"] = bits_per_dim(raw_model, *on_val[:-1])["total_bpd"]
                 # Samples compared with the training images: Frechet and kernel distance, precision, recall
                 if due(fid_every):
                     measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
@@ -520,16 +498,7 @@ while True:
                     grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
         if figures:
-            result = judged_by | dict(step=step, value=figures.get(judged_by["metric"], math.inf))
-            # The save runs in a thread. If the run is killed before it ends, best.json names a missing checkpoint; a
-            # resumed run then takes the best that its own checkpoint has recorded
-            if is_better(result, progress["best"]) and (step == saver.step or saves_best):
-                if step != saver.step:
-                    save()
-                progress["best"] = result
-                if ddp_rank == 0:
-                    write_best(run_dir, result)
-            print0(log.evaluation(step, figures, progress["best"]))
+            print0(log.evaluation(step, figures))
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):

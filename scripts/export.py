@@ -25,7 +25,7 @@ from nanodiff.formats.published import to_published
 from nanodiff.safetensors import described, save_safetensors
 
 model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
+checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters

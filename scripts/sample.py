@@ -26,7 +26,7 @@ from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
-from nanodiff.formats.load import load_run, tell_best
+from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
@@ -34,7 +34,7 @@ from nanodiff.sampling.store import SampleStore
 
 # Model
 model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = "newest"  # newest|best or >= 0: which checkpoint of the run, or its step
+checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
@@ -62,7 +62,7 @@ cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class or a weake
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
 guide_model = ""  # a weaker model to guide away from: tag, folder or file; "" = this one, if one of the next is given
-guide_step = "newest"  # newest|best or >= 0: which of its checkpoints, or its step
+guide_step = "newest"  # newest or >= 0: which of its checkpoints, or its step
 guide_ema = ""  # which of its weights; "" = the first rate
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
@@ -83,7 +83,6 @@ device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)
-tell_best(loaded.path)
 guide = None
 if guide_model or guide_step != "newest" or guide_ema:
     guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)

@@ -35,7 +35,6 @@ from nanodiff.formats.load import load_run
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.checkpoint import list_checkpoints
 from nanodiff.training.log import Meter
-from nanodiff.training.resume import cadence
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
 TINY = (
@@ -173,7 +172,7 @@ def test_a_set_without_validation_split_trains(base, run_script, capsys):
     [
         "--arch=unet --num_res_blocks=1 --low_res_size=8",
         "--arch=unet --num_res_blocks=1 --objective=v --dropout=0.1 --class_cond=False",
-        "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl --bpd_every=0 "
+        "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl "
         "--timesteps=loss-second-moment",
         "--low_res_size=4 --objective=x_prev --variance=learned --sampler=ddpm --sample_steps=25",
         "--objective=x0 --noise_schedule=linear --variance=fixed_large --ema_rates= --checkpointing",
@@ -190,8 +189,6 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     run_script("base_train", *args, "--eval_every=-1", "--num_iterations=2", "--model_tag=b")
     assert_identical(weights(tiny, "a", 2), weights(tiny, "b", 2))
     assert (tiny / "runs" / "a" / "samples" / "step_000001.png").stat().st_size > 1000
-    if "--bpd_every=0" in more:
-        assert 0 < metrics(tiny, "a")[-1]["val/bpd"] < 50
 
 
 def overflow_once():
@@ -261,10 +258,8 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tiny):
 def test_a_run_of_forty_steps(tiny, run_script):
     """It learns, at a rate that warms up and down, in micro-batches of 64 at most, with few evaluations and saves."""
     args = ("--num_iterations=40", "--warmup_ratio=0.1", "--warmdown_ratio=0.4", "--total_batch_size=96")
-    done = run_script("base_train", *TINY, *args, "--eval_every=0.5", "--save_every=0.5")
-    assert (done["eval_every"], done["sample_every"], done["save_every"]) == (250, -1, 250)
-    assert [cadence(every, 10_000) for every in (0.04, 0.5, 1, 350, 0, -1)] == [400, 5000, 1, 350, 0, -1]
-    assert cadence(0.04, 300) == 250 and done["device_batch_size"] == 48  # a divisor
+    done = run_script("base_train", *TINY, *args)
+    assert done["device_batch_size"] == 48  # a divisor
     lrm = [line["train/lrm"] for line in metrics(tiny, "tiny_dit_d1") if "train/lrm" in line]
     assert lrm == pytest.approx([min((i + 1) / 5, 1, (40 - i) / 16) for i in range(40)])
     loss = losses(tiny, "tiny_dit_d1")
@@ -298,7 +293,7 @@ def test_going_back_leaves_the_other_branch_as_a_run_and_survives_a_kill(tiny, r
     """The same command goes on with its own branch, which is what "newest" means; another command goes back again."""
     args = (*TINY, "--model_tag=a", "--save_every=2", "--checkpoints_kept=-1", "--eval_every=2")
     back = (*args, "--resume=2", "--lr=0.01")
-    run_dir = run_script("base_train", *args)["run_dir"]
+    run_script("base_train", *args)
     whole, lines = weights(tiny, "a"), metrics(tiny, "a")
     steps = lambda tag: [step for step, _ in list_checkpoints(tiny / "runs" / tag)]
     refused("other settings", run_script, "base_train", *back, "--depth=2")
@@ -316,9 +311,6 @@ def test_going_back_leaves_the_other_branch_as_a_run_and_survives_a_kill(tiny, r
     assert run_script("base_train", *args, "--lr=0.01", "--resume=changed")["start_step"] == 6
     assert [line["step"] for line in metrics(tiny, "a") if "train/loss" in line] == [*range(1, 7)]
     assert metrics(tiny, "a")[:3] == lines[:3] and metrics(tiny, "a")[3:] != lines[3:]
-    best = json.loads((run_dir / "best.json").read_text())
-    values = {line["step"]: line["val/loss_ema"] for line in metrics(tiny, "a") if "val/loss_ema" in line}
-    assert best["value"] == min(values.values()) == values[best["step"]]  # of this branch
     assert run_script("base_train", *args, "--resume=2", "--lr=0.02")["start_step"] == 2
     assert steps("a.left2") == [4, 6] and not (tiny / "runs" / "a.left3").exists()
 

@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there, a corrupt one is skipped, and none runs code."""
 
-import math
 import os
 import signal
 import time
@@ -17,12 +16,10 @@ from nanodiff.training import checkpoint
 from nanodiff.training.checkpoint import (  # fmt: skip
     Saver,
     find_checkpoint,
-    is_better,
     list_checkpoints,
     load_meta,
     lock_run,
     save_checkpoint,
-    write_best,
 )
 
 META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
@@ -36,9 +33,8 @@ def tensors(value=1.0):
     }
 
 
-def save(run_dir, step, keep=-1, best=None):
-    meta = META | {"step": step, "loop": {"step": step, "best": best}}
-    return save_checkpoint(run_dir, step, tensors(step), meta, keep)
+def save(run_dir, step, keep=-1):
+    return save_checkpoint(run_dir, step, tensors(step), META | {"step": step}, keep)
 
 
 def steps(run_dir):
@@ -50,7 +46,7 @@ def test_round_trip(tmp_path, monkeypatch):
         patch.setattr("hashlib.file_digest", None)  # hashed while it is written: nothing is read again
         path = save(tmp_path, 500)
     assert path.name == "step_000500" and why_corrupt(path) == ""
-    assert load_meta(path) == META | {"step": 500, "loop": {"step": 500, "best": None}}
+    assert load_meta(path) == META | {"step": 500}
     model = load_safetensors(path / "model.safetensors")[0]
     assert torch.equal(model["w"], torch.full((100, 7), 500.0)) and model["half"].dtype == torch.bfloat16
     assert load_tensors(path / "optim.pt")["groups"] == [("w", 0.5), None]
@@ -59,26 +55,10 @@ def test_round_trip(tmp_path, monkeypatch):
     refused("no checkpoint of step 7; it has: 500", find_checkpoint, tmp_path, 7)
 
 
-def test_the_best_stays_beside_the_newest(tmp_path, capsys):
-    best = None
-    for step, loss in ((1, 0.9), (2, 0.5), (3, 0.7), (4, math.nan), (5, 0.6)):
-        save(tmp_path, step, keep=2, best=best)
-        found = dict(step=step, metric="val/loss_ema", value=loss, images=8)
-        if is_better(found, best):
-            best = found
-            write_best(tmp_path, best)
-    assert steps(tmp_path) == [2, 4, 5] and find_checkpoint(tmp_path).name == "step_000005"
-    assert find_checkpoint(tmp_path, "best").name == "step_000002"
-    save(tmp_path, 6, keep=1, best=best)
-    assert steps(tmp_path) == [2, 6] and capsys.readouterr().out == ""
-    for other in ({"images": 512}, {"metric": "val/fid"}):  # of another kind: neither better nor worse
-        assert is_better(found | {"value": 0.8} | other, best) and "does not compare" in capsys.readouterr().out
-    (tmp_path / "best.json").write_text("{")
-    refused("best.json is damaged", find_checkpoint, tmp_path, "best")
-    write_best(tmp_path, found | {"step": 7})  # and was killed before it had saved the step
-    assert find_checkpoint(tmp_path, "best") == find_checkpoint(tmp_path)
-    write_best(tmp_path, None)
-    refused("has no best checkpoint", find_checkpoint, tmp_path, "best")
+def test_the_newest_stay(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])
@@ -177,7 +157,7 @@ def test_one_trainer_at_a_time(tmp_path):
 
 
 def test_a_start_clears_away_what_a_killed_process_left(tmp_path, monkeypatch, capsys):
-    names = ("best.json", "config.json", "metrics.jsonl", "report.html", "samples/step_000001.png")
+    names = ("config.json", "metrics.jsonl", "report.html", "samples/step_000001.png")
     others = {tmp_path / ".0123.parts", tmp_path / "metrics.jsonl"}  # of a `sample` that draws; our own
     for path in others | {(tmp_path / name).with_name(f".{Path(name).name}.x1y2") for name in names}:
         path.parent.mkdir(exist_ok=True)
@@ -186,7 +166,7 @@ def test_a_start_clears_away_what_a_killed_process_left(tmp_path, monkeypatch, c
     with monkeypatch.context() as patch:  # a file system without locks: whose they are is not known
         patch.setattr("fcntl.flock", lambda *args: (_ for _ in ()).throw(OSError(95, "not supported")))
         lock_run(tmp_path).close()
-    assert "cannot be locked (not supported)" in capsys.readouterr().out and len([*tmp_path.rglob(".*x1y2")]) == 6
+    assert "cannot be locked (not supported)" in capsys.readouterr().out and len([*tmp_path.rglob(".*x1y2")]) == 5
     lock_run(tmp_path).close()
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == others | {tmp_path / ".lock"}
     assert not [*tmp_path.rglob(".*x1y2")]
@@ -196,6 +176,5 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     (tmp_path / "run").mkdir()
     save(tmp_path / "run", 1)
     (tmp_path / "run").rename(tmp_path / "moved")
-    for write in (lambda: save(tmp_path / "run", 2), lambda: write_best(tmp_path / "run", {"step": 1})):
-        refused(r"cannot write .*run/", write)
+    refused(r"cannot write .*run/", save, tmp_path / "run", 2)
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]

@@ -55,7 +55,7 @@ MISTAKES = [
     # settings
     ((*TRAIN, "--dept=3"), "dept"),
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
-    ((*TRAIN, "--bpd_every=1"), "bpd_every"),
+    ((*TRAIN, "--eval_every=0.5"), "eval_every"),
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
     ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),

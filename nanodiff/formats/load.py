@@ -24,12 +24,12 @@ from nanodiff.formats.adapters import PREFIX, merge
 from nanodiff.formats.published import MISSING, read_published
 from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.safetensors import load_safetensors
-from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_meta, read_best
+from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_meta
 
 WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
 # What may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6; and the pattern of its values
-OPTIONS = {"step": r"newest|best|\d+", "ema": r"raw|[\d.]+"} | MISSING
+OPTIONS = {"step": r"newest|\d+", "ema": r"raw|[\d.]+"} | MISSING
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 
@@ -210,8 +210,8 @@ def load_run(
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, or the folder of a diffusers
-    model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest", "best" or
-    a number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
+    model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest" or a
+    number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
     path, told = find(run, step, ema)
     meta, tensors = read(path, told, lora, lora_scale)
@@ -222,15 +222,6 @@ def run_of(path: Path) -> Path | None:
     """The run's folder, if the file lies in one of its checkpoints."""
     folder = path.parent.parent
     return folder.parent if folder.name == "checkpoints" else None
-
-
-def tell_best(path: Path) -> None:
-    """Say which checkpoint of a run is the best, if the file is not of that one."""
-    if run_dir := run_of(path):
-        best = read_best(run_dir)
-        checkpoint = dict(list_checkpoints(run_dir)).get(best.get("step"))
-        if checkpoint and checkpoint != path.parent:  # it is not there if the run was killed while saving it
-            print0(f"the best checkpoint of {run_dir.name}, by {best['metric']}, is that of step {best['step']:,}")
 
 
 def newest_meta(run_dir: Path) -> dict:

@@ -6,13 +6,11 @@ runs/<tag>/checkpoints/step_000500/
     optim.pt  train.pt                             to resume: for torch.load(weights_only=True)
     meta.json                                      to resume: step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
-runs/<tag>/best.json                               the evaluation by which a kept checkpoint is the best
 runs/<tag>.left1/                                  the steps that --resume=STEP has left: a run like any other
 """
 
 import contextlib
 import json
-import math
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +43,7 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step_<step>, with a file for each of `tensors`: weights, and optim and train; on rank 0.
 
-    Then delete the oldest checkpoints beyond `keep` (-1 keeps all), but not meta["loop"]["best"].
+    Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
     """
     parent = run_dir / "checkpoints"
     temporary = parent / f".tmp-step_{step:06d}"
@@ -75,9 +73,8 @@ def save_checkpoint(
         found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
         intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
         oldest = intact[-keep:][0]
-        best = meta["loop"].get("best") or {}  # not best.json, which training changes meanwhile
         for s, path in found:
-            if s < oldest and s != best.get("step"):
+            if s < oldest:
                 shutil.rmtree(path, ignore_errors=True)
     return final
 
@@ -109,28 +106,6 @@ class Saver:
         wait_for_first_rank()
 
 
-def is_better(found: dict, best: dict | None) -> bool:
-    """Does an evaluation {step, metric, value, images} beat the best one so far? Lower is better. Figures by another
-    metric or of another number of images do not compare: the best starts anew."""
-    if best:
-        was = f"{best['metric']} of {best['images']} images"
-        now = f"{found['metric']} of {found['images']} images"
-        if was != now:
-            print0(f"best: {was} at step {best['step']} does not compare with {now}: starts anew")
-            best = None
-    return math.isfinite(found["value"]) and (best is None or found["value"] < best["value"])
-
-
-def write_best(run_dir: Path, best: dict | None) -> None:
-    write_json(run_dir / "best.json", best or {})
-
-
-def read_best(run_dir: Path) -> dict:
-    """The evaluation {step, metric, value, images} of the best checkpoint; {} if none has been measured."""
-    path = run_dir / "best.json"
-    return read_json(path) if path.exists() else {}
-
-
 def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first, not verified."""
     found = []
@@ -141,16 +116,8 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
-    """The newest intact checkpoint, the "best", or that of a step; None if the run has none. Corrupt ones are
-    reported."""
+    """The newest intact checkpoint, or that of a step; None if the run has none. Corrupt ones are reported."""
     found = list_checkpoints(run_dir)
-    if step == "best":
-        step = read_best(run_dir).get("step")
-        if step is None:
-            raise UserError(f"{run_dir} has no best checkpoint: none was evaluated when it was saved; accepted: newest")
-        if step not in dict(found):  # the run was killed while it was being saved
-            print0(f"the best checkpoint, of step {step}, was not saved to its end: the newest instead")
-            step = "newest"
     if step != "newest":
         steps = ", ".join(str(s) for s, _ in found) or "none"
         found = [(s, path) for s, path in found if s == int(step)]
@@ -188,7 +155,7 @@ def load_meta(checkpoint: Path) -> dict:
 def lock_run(run_dir: Path):
     """One trainer at a time. Clears away what a killed one left half written."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
-    leftovers = ".best.json.* .config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
+    leftovers = ".config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
 
 
@@ -202,7 +169,7 @@ def go_back(run_dir: Path, step: int) -> None:
     while (left := run_dir.with_name(f"{run_dir.name}.left{n}")).exists():
         n += 1
     left.mkdir()
-    for name in ("config.json", "metrics.jsonl", "log.txt", "best.json"):
+    for name in ("config.json", "metrics.jsonl", "log.txt"):
         if (run_dir / name).exists():
             shutil.copy(run_dir / name, left)
     for path in later:

@@ -240,7 +240,7 @@ class RunLog:
         if self.wandb:
             self.wandb.log(finite, step=finite["step"])
 
-    def evaluation(self, step: int, found: dict, best: dict | None) -> str:
+    def evaluation(self, step: int, found: dict) -> str:
         """Log the figures val/... of an evaluation. Returns the line to print."""
         self.metrics({"step": step} | found)
         shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
@@ -248,8 +248,6 @@ class RunLog:
         parts = [f"{name} {text}" for name, text in shown.items()]
         if "loss" in shown:
             parts.append(f"from image to noise {' '.join(quarters)}")
-        if best:
-            parts.append(f"best {best['metric'].removeprefix('val/')} {best['value']:.4f}, step {best['step']}")
         return f"step {step:05d} | val: {' | '.join(parts)}"
 
     def grid(self, grid, step: int) -> None:

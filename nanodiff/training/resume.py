@@ -8,13 +8,13 @@ from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.dist import from_first_rank
 from nanodiff.files import why_corrupt
-from nanodiff.training.checkpoint import find_checkpoint, list_checkpoints, load_meta, read_best
+from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 # Settings that a resumed run may change freely, since they do not shape the weights
 FREE = set(
     """
     run model_tag resume device_type compile deterministic device_batch_size checkpointing autoencoder ema_rates
-    eval_every eval_images fid_every fid_images fid_metric bpd_every sample_every sample_steps sampler cfg_scale
+    eval_every eval_images fid_every fid_images fid_metric sample_every sample_steps sampler cfg_scale
     cfg_interval save_every save_epochs checkpoints_kept log_every
     """.split()
 )
@@ -50,12 +50,6 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
         if resume.isdigit() and meta.get("command") != sys.argv[1:]:
             checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
             meta = load_meta(checkpoint)
-        if checkpoint:
-            best = read_best(run_dir)
-            if not best or best["step"] > meta["step"]:  # not this branch's, or not saved to its end
-                best = meta["loop"].get("best") or {}
-            is_kept = best.get("step") in dict(list_checkpoints(run_dir))
-            meta["loop"]["best"] = best if is_kept else None
     checkpoint, meta = from_first_rank((checkpoint, meta), "the checkpoint to resume from")
     if checkpoint is None:
         return None, {}
@@ -105,24 +99,15 @@ def refuse_useless(config, description: dict, conditions: list[str], is_resumed)
 
     `config`: a configurator.Config; `description`: of the codec; `conditions`: those that training drops.
     """
-    kind = description["kind"]
     is_map = config["objective"].startswith("flow_map")
+    is_latent = description["kind"] == "latents"
     if is_map and config.given.keys() & {"timesteps", "t_range"} and not is_resumed:
         raise UserError("a flow map draws t by its own rule; accepted: no timesteps, no t_range")
-    if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and kind == "latents" and not is_resumed:
+    if config["objective"] == "eps" and config["noise_schedule"] == "cosine" and is_latent and not is_resumed:
         raise UserError("objective=eps on latents draws noise with noise_schedule=cosine; accepted: linear")
     if config["warmup_ratio"] + config["warmdown_ratio"] > 1:
         raise UserError("warmup_ratio and warmdown_ratio are parts of one run; accepted: a sum up to 1")
-    if config["bpd_every"] >= 0 and kind != "images":
-        raise UserError(f"bpd_every={config['bpd_every']}: bits/dim need uint8 images, not {kind}; -1 = never")
     can_learn = conditions and config["label_drop"] > 0 and config["cfg_scale"] > 1
     if config["guided_from"] < 1 and not can_learn:
         needs = "classes, vectors or second images, label_drop > 0 and cfg_scale > 1"
         raise UserError(f"guided_from={config['guided_from']} needs {needs}; accepted: 1")
-
-
-def cadence(every: float, num_iterations: int) -> int:
-    """Steps from one evaluation to the next. Less than 1 is a fraction of the run, but 250 steps or more."""
-    if 0 < every < 1:
-        return max(250, round(every * num_iterations))
-    return int(every)

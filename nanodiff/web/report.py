@@ -31,7 +31,6 @@ TITLES = {  # of a metric's chart: quality first. Other metrics follow
     "fd_simclr": "Fréchet distance in features learned without labels",
     "precision": "Precision: samples that look real",
     "recall": "Recall: real images that samples resemble",
-    "bpd": "Bits per dimension",
     "loss": "Loss",
     "loss" + BY_QUARTER: "Loss" + BY_QUARTER,
     "lrm": "Learning rate, relative to its peak",
@@ -268,7 +267,7 @@ def evaluation(result: dict, run: Run) -> str:
 def best(run: Run) -> dict:
     """The figures by which runs are compared: the lowest logged, each metric's last result by file name, minutes."""
     figures = {}
-    for key in ("val/loss", "val/loss_ema", "val/bpd", "val/fid", "val/fd_classifier", "val/fd_simclr"):
+    for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
         if key in run.logged:
             figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
     for result in run.results:
