@@ -329,7 +329,9 @@ num_iterations = num_iterations or step  # 0: train nothing
 
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
-    process.learn_from(source)  # a resumed run, too
+    from nanodiff.formats.start import teach  # a door
+
+    teach(process, source, model_config, class_names)  # a resumed run, too
     print0(f"teacher: {source.title}")  # as it is now, at a resume too
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share

@@ -13,6 +13,7 @@ from nanodiff.conditions import Conditioned
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.formats.load import load_run
+from nanodiff.formats.start import teach
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.sampling.loaded import check_guide
 
@@ -105,6 +106,21 @@ def test_an_untrained_map_is_its_flow_model():
     assert (process.losses(straight, x0[:1].expand_as(x0), t, noise, {}, torch.rand_like)["loss"] < 1e-6).all()
 
 
+def test_the_teacher_is_asked_for_its_own_classes():
+    """By name, whatever their numbers here, and for its own null class."""
+    teacher = SimpleNamespace(process=FlowMatching(), model=Perfect(), class_names=["a", "b"], why_unguided="")
+    vars(teacher).update(source="t", device="cpu")
+    process = FlowMap(cfg_scale=3.0)
+    teach(process, teacher, Conditioned(num_classes=1), ["b"])
+    x, t = torch.randn(2, 2, 1, 1), torch.full((2,), 0.5)
+    asked = process.teacher_velocity({"y": torch.tensor([0, 1])}, x, t.view(-1, 1, 1, 1))
+    torch.testing.assert_close(asked, Perfect(3.0)(x, 1000 * t, torch.tensor([1, NULL])))
+    refused(
+        "'c' of the 2 classes here is not among the 2", teach, process, teacher, Conditioned(num_classes=2), ["b", "c"]
+    )
+    refused(r"takes {.y.: .*; the conditions here are {}", teach, process, teacher, Conditioned(), [])
+
+
 MEAN, STD = 0.5, 0.3
 
 
@@ -117,14 +133,32 @@ def exact_map(x, t, r):
     return (1 - r) * MEAN + spread(r) / spread(t) * (x - (1 - t) * MEAN)
 
 
+def velocity(x, model_t):
+    t = (model_t / 1000).view(-1, 1, 1, 1)
+    slope = (t - (1 - t) * STD**2) / spread(t) ** 2
+    return slope * (x - (1 - t) * MEAN) - MEAN
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.3, 6.0])
+def test_a_jump_is_taught_from_where_another_lands(shift):
+    """Whatever the shift. And with exact jumps the teacher lands where the flow does: within 1.5%."""
+    process, calls = FlowMap(timestep_shift=shift), []
+    process.learn_from(SimpleNamespace(process=FlowMatching(), model=velocity))
+
+    def exact(x, model_t, h):
+        t, r = (y.view(-1, 1, 1, 1) for y in (model_t / 1000, model_t / 1000 - h / 50))
+        calls.append({(round(a, 3), round(b, 3)) for a, b in zip(t.flatten().tolist(), r.flatten().tolist())})
+        return (x - exact_map(x, t, r)) / (t - r).clamp(min=1e-9)
+
+    x0, noise = MEAN + STD * torch.randn(999, 1, 1, 1), torch.randn(999, 1, 1, 1)
+    jumps = lambda like: torch.rand(like.shape) * torch.tensor([1, 1, 0.8]) + torch.tensor([0, 0, 0.2])  # none is short
+    losses = process.losses(exact, x0, torch.rand(999), noise, {}, jumps)["loss"]
+    learned, used = calls
+    assert {(t, m) for t, m in used if m < t} <= learned and losses.mean() < 0.0005
+
+
 def test_the_map_of_gaussian_data():
     """One, two and four jumps have its mean and deviation, and each lands where the flow does."""
-
-    def velocity(x, model_t):
-        t = (model_t / 1000).view(-1, 1, 1, 1)
-        slope = (t - (1 - t) * STD**2) / spread(t) ** 2
-        return slope * (x - (1 - t) * MEAN) - MEAN
-
     torch.manual_seed(0)
     hidden = [torch.nn.Linear(2, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64), torch.nn.SiLU()]
     layers = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 2))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.loaded import settings_for
+from nanodiff.sampling.loaded import check_guide, settings_for
 from nanodiff.sampling.store import SampleStore
 
 
@@ -221,6 +222,9 @@ def test_autoguidance(draw):
     assert (zero == raw).all() and protocol["guide"]["weights"] == "raw" and protocol["network_evaluations"] == 2 * 5
     one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
     assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
+    loaded = load_run("flow", "cpu")
+    other = replace(loaded, data=loaded.data | {"class_names": loaded.class_names[::-1]})
+    refused("they differ in class_names", check_guide, other, loaded)
 
 
 LONG = ("--model=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts

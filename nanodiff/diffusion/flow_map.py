@@ -1,6 +1,7 @@
 """Flow maps: flow matching in one to four steps (Boffi et al. 2025, arXiv:2505.18825)."""
 
 import functools
+from itertools import pairwise
 
 import torch
 
@@ -24,9 +25,9 @@ class FlowMap(FlowMatching):
     """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
 
     It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. The map jumps to within 1/4
-    of r, and the teacher walks the rest. With sg = no gradient and m = min(t, r + 1/4):
+    of r, and the teacher walks the rest. With sg = no gradient and m = min(t, r + 1/4), all times before the shift:
         x_m = x_t - (t - m) sg u(x_t, t, m)
-        (t - r) u(x_t, t, r)  <-  x_t - x_r, with x_r where one step of ralston leads x_m by v
+        (t - r) u(x_t, t, r)  <-  x_t - x_r, with x_r where a step of ralston leads x_m by v (two, beyond shift 4)
     So jumps of at most 1/4 are taught by the teacher alone, and a longer one by those that are 1/4 shorter, like a
     progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four such steps, 12 evaluations, draw as well as
     heun's 25 (runs/LOG.md, index). A bias remains in detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
@@ -39,6 +40,7 @@ class FlowMap(FlowMatching):
     default_sampler = "map"
     default_steps = 4
     teacher = None  # for training
+    classes = None  # the teacher's number of each class and, behind them, of the null class
 
     def learn_from(self, teacher) -> None:
         """`teacher`: a trained flow model (formats.load.Loaded)."""
@@ -58,6 +60,8 @@ class FlowMap(FlowMatching):
     def teacher_velocity(self, cond, x_t, t):
         """v (N, C, H, W) at x_t and t (N, 1, 1, 1), guided."""
         t = t.flatten()
+        if "y" in cond:
+            cond = cond | {"y": self.classes[cond["y"]]}
         model = self.teacher.model
         velocity = functools.partial(self.teacher.process.velocity, model)
         if self.cfg_scale == 1:
@@ -83,16 +87,19 @@ class FlowMap(FlowMatching):
         is_short = u_kind < 0.2
         start = torch.where(is_short, 0.01 + 0.99 * u_i, (first + quarters) / 4)
         length = torch.where(is_short, 0.01 + 0.24 * u_n, quarters / 4)
-        t = self.shift(start)
-        r = self.shift((start - length).clamp(min=0))
-        m = torch.minimum(t, r + 0.25)
+        end = (start - length).clamp(min=0)
+        near = torch.minimum(start, end + 0.25)
+        t, m, r = map(self.shift, (start, near, end))
         x_t = self.noised(x0, per_image(t), noise)
         u_tr = self.velocity(model, x_t, t, r, **cond)
         with torch.no_grad():
             u_tm = self.velocity(model, x_t, t, m, **cond)
-            x_m = x_t - per_image(t - m) * u_tm
+            x_r = x_t - per_image(t - m) * u_tm
             velocity = functools.partial(self.teacher_velocity, cond)
-            x_r, _ = flow.ralston(velocity, x_m, per_image(m), per_image(r), None)
+            halfway = self.shift((near + end) / 2)
+            walk = (m, halfway, r) if self.timestep_shift > 4 else (m, r)
+            for times in pairwise(map(per_image, walk)):
+                x_r, _ = flow.ralston(velocity, x_r, *times, None)
             target = (x_t - x_r) / per_image(t - r)
         # Squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md, 20). Absolute errors
         # learn a median, which is the mean here, as nothing in the target is random once x_t is given

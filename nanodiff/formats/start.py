@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.data.dataset import same_order
+from nanodiff.conditions import row_shapes
+from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
 from nanodiff.formats.load import (
@@ -181,6 +182,16 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
         if name.endswith(B):
             x = x * (lora["alpha"] / lora["rank"] / scale)
         p.copy_(x)
+
+
+def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
+    """Let `teacher` teach a flow map whose model has this config, and these classes: it is asked by its own numbers."""
+    process.learn_from(teacher)
+    taken, given = (row_shapes(config) for config in (teacher.model.config, model_config))
+    if taken != given:
+        raise UserError(f"objective=flow_map: {teacher.source} takes {taken}; the conditions here are {given}")
+    numbers = match_labels(class_names, teacher.class_names, f"objective=flow_map, {teacher.source}")
+    process.classes = torch.tensor([*numbers, len(teacher.class_names)], device=teacher.device)
 
 
 def check_shape(model, loaded: Loaded) -> None:

@@ -115,10 +115,10 @@ def check_guide(guide, loaded) -> None:
 
     def facts(model) -> dict:
         found = vars(model.process) | vars(model.model.config) | model.data.get("latents", {})
-        return found | {"objective": model.config["objective"]}
+        return found | {"objective": model.config["objective"], "class_names": model.class_names}
 
     keys = ("objective", "noise_schedule", "num_timesteps", "rescale_timesteps", "time_input")
-    keys += ("image_size", "in_channels", *FIELDS, "sha256", "offset", "scale")
+    keys += ("image_size", "in_channels", *FIELDS, "class_names", "sha256", "offset", "scale")
     ours, theirs = facts(loaded), facts(guide)
     differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
