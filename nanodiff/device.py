@@ -149,12 +149,15 @@ def why_not_compiled(device: torch.device) -> str:
     return ""
 
 
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in CPU memory. A GPU's is on its way: wait for the GPU, or for an event recorded now, before reading."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x.detach(), non_blocking=x.is_cuda)
+
+
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in CPU memory. GPU tensors are copied to pinned memory, without waits between: several times as fast."""
-    copies = {}
-    for name, x in tensors.items():
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        copies[name] = copy.copy_(x.detach(), non_blocking=x.is_cuda)
+    copies = {name: to_host(x) for name, x in tensors.items()}
     if any(x.is_cuda for x in tensors.values()):
         torch.cuda.synchronize()
     return copies

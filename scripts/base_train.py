@@ -567,32 +567,32 @@ while True:
 
     # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
     # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
-    # of the loop then saves and exits. Here the host waits for the GPU; elsewhere only in meter.end_step, on log lines
-    # and when images have a shape for the first time, and in t_distribution.update for loss-second-moment. Besides the
-    # two exchanges ranks send only losses: for these lines and this update.
-    grad_norm, stopping = optim.sync_grads(bool(stop.received))  # global L2 norm; both equal on all ranks
-    grad_norm *= scaler.inv_scale
-    is_finite = math.isfinite(grad_norm)
-    # A NaN or infinity ends the run here, before the update, with an error that names step and parameter; weights and
-    # newest checkpoint stay intact. Not in fp16, where it may be an overflow: the step is skipped and the loss scale
-    # halved. It starts at 2^20; below 1, after some twenty skipped steps, the run ends too.
-    if not is_finite and not scaler.enabled:
-        where = optim.not_finite()
-        last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
-        raise FloatingPointError(f"step {step}: loss {last_loss:g}, gradient not finite ({where})")
+    # of the loop then saves and exits. Besides the two exchanges ranks send only losses.
+    norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, equal on all ranks; on the device
+    # In fp16 an infinity may be an overflow: the step is skipped and the loss scale halved. It starts at 2^20; below 1,
+    # after some twenty skipped steps, the run ends too
+    overflow = scaler.enabled and not norm.isfinite()  # fp16 alone waits here for the GPU
 
     # Update, and exchange 2 of 2: each rank updates its share; all-gathers start here, and end before the next forward
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm  # muon_lr for Muon's, lr for AdamW's
-    if is_finite:
+    if not overflow:
         # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
         t_distribution.update(step_t, step_losses)
         # One factor clips the global norm and undoes the loss scale
-        clip = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip > 0 else 1.0
+        clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights; see ema_ramp
-    scaler.update(overflow=not is_finite)
+    # The host waits for the norm, while the GPU has the update to do. A NaN or infinity, which changed no weight, ends
+    # the run with an error that names step and parameter; the newest checkpoint stays intact
+    grad_norm, stopping = optim.read_norm()
+    grad_norm *= scaler.inv_scale
+    if not math.isfinite(grad_norm) and not scaler.enabled:
+        where = optim.not_finite()
+        last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
+        raise FloatingPointError(f"step {step}: loss {last_loss:g}, gradient not finite ({where})")
+    scaler.update(overflow)
     optim.zero_grad()
 
     # Bookkeeping

@@ -69,8 +69,9 @@ def train(model, optimizer, steps, rows=slice(None), clip=0.0, ema=None):
     for step in steps:
         x, y = batch(step)
         model(x[rows], y[rows]).backward()
-        norms.append(optimizer.sync_grads()[0])
-        optimizer.step(min(clip / norms[-1], 1.0) if clip else 1.0)
+        norm = optimizer.sync_grads()
+        optimizer.step((clip / norm).clamp(max=1.0) if clip else 1.0)
+        norms.append(optimizer.read_norm()[0])
         if ema:
             ema.update(step + 1)
         optimizer.zero_grad()
@@ -112,7 +113,7 @@ def test_adamw_is_torchs_adamw():
         model.final.bias.grad = None  # a missing gradient is zero
         for group in (*ours.param_groups, *reference.param_groups):
             group["lr"] = 3e-3 * (1 - step / 30)
-        norm, _ = ours.sync_grads()
+        norm = float(ours.sync_grads())
         assert all(p.grad is None for p in model.parameters() if p.requires_grad)  # each is freed once it is sent
         want = torch.nn.utils.clip_grad_norm_(trainable, 2.0)
         assert norm == pytest.approx(float(want), rel=1e-5)
@@ -247,6 +248,18 @@ def test_a_model_that_left_the_buffer_is_noticed():
         opt.sync_grads()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])  # the last one's square is infinite
+def test_a_norm_that_is_not_finite_changes_no_weight(bad):
+    model = Toy()
+    opt = make_optimizer(model, weight_decay=0.1)
+    before = params(model)
+    randomize_grads(model)
+    model.blocks[1].fc1.weight.grad[0] = bad
+    opt.step((1 / opt.sync_grads()).clamp(max=1.0))
+    assert largest_difference(params(model), before) == 0 and not np.isfinite(opt.read_norm()[0])
+    assert opt.not_finite() == ("each number finite, not their norm" if bad == 1e30 else "3% of blocks.1.fc1.weight")
+
+
 CASES = [("muon", 0.05), ("adamw", 0.0)]  # clipped and not
 OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
@@ -275,7 +288,7 @@ def two_ranks(folder):
             opt.last_micro_step = overlap and micro_step == 1
             model(x[rows], y[rows]).backward()
         sent = len(opt.buffers) - len(opt.unsent)
-        norm, _ = opt.sync_grads()
+        norm = float(opt.sync_grads())
         opt.step()
         found[name] = {"sent": sent, "buffers": len(opt.buffers), "norm": norm}
         found[name]["gathering"] = [sum(buffer.work is not None for buffer in opt.buffers)]

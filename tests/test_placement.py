@@ -89,6 +89,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
         for view, p in zip(buffer.views(buffer.grad), buffer.params):
             if p.grad is not None:
                 view.copy_(p.grad)
+    optimizer.finite = torch.ones((), dtype=torch.bool, device=device)
     optimizer.step()
     ema.update(1)
     optimizer.load_state_dict(optimizer.state_dict())

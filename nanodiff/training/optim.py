@@ -53,8 +53,8 @@ def look_ahead(G, M, mu, dtype):
     return normalised(G.lerp(M, mu), dtype)
 
 
-def descend(P, U, rate, decay):
-    P.mul_(1 - decay).sub_(U.float() * rate)  # in bf16 the rate would be rounded
+def descend(P, U, rate, decay, finite):
+    P.copy_(torch.where(finite, P * (1 - decay) - U.float() * rate, P))  # in bf16 the rate would be rounded
 
 
 def pays_to_compile(device: torch.device) -> bool:
@@ -79,10 +79,10 @@ class Muon:
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
 
-    def update(self, group: dict, step: int, P, G, M) -> None:
+    def update(self, group: dict, step: int, finite, P, G, M) -> None:
         """Update matrices P (K, m, n) and their momenta M by gradients G, at step 1, 2, ...
 
-        The rate scales with sqrt(max(1, m / n)).
+        If not `finite`, a bool on their device, P stays. The rate scales with sqrt(max(1, m / n)).
         """
         rows, cols = P.shape[1:]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
@@ -91,7 +91,7 @@ class Muon:
         if self.compiled:  # a changing number would recompile; copying one to a GPU would wait for it
             factors = [torch.full((), x, device=P.device) for x in factors]
         X = self.look_ahead(G, M, factors[0], self.dtype)
-        self.descend(P, polar_express(X), *factors[1:])
+        self.descend(P, polar_express(X), *factors[1:], finite)
 
 
 class AdamW:
@@ -102,8 +102,8 @@ class AdamW:
     def __init__(self, beta2: float):
         self.beta2 = beta2
 
-    def update(self, group: dict, step: int, w, g, exp_avg, exp_avg_sq) -> None:
-        """Update weights w of any shape and their moments by gradients g, at step 1, 2, ..."""
+    def update(self, group: dict, step: int, finite, w, g, exp_avg, exp_avg_sq) -> None:
+        """Update weights w of any shape and their moments by gradients g, at step 1, 2, ... if `finite`."""
         before = torch.full((), step - 1.0, device=w.device)  # fp32; the kernel adds 1
         adamw(
             [w],
@@ -113,6 +113,7 @@ class AdamW:
             [],  # maxima, for amsgrad
             [before],
             fused=True,
+            found_inf=(~finite).float(),  # skips the update
             amsgrad=False,
             maximize=False,
             lr=group["lr"],

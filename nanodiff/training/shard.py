@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nanodiff.common import UserError, get_dist
-from nanodiff.device import host_copy
+from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
 from nanodiff.training.optim import BLOCKS, AdamW, Muon, make_rules
 
@@ -108,7 +108,7 @@ class Buffer:
         self.mine = slice(rank * share, (rank + 1) * share)
         self.flat = torch.zeros(world * share, device=self.params[0].device)
         self.own = self.flat[self.mine]
-        self.grad = None  # gradient of `own`, between sync_grads and step
+        self.grad = None  # gradient of `own`, from sync_grads to zero_grad
         self.state = {key: torch.zeros_like(self.own) for key in rule.keeps}
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
@@ -141,12 +141,12 @@ class Buffer:
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
         self.work = reduce_scatter(self.grad, full, async_op=True)
 
-    def update(self, step: int) -> None:
-        """Update `own` by `grad` at step 1, 2, ..."""
+    def update(self, step: int, finite: torch.Tensor) -> None:
+        """Update `own` by `grad` at step 1, 2, ... if `finite`."""
         tensors = self.own, self.grad, *self.state.values()
         for shape, (start, count) in self.batches.items():
             part = slice(start, start + count * math.prod(shape))
-            self.rule.update(self.group, step, *(x[part].view(count, *shape) for x in tensors))
+            self.rule.update(self.group, step, finite, *(x[part].view(count, *shape) for x in tensors))
 
     def wait(self) -> None:
         if self.work:
@@ -191,8 +191,8 @@ class Buffer:
 class Optimizer:
     """Updates the param_groups of a model that is already on its device, in fp32; a collective.
 
-    `norm, _ = sync_grads(); step(grad_scale); zero_grad()`; the groups' "lr" may be set before a step. `grad_dtype`:
-    dtype of the gradients that ranks exchange, and of their sum.
+    `sync_grads(); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
+    `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
     there. sync_grads starts the others.
     """
@@ -248,11 +248,11 @@ class Optimizer:
 
     @collective("the reduce-scatter of the gradients")
     @torch.no_grad()
-    def sync_grads(self, stop: bool = False) -> tuple[float, bool]:
-        """Average gradients over ranks: a collective, once a step; the only place where each step waits for the GPU.
+    def sync_grads(self, stop: bool = False) -> torch.Tensor:
+        """Average gradients over ranks: a collective, once a step. Waits for no GPU.
 
-        Returns, the same on every rank, the global L2 norm (not finite if any gradient on any rank is not) and whether
-        any rank asked to stop.
+        Returns, on the device and the same on every rank, the global L2 norm: not finite if any gradient on any rank is
+        not. `stop`: this rank asks to stop.
         """
         for layer, weight in self.in_fp32:
             layer.weight = weight
@@ -269,22 +269,34 @@ class Optimizer:
         shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
         if self.world > 1:
             dist.all_reduce(shared)
-        norm_sq, num_stopping = shared.tolist()
-        # `grad` holds sums over ranks: step() turns them into means
-        return math.sqrt(norm_sq) / self.world, num_stopping > 0
+        if shared.device.type != "mps":  # has no float64
+            shared = shared.double()
+        shared[0] = norm = shared[0].sqrt() / self.world  # `grad` holds sums over ranks: step() turns them into means
+        self.finite = norm.isfinite()
+        self.shared = to_host(shared)
+        self.arrived = torch.cuda.current_stream().record_event() if shared.is_cuda else None
+        return norm
+
+    def read_norm(self) -> tuple[float, bool]:
+        """(norm, whether any rank asked to stop), on the host. Read late, it waits for a GPU that has work queued."""
+        if self.arrived:
+            self.arrived.synchronize()
+        norm, num_stopping = self.shared.tolist()
+        return norm, num_stopping > 0
 
     @collective("the all-gather of the weights")
     @torch.no_grad()
-    def step(self, grad_scale: float = 1.0) -> None:
-        """One update by the gradients of sync_grads times `grad_scale`; a collective.
+    def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
+        """One update by the gradients of sync_grads times `grad_scale`; a collective. No weight changes if the norm is
+        not finite.
 
         The all-gathers still run at its end: before reading weights other than by the model, call wait_weights.
         """
         self.steps += 1
-        torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale / self.world)
+        grad_scale = torch.where(self.finite, grad_scale / self.world, 0.0).float()
+        torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale)
         for buffer in self.buffers:
-            buffer.update(self.steps)
-            buffer.grad = None
+            buffer.update(self.steps, self.finite)
             buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer computes, and the averages
 
     @collective("the all-gather of the weights")
@@ -294,6 +306,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         for buffer in self.buffers:
+            buffer.grad = None
             for p in buffer.params:
                 p.grad = None
 
