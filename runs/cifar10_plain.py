@@ -8,6 +8,7 @@ seed = 2
 num_iterations = 2963
 total_batch_size = 128
 lr = 3e-3
+muon_lr = 0.02
 warmup_ratio = 0.07  # 200 steps
 warmdown_ratio = 0.0
 guided_from = 1.0

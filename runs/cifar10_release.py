@@ -9,6 +9,7 @@ patch_size = 4  # 64 tokens
 num_iterations = 14338
 total_batch_size = 128
 lr = 3e-3
+muon_lr = 0.02
 warmup_ratio = 0.028  # 400 steps
 warmdown_ratio = 0.2441  # 3,500 steps
 guided_from = 0.7559  # likewise

@@ -9,6 +9,7 @@ timestep_shift = 1.3
 timestep_std = 0.7
 num_iterations = 600
 total_batch_size = 64
+lr = 3e-3
 warmdown_ratio = 0.8
 eval_every = 300
 sample_every = -1

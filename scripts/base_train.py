@@ -38,7 +38,7 @@ from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, start_verifying
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (the settings name SAMPLERS)
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, choose_times, make_process  # noqa: F401 (a setting)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
@@ -46,7 +46,7 @@ from nanodiff.metrics.losses import validation_loss
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.batch import automatic_batch, cut_batch
+from nanodiff.training.batch import automatic_batch, choose_rate, cut_batch
 from nanodiff.training.checkpoint import Saver, lock_run
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
@@ -64,9 +64,9 @@ data = "shapes"  # name or folder of a set made by scripts.prepare_data or cache
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
 num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
 target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter that learns
-total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon, scaling lr and muon_lr
+total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
-lr = 3e-3  # > 0: AdamW's learning rate for 64 images a step and DiT width 256; unscaled if total_batch_size is given
+lr = 0.0  # >= 0: AdamW's learning rate; 0 = from the batch and the width
 flip = False  # mirror half of the images left-right
 eval_every = 250  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
@@ -103,7 +103,8 @@ lora_targets = "all"  # linear layers to adapt, by the ends of their names, such
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
 #                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from a flow run (init_from)
 #                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit(t) normal, mean 0, for flow; else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform; mixed =
+#                    logit(t) normal, mean 0, and a uniform tenth
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
@@ -131,13 +132,13 @@ log_every = 10  # >= 1: steps between log lines
 patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
 width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only optimizer=muon
-muon_lr = 0.02  # > 0: Muon's learning rate for 64 images a step; unscaled if total_batch_size is given
+muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = from the batch
 # Only objective=flow|flow_x0
 guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
 #                    cfg_interval, so that samples need none and cost half; 1 = never
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
-time_input = "1000t"  # 1000t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t
+time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; auto = 1000t; REPA's takes t, SiT's 1-t
 timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
@@ -225,6 +226,8 @@ if codec.undecodable:
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it
 
+config |= choose_times(config, meta.get("config", {}))
+timesteps, time_input = config["timesteps"], config["time_input"]
 process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
@@ -251,7 +254,7 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; parameters that learn; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
 #     steps  = images / batch
-#     rates  = lr, muon_lr times sqrt(batch / 64); lr of a DiT also times 256 / width
+#     rates  = 0.003 (AdamW), 0.02 (Muon) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
@@ -270,6 +273,11 @@ elif num_epochs > 0:
     total_images, how_long = num_epochs * len(train_set), f"{num_epochs:g} epochs"
 elif target_flops > 0:
     total_images, how_long = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
+elif init_from and not checkpoint and "target_param_data_ratio" not in config.given:
+    raise UserError(
+        "init_from without a horizon, which a model to tune does not imply; accepted: --num_epochs=2, "
+        "--num_iterations=500 or the like"
+    )
 elif target_param_data_ratio > 0:
     total_images = target_param_data_ratio * num_trained / tokens
     how_long = f"{target_param_data_ratio:g} tokens per parameter that learns"
@@ -289,18 +297,19 @@ elif choose_batch:
     if total_batch_size % world:  # 3, 5, 6, 7 ranks: all take equally many
         total_batch_size = world * max(1, round(total_batch_size / world))
 
-# 3) The rates. Where the batch is given, they are what the settings say
-if choose_batch:
-    root = math.sqrt(total_batch_size / 64)
-    lr *= root if arch == "unet" else root * 256 / model_config.width
-    muon_lr *= root
+# 3) The rates. A resumed run keeps its own
+root = math.sqrt(total_batch_size / 64)
+by_width = 1 if arch == "unet" else 256 / model_config.width
+before = meta.get("config", {})
+lr, why_lr = choose_rate(lr, before.get("lr"), 3e-3 * root * by_width)
+muon_lr, why_muon = choose_rate(muon_lr, before.get("muon_lr"), 0.02 * root)
 
 # 4) The steps
 if num_iterations < 0:
     num_iterations = max(1, round(total_images / total_batch_size))
 epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
-print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} ({'by batch and width' if choose_batch else 'as given'})")
+print0(f"rates: lr {lr:.3g} ({why_lr}), muon_lr {muon_lr:.3g} ({why_muon})")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How often

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import os
 import re
 import shutil
@@ -87,21 +86,27 @@ def test_horizons(tiny, run_script):
 
 
 def test_the_batch_follows_the_horizon(tiny, run_script, capsys):
-    """64 images for 20 million tokens, and both as its root; rates as the batch's root, AdamW's also by the width."""
+    """64 images for 20 million tokens, and both as its root; a resumed run keeps batch and rates."""
     args = [arg for arg in TINY if "num_iterations" not in arg and "total_batch_size" not in arg]
     args += ["--eval_every=-1"]
     for tokens, batch in ((1.25e6, 16), (20e6, 64)):
-        more = (f"--num_epochs={tokens / 16 / 72}", "--save_every=-1", f"--model_tag=t{batch}", "--lr=0.001")
-        out = set_up(run_script, capsys, *args, *more)
-        scale = math.sqrt(batch / 64)
-        assert f" x {batch} images: " in out
-        assert f"lr {0.001 * scale * 256 / 64:.3g}, muon_lr {0.02 * scale:.3g} (by batch and width)" in out
+        more = (f"--num_epochs={tokens / 16 / 72}", "--save_every=-1", f"--model_tag=t{batch}")
+        assert f" x {batch} images: " in set_up(run_script, capsys, *args, *more)
     done = run_script("base_train", *args, "--num_iterations=2")
     assert done["total_batch_size"] == 16 and done["config"]["lr"] == done["lr"] == 0.003 * 4 / 2
-    # a resumed run keeps its batch, though 20 million tokens would choose 64 images
+    # though 20 million tokens would choose 64 images
     out = set_up(run_script, capsys, *args, f"--num_epochs={20e6 / 16 / 72}", "--resume=changed")
-    assert "lr 0.006, " in out and "x 16 images" in out
+    assert "lr 0.006 (as before), muon_lr 0.01 (as before)" in out and "x 16 images" in out
     refused("total_batch_size=32", run_script, "base_train", *args, "--num_iterations=9", "--total_batch_size=32")
+
+
+@pytest.mark.parametrize("batch, adamw, muon", [(16, 0.5, 0.5), (64, 1, 1), (256, 2, 2)])
+def test_rates_follow_batch_and_width_unless_given(tiny, run_script, capsys, batch, adamw, muon):
+    """Both as the batch's root; AdamW's also by the width."""
+    args = (*TINY, f"--total_batch_size={batch}", "--save_every=-1")
+    rates = f"lr {0.003 * adamw * 4:.3g} (by batch and width), muon_lr {0.02 * muon:.3g} (by batch and width)"
+    assert rates in set_up(run_script, capsys, *args)
+    assert "lr 0.5 (as given), muon_lr 0.7 (as given)" in set_up(run_script, capsys, *args, "--lr=0.5", "--muon_lr=0.7")
 
 
 @pytest.mark.parametrize("ranks", [3, 7])
@@ -272,7 +277,7 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     first = run_script("base_train", *args)["run_dir"]
     names = ("config.json", "metrics.jsonl", "report.html")
     before = {name: (first / name).read_bytes() for name in names}
-    refused(r"lr=0\.01 \(was 0\.003\); give --model_tag", run_script, "base_train", *args, "--lr=0.01")
+    refused(r"lr=0\.01 \(was 0\.006\); give --model_tag", run_script, "base_train", *args, "--lr=0.01")
     other = ("--depth=2", "--objective=eps", "--lr=0.1", "--resume=changed")
     refused(r"depth=2 \(was 1\), objective='eps' \(was 'flow'\)", run_script, "base_train", *args, *other)
     with monkeypatch.context() as other_rule, pytest.raises(UserError, match="another number of attention heads"):
@@ -284,7 +289,7 @@ def test_changed_settings_and_data(tiny, run_script, monkeypatch):
     assert run_script("base_train", *args, *changed, "--resume=changed")["step"] == len(losses(tiny, "a")) == 7
     config = json.loads((first / "config.json").read_text())
     changes = {"lr": 0.01, "num_iterations": 7, "guided_from": 0.5, "eval_every": -1}
-    assert config["config"]["lr"] == 0.003 and config["changes"][0]["config"] == changes
+    assert config["config"]["lr"] == 0.006 and config["changes"][0]["config"] == changes
     make_data(train=73, overwrite=True)
     refused("other sha256", run_script, "base_train", *args, *changed, "--resume=changed")
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from conftest import golden, refused
 
-from nanodiff.diffusion.flow import FlowMatching
+from nanodiff.diffusion.flow import TIMES, FlowMatching
 from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMESTEPS, LossSecondMoment, make_timesteps
+from nanodiff.models.dit import timestep_embedding
 
 FLOW = FlowMatching()
 
@@ -32,13 +33,22 @@ def test_uniform_covers_each_timestep_equally(T):
 
 
 @pytest.mark.parametrize("std", [1.0, 0.7])
-def test_logit_normal_quantiles(std):
-    process = FlowMatching(timestep_std=std)
-    t, weight = make_timesteps("logit-normal", process).sample(grid(1000))
-    z = torch.logit(t.double())
-    expected = torch.distributions.Normal(0.0, std).icdf(grid(1000).double())
-    torch.testing.assert_close(z, expected, rtol=0, atol=1e-4)
-    assert (weight == 1).all()
+@pytest.mark.parametrize("name, share, above", [("logit-normal", 0, 5e-5), ("mixed", 0.1, 0.00204)])
+def test_quantiles(name, share, above, std):
+    """t grows with u, which is the CDF at t: a share uniform, the rest logit-normal. `above`: P(t > 0.98), std 1."""
+    u = grid(1_000_000)
+    t, weight = make_timesteps(name, FlowMatching(timestep_std=std)).sample(u)
+    assert (weight == 1).all() and (t.diff() >= 0).all()
+    assert std != 1 or (t > 0.98).double().mean().item() == pytest.approx(above, abs=1e-5)
+    cdf = (1 - share) * torch.special.ndtr(torch.logit(t.double()) / std) + share * t
+    torch.testing.assert_close(cdf, u.double(), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("seen, fastest", [("1000t", 1), ("62.5t", 1 / 16)])
+def test_the_embedding_of_t_turns_no_faster_than_it_may(seen, fastest):
+    """In radians per thousandth of t."""
+    turned = timestep_embedding(TIMES[seen](torch.linspace(0, 1, 1001)), 256).diff(dim=0).abs().max()
+    assert 0.8 * fastest < turned <= fastest
 
 
 @pytest.mark.parametrize("shift, median", [(3.0, 0.75), (math.exp(0.8), 0.69), (1.0, 0.5)])
@@ -116,7 +126,7 @@ def test_each_distribution_is_for_its_processes(name, process, monkeypatch):
 
 
 def test_part_of_t():
-    for name in ("uniform", "logit-normal"):
+    for name in ("uniform", "logit-normal", "mixed"):
         t, weight = make_timesteps(name, FLOW, low=0.25, high=0.75).sample(grid(4000))
         assert (weight == 1).all() and 0.25 <= t.min() < 0.2503 and 0.7497 < t.max() <= 0.75
     t, weight = make_timesteps("bell", FLOW).sample(grid(4000))  # DiffSynth-Studio's, shifted to 0 at the ends

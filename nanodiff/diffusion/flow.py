@@ -13,6 +13,9 @@ from nanodiff.conditions import null_condition
 # How a network sees t
 TIMES = {
     "1000t": lambda t: 1000.0 * t,  # the range that its embedding of t is made for
+    "62.5t": lambda t: (
+        62.5 * t
+    ),  # 16 times slower waves: neighbouring t look alike, and untrained ones like trained ones
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
 }

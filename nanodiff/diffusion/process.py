@@ -26,14 +26,28 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
         process = kind(prediction, cfg_interval=interval, **settings)
         std = process.timestep_std
         timesteps = config.get("timesteps", "auto")
-        if std != 1 and timesteps not in ("auto", "logit-normal"):
-            raise UserError(f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal")
+        if std != 1 and timesteps not in ("auto", "logit-normal", "mixed"):
+            raise UserError(
+                f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal, mixed"
+            )
         return process
     names = ("noise_schedule", "num_timesteps", "objective", "variance", "gaussian_loss")
     rescale = config.get("rescale_timesteps", True)  # published models may see t itself
     values = [config[name] for name in names]
     is_image = facts["kind"] != "latents"
     return GaussianDiffusion(*values, rescale, clip_denoised=is_image)
+
+
+def choose_times(config: dict, before: dict) -> dict:
+    """How t is drawn and how the network sees it, where the settings leave that open.
+
+    A resumed run keeps what it had `before`, and a tuned model sees t as its source does. Older ones have logit-normal
+    t, seen as 1000t.
+    """
+    times = {"timesteps": "auto", "time_input": "1000t"}
+    if before:
+        times |= {name: before[name] for name in times if name in before}
+    return times | {name: config[name] for name in times if config[name] != "auto"}
 
 
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:

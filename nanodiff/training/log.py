@@ -31,6 +31,7 @@ class Meter:
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
         self.wall_start = 0.0  # since the first step, with evaluations and saves: for what is left
         self.wall_steps = 0
+        self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
     def restart(self) -> None:
@@ -112,6 +113,11 @@ class Meter:
             "train/mfu": 100 * flops_per_image * img_per_sec / peak_flops,
         }
         line |= self.mean_losses()
+        near_noise = line["train/loss_q3"]
+        if near_noise > 10 * self.near_noise:
+            print0(f"warning: the loss of the last quarter of t is {near_noise:.3g}, over ten times its running value")
+        if math.isfinite(near_noise):
+            self.near_noise = min(near_noise, 0.9 * self.near_noise + 0.1 * near_noise)
         self.restart()
         return line
 
