@@ -223,7 +223,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for key, flops in PEAK_FLOPS.items():
             if re.search(rf"\b{key}\b", name):  # whole words: an RTX A4000 is no A40
                 return flops, "bf16, by the datasheet"
-    return measured_peak(device, dtype), f"{dtype}, measured by a matrix product".removeprefix("torch.")
+    return measured_peak(device, dtype), f"{dtype}, measured".removeprefix("torch.")
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

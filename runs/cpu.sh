@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole story on a laptop: set up, train on the embedded shapes, sample, evaluate. 2 to 4 minutes on two cores with
 # native bf16, 4 to 8 with AVX2 alone, excluding installation.
-#   bash runs/cpu.sh                              further arguments go to base_train: --num_iterations=50
+#   bash runs/cpu.sh                              further arguments go to base_train:
+#   bash runs/cpu.sh --model_tag=try --num_iterations=50    a short try, a run of its own
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 python3 -m scripts.base_train runs/shapes_cpu.py "$@"

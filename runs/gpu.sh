@@ -83,7 +83,7 @@ if [ -n "${IMAGES:-}" ]; then
     stage prepare 90 made python3 -m scripts.prepare_data --path="$IMAGES" --resolution=32 --name=gpu_images --overwrite
     data=gpu_images
 fi
-stage train 300 'val: loss' python3 -m scripts.base_train --device_type=cuda --data=$data --depth=8 --num_epochs=100 --model_tag=gpu_train
+stage train 300 'val loss' python3 -m scripts.base_train --device_type=cuda --data=$data --depth=8 --num_epochs=100 --model_tag=gpu_train
 
 echo
 printf '%s\n' "${table[@]}" | tee "$out/summary.txt"

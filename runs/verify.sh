@@ -25,5 +25,6 @@ for key, (value, allowed) in stated.items():
     differs = abs(found[key] - value) > allowed
     wrong += differs
     print(f"{key}: {found[key]:.3f}, stated {value:.3f} +- {allowed:.3f}{': differs' if differs else ''}")
+print(f"{wrong} of {len(stated)} differ" if wrong else "all agree")
 sys.exit(wrong > 0)
 PYTHON

@@ -198,7 +198,7 @@ autocast = autocast_to(device, compute_dtype)
 # five large matrix products in compute_dtype, timed now
 peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
-print0(f"peak: {peak:.3g} FLOP/s ({peak_source}); mfu is relative to it")
+print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
@@ -317,10 +317,10 @@ print0(f"rates: lr {lr:.3g} ({why_lr}), muon_lr {muon_lr:.3g} ({why_muon})")
 if val_set is None and eval_every >= 0:
     print0("no validation split: the validation loss is skipped")
     eval_every = -1
-cadences = f"{eval_every:,} / {sample_every:,} / {save_every:,} steps"
-print0(f"validation loss / grid / checkpoint: every {cadences} (0 = at the end, -1 = never)")
+cadences = f"{eval_every:,}, {sample_every:,}, {save_every:,} steps"
+print0(f"validation, grid, checkpoint: every {cadences} and at the end (0: only there, -1: never)")
 if eval_every >= 0:
-    print0("val/loss: the same images, t and noise in runs with one seed, so they compare; train/loss draws its own t")
+    print0("compare val loss with other runs' val loss, not with train loss: its t differ")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Record what is used. Refuse what these data cannot use and, on resume, changed settings: by training/resume.py, FREE
@@ -359,7 +359,7 @@ if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
-print0(f"batch: {device_batch_size} x {world} ranks x {grad_accum_steps} micro-steps = {total_batch_size:,} images")
+print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devices x {grad_accum_steps} passes)")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples. A model that learns guidance is sampled without it from the start
@@ -381,7 +381,7 @@ if fid_every >= 0:
 # Resume
 
 # What a resume restores besides tensors
-progress = {"train_time_s": 0.0, "wandb_id": None, "lines": 0, "running_loss": 0.0}
+progress = {"train_time_s": 0.0, "wandb_id": None}
 meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
@@ -613,8 +613,8 @@ while True:
         gc.freeze()
     if log_now:
         # step, images_seen, total_training_flops, total_training_time_s and, under train/, since the last line:
-        # - all ranks: loss, loss_running (over about ten lines), loss_q0 ... loss_q3 (by quarter of t); of a Gaussian
-        #   diffusion also mse_q0 ... (mse losses) and vb_q0 ... (mse losses with a learned variance)
+        # - all ranks: loss, loss_q0 ... loss_q3 (by quarter of t); of a Gaussian diffusion also mse_q0 ... (mse losses)
+        #   and vb_q0 ... (mse losses with a learned variance)
         # - this rank: dt_ms, data_ms (waiting for data), images_per_sec = total_batch_size / dt,
         #   mfu = 100 * flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)

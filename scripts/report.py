@@ -10,6 +10,7 @@ import sys
 
 from configurator import configure
 from nanodiff.common import print0
+from nanodiff.files import reading
 from nanodiff.formats.load import find_run
 from nanodiff.web.report import write_report
 
@@ -21,5 +22,6 @@ path = run_dirs[0] / "report.html"
 if len(run_dirs) > 1:
     name = "_".join(folder.name for folder in run_dirs)
     path = run_dirs[0].parent / f"compare_{name[:200]}.html"
-write_report(run_dirs, path)
+with reading(" or ".join(map(str, run_dirs)), "has a file that is not as this version writes it"):
+    write_report(run_dirs, path)
 print0(path)

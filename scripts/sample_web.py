@@ -69,17 +69,17 @@ def describe_run(path: Path) -> dict:
 
     Raises UserError if it cannot be sampled.
     """
-    if path.is_file():
-        meta, _ = read_file(path, {})
-        weights = [(meta["step"], meta["ema"])]
-    else:
-        checkpoints = list_checkpoints(path)
-        if not checkpoints:
-            raise UserError(f"{path} holds no checkpoint")
-        meta = load_meta(checkpoints[-1][1])
-        emas = [*map(str, meta["ema_rates"]), "raw"]
-        weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
     with reading(path, "was trained by another version"):
+        if path.is_file():
+            meta, _ = read_file(path, {})
+            weights = [(meta["step"], meta["ema"])]
+        else:
+            checkpoints = list_checkpoints(path)
+            if not checkpoints:
+                raise UserError(f"{path} holds no checkpoint")
+            meta = load_meta(checkpoints[-1][1])
+            emas = [*map(str, meta["ema_rates"]), "raw"]
+            weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
         config = meta["config"]
         data = meta["data"]
         model = SimpleNamespace(config=stored_config(meta))  # all that is asked of it

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refused
 from tiny_runs import TINY, logged, make_data
 from webdriver import CHROMEDRIVER, Browser
 
 from nanodiff.png import encode_png
-from nanodiff.web.report import BINS, MOST_GRIDS, refresh_report, smooth, write_report
+from nanodiff.web.report import BINS, MOST_GRIDS, read_run, refresh_report, smooth, write_report
 
 VOID = {"meta", "img", "input", "line", "path", "br"}
 
@@ -106,7 +107,7 @@ def test_no_text_becomes_markup_and_nothing_is_loaded(base, word):
     plain = report(fake_run(base))
     is_offline(plain)
     assert [attrs["data-step"] for attrs in plain.images] == ["0", "100", "200"]
-    assert [text for tag, text in plain.texts if tag == "li"] == ["plain", "b"]  # beside the grids' rows
+    assert [text for tag, text in plain.texts if tag == "li"][:2] == ["plain", "b"]  # beside the grids' rows
     assert [(tag, sorted(attrs)) for tag, attrs in odd.tags] == [(tag, sorted(attrs)) for tag, attrs in plain.tags]
     assert odd.text.count(word) >= 8
 
@@ -123,7 +124,7 @@ def test_whatever_was_logged_is_drawn(base):
         assert loss[label] == values
     assert charts["plain"]["curves"][0]["y"] == [2.0] * 40
     names = [curve["label"] for curve in charts[quarters]["curves"]]  # MFU has none: 0 means that the peak is unknown
-    assert names == [f"training loss, {order} quarter of t" for order in ("first", "second", "third", "last")]
+    assert names == [f"training loss, {order} quarter" for order in ("first", "second", "third", "last")]
 
 
 def test_an_evaluation_is_tables_not_python(base):
@@ -133,13 +134,16 @@ def test_an_evaluation_is_tables_not_python(base):
     (folder / "eval_samplers.json").write_text(json.dumps({"metric": "samplers", "step": 7, "rows": [row]}))
     (folder / "eval_of_a_file.json").write_text(json.dumps(of_a_file))
     (folder / "eval_from_elsewhere.json").write_text(json.dumps({"metric": "features", "fd_features": 1.5}))
+    judged = {"metric": "fid", "fid": 2.5, "kid_std": 0.5, "real_images": {"fid": 3.5, "split": "val"}}
+    (folder / "eval_z.json").write_text(json.dumps(judged))
     source = report(folder).source.split("What differs")[0]
     rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", source)
     assert {("by_class ring", "0.75"), ("samples_protocol eta", "0"), ("guide plain", "0.3, plain")} <= {*rows}
     for text in ("<th>heun, 5</th>", "<th>evaluations</th><td>9</td>", "<th>error</th><td>0.125</td>"):
         assert text in source
     assert "<h2>features of a</h2>" in source
-    assert source.index("samplers of a") < source.index("<figure")  # figures stand first
+    assert "<b>2.5</b> FID, lower is better <small>real images 3.5</small>" in source and "</b> kid_std" not in source
+    assert source.index("<figure") < source.index("samplers of a")  # pictures stand first
 
 
 @pytest.fixture
@@ -186,8 +190,9 @@ def test_sliders_of_overlaid_runs_move_together(base, browser):
         assert browser.run(slider + shown) == steps
 
 
-def test_a_long_run_with_many_grids_stays_small(base):
+def test_a_long_run_with_many_grids_stays_small(base, monkeypatch):
     folder = fake_run(base, grids=100)
+    (folder / "samples" / "step_000020 (copy).png").touch()
     lines = [{"step": 10 * i, "train/loss": 1 + 1 / i} for i in range(1, 20_001)]
     lines[5000] = {"step": 50_005, "train/loss": 1e6}
     log(folder, lines)
@@ -197,11 +202,16 @@ def test_a_long_run_with_many_grids_stays_small(base):
     raw = page.charts["Loss"]["curves"][0]
     assert len(raw["x"]) <= 2 * (BINS + 1)
     assert max(zip(raw["y"], raw["x"])) == (1e6, 50_005)  # a spike of a single step
+    monkeypatch.setattr("nanodiff.web.report.MOST_BYTES", 100_000)  # of more, not every line is read, but evaluations
+    log(folder, [*lines, {"step": 7, "val/loss": 2.0}])
+    run = read_run(folder, over_images=False)
+    assert 1000 < len(run.logged["train/loss"]) < 4000 and run.logged["val/loss"] == {7: 2.0}
 
 
 def test_what_is_torn_not_finite_or_missing_is_left_out(base):
     folder = fake_run(base, grids=0)
-    (folder / "metrics.jsonl").write_text('{"step": 10, "val/loss": 1, "val/x": NaN}\n{"step": 20, "val/lo')
+    odd = '{"step": 10, "val/loss": 1, "val/x": NaN}\n[7]\nnull\n{"val/loss": 2}\n{"step": [], "val/loss": 2}\n'
+    (folder / "metrics.jsonl").write_text(odd + '{"step": 20, "val/lo')
     (chart,) = report(folder).charts.values()
     assert [(curve["x"], curve["y"]) for curve in chart["curves"]] == [([10], [1])]
     (folder / "metrics.jsonl").unlink()
@@ -220,7 +230,8 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     b = fake_run(base, "b", lines=40, batch=16)
     facts = json.loads((b / "config.json").read_text())
     facts["changes"] = [{"step": 10, "config": {"lr": 0.5}, "num_iterations": 300}]
-    facts["changes"].append({"step": 20, "config": {"lr": 0.25}, "num_iterations": 400})
+    last = {"step": 20, "config": {"lr": 0.25}, "num_iterations": 400, "environment": {"command": ["--lr=0.25"]}}
+    facts["changes"].append(last)
     facts["config"]["lr"] = 0.125
     (b / "config.json").write_text(json.dumps(facts))
     path = run_script("report", "a", b)["path"]
@@ -233,10 +244,14 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     assert re.findall("<th>(.*?)</th>", head) == ["", "a", "b", "b from step 10", "b from step 20"]
     assert {"<th>lr</th><td></td><td>0.125</td><td>0.5</td><td>0.25</td>"} <= {*rows}
     assert "<th>lowest validation loss</th><td>1.05</td><td>1.025</td><td></td><td></td>" in rows
+    assert any(row.endswith("<td>base_train.py, --data=plain</td><td>--lr=0.25</td>") for row in rows)
     assert page.source.index("What differs") < page.source.index("<figure") < page.source.index("plain of a")
     losses = page.charts["training loss"]  # over images: 20 x 10 steps of 8 and 40 x 10 steps of 16
     assert losses["unit"] == "images" and [curve["x"][-1] for curve in losses["curves"]] == [1600, 6400]
     assert run_script("report", "a", a)["path"] == a.resolve() / "report.html"
+    for odd in ({"changes": 7}, {"config": []}, {"model": None}, {"data": 1, "num_iterations": "x"}):
+        (b / "config.json").write_text(json.dumps(facts | odd))
+        refused("is not as this version writes it", run_script, "report", "b")
 
 
 def test_a_report_may_fail_and_takes_one_percent_of_the_time(tmp_path, monkeypatch):

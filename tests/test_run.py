@@ -73,8 +73,7 @@ def test_ranks_agree_on_the_largest_batch(monkeypatch):
 
 
 def new_meter():
-    progress = {"lines": 0, "running_loss": 0.0, "train_time_s": 0.0}
-    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), progress)
+    return Meter(SimpleNamespace(is_gaussian=False), torch.device("cpu"), {"train_time_s": 0.0})
 
 
 def test_means_since_the_last_log_line():
@@ -93,14 +92,11 @@ def test_means_since_the_last_log_line():
     assert step(([0.6], [1.0], [2.0]), ([1.0], [0.5], [4.0]))[1].tolist() == [2, 4]
     assert saved.tolist() == [[7, 0, 0, 0], [4, 0, 0, 0]]
     found = meter.mean_losses()
-    assert found.pop("train/loss_running") == pytest.approx(11 / 4)  # of one line it is the line's own mean
     assert found.pop("train/loss_q1") != found.get("train/loss_q1")  # NaN: no image
     assert found == {"train/loss": 11 / 4, "train/loss_q0": 7 / 4, "train/loss_q2": 2.0, "train/loss_q3": 4.0}
     meter.restart()
     step(([0.6], [1.0], [3.0]))
-    found = meter.mean_losses()
-    assert found["train/loss"] == 3  # it starts anew
-    assert found["train/loss_running"] == pytest.approx((0.9 * 11 / 4 + 3) / 1.9)
+    assert meter.mean_losses()["train/loss"] == 3  # it starts anew
 
 
 def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monkeypatch):
@@ -125,9 +121,9 @@ def test_times_leave_out_the_first_step_and_what_is_left_counts_evaluations(monk
     assert line["train/images_per_sec"] == pytest.approx(80) and line["train/mfu"] == pytest.approx(8)
     assert line["total_training_time_s"] == pytest.approx(10)
     line |= {"train/grad_norm": 1.0, "train/lrm": 1.0}
-    assert meter.console(line, num_iterations=611).endswith("mfu 8% | 0.2 of 1.2 min")
+    assert meter.console(line, num_iterations=611).endswith("mfu 8% | 0.2 min, 1.0 left")
     clock[0] += 4.0
-    assert meter.console(line, num_iterations=611).endswith("0.2 of 5.2 min")  # 600 steps of (1 + 4) / 10 s
+    assert meter.console(line, num_iterations=611).endswith("0.2 min, 5.0 left")  # 600 steps of (1 + 4) / 10 s
 
 
 def test_wandb_without_a_login_is_one_line(monkeypatch):

@@ -125,7 +125,9 @@ def test_runs_are_offered_as_they_can_be_drawn_from(run_dir, server):
     plain, eps = describe_run(run_dir.with_name("plain")), describe_run(run_dir.with_name("eps"))
     assert {"classes": [], "is_guided": False, "cfg_scale": 1}.items() <= plain.items()
     assert eps["samplers"] == ["ddpm", "ddim", "dpm++"]
-    (run_dir.parent / "broken" / "checkpoints" / "step_000001").mkdir(parents=True)
+    for name, meta in (("broken", "{"), ("odd", '{"config": {}, "data": {}, "step": 1}')):
+        (run_dir.parent / name / "checkpoints" / "step_000001").mkdir(parents=True)
+        (run_dir.parent / name / "checkpoints" / "step_000001" / "meta.json").write_text(meta)
     (run_dir.parent / "not a run").mkdir()
     runs = list_runs(find_run("plain"))
     assert next(iter(runs)) == "plain" and "not a run" not in runs

@@ -66,6 +66,25 @@ def test_only_our_names_are_answered_and_only_our_own_page_may_post(server):
     assert client.getresponse().status == 403
 
 
+def test_a_client_that_does_not_read_or_leaves_is_noticed_in_silence(server, monkeypatch, capsys):
+    monkeypatch.setattr(Handler, "timeout", 0.2)
+    gone = threading.Event()
+
+    def work(send):
+        try:
+            for _ in range(12):  # 1.2 MB, a few pictures
+                send(picture="x" * 100_000)
+        except TimeoutError:
+            gone.set()
+            raise
+
+    server.work = work
+    client, _ = ask(server, "POST")
+    assert gone.wait(10)
+    client.close()
+    assert ask(server)[1].read() == b"hello" and capsys.readouterr().err == ""
+
+
 def test_a_taken_port_is_one_line(server):
     refused("port=.*0 for any", LocalServer, server.server_port, Handler)
 
@@ -86,7 +105,8 @@ def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves
     answer.readline()
     _, second = ask(server, "POST")
     assert second.status == 503 and "busy" in json.loads(second.read())["error"]
-    assert ask(server)[1].read() == b"hello"  # the page itself is served
+    page = ask(server)[1]
+    assert page.read() == b"hello" and page.headers["X-Frame-Options"] == "DENY"  # the page itself is served
     answer.close()
     first.close()
     assert left.wait(10)

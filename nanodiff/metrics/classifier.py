@@ -188,7 +188,7 @@ def get_classifier(train, val, device) -> Classifier:
     def compute():
         if get_dist()[0] > 0:
             return None
-        print0(f"training a classifier on {train.path.name!r}, once ({train.num_images:,} images)")
+        print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
         trained = train_classifier(train, val, device)
         return {name: x.cpu() for name, x in trained.state_dict().items()}
 

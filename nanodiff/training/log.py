@@ -87,7 +87,7 @@ class Meter:
         self.progress["train_time_s"] += seconds
         self.wall_steps += 1
         if is_first:
-            print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
+            print0(f"first step with images of {'x'.join(map(str, shape[1:]))}, compiled if at all: {seconds:.1f} s")
             self.wall_start = now
             self.wall_steps = 0
         if is_first and not log_now:
@@ -125,15 +125,7 @@ class Meter:
         """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
         importance weights; the same for the other terms."""
         total = over_ranks(self.sums["loss"].sum(1).cpu().double())
-        loss = float(total[0]) / self.num_images
-        # nanochat's running mean: exponential, over about ten lines, corrected for its start at 0
-        progress = self.progress
-        if math.isfinite(loss):
-            progress["lines"] += 1
-            progress["running_loss"] += 0.1 * (loss - progress["running_loss"])
-        correction = 1 - 0.9 ** max(progress["lines"], 1)
-        running = progress["running_loss"] / correction
-        found = {"train/loss": loss, "train/loss_running": running}
+        found = {"train/loss": float(total[0]) / self.num_images}
         for name, sums in self.sums.items():
             weighted, weights = over_ranks(sums.cpu().double())
             for i in range(4):
@@ -150,11 +142,9 @@ class Meter:
         minutes = line["total_training_time_s"] / 60
         left = (num_iterations - step) * seconds_per_step / 60
         return (
-            f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.1f}%) | "
-            f"loss {line['train/loss']:.4f} (running {line['train/loss_running']:.4f}) | "
-            f"grad {line['train/grad_norm']:.2f} | lr x{line['train/lrm']:.2f} | dt {dt_ms:.1f} ms | "
-            f"img/s {line['train/images_per_sec']:,.0f} | mfu {line['train/mfu']:.0f}% | "
-            f"{minutes:.1f} of {minutes + left:.1f} min"
+            f"step {step:,}/{num_iterations:,} | loss {line['train/loss']:.4f} | grad {line['train/grad_norm']:.2f} | "
+            f"lr x{line['train/lrm']:.2f} | {dt_ms:.1f} ms | img/s {line['train/images_per_sec']:,.0f} | "
+            f"mfu {line['train/mfu']:.0f}% | {minutes:.1f} min, {left:.1f} left"
         )
 
 
@@ -251,10 +241,12 @@ class RunLog:
         self.metrics({"step": step} | found)
         shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
-        parts = [f"{name} {text}" for name, text in shown.items()]
-        if "loss" in shown:
-            parts.append(f"from image to noise {' '.join(quarters)}")
-        return f"step {step:05d} | val: {' | '.join(parts)}"
+        parts = []
+        if "loss_ema" in shown:
+            parts.append(f"val loss {shown.pop('loss_ema')} (raw weights {shown.pop('loss', '-')})")
+            parts.append(f"by t, image to noise: {' '.join(quarters)}")
+        parts += [f"{name} {text}" for name, text in shown.items()]
+        return f"step {step:,} | {' | '.join(parts)}"
 
     def grid(self, grid, step: int) -> None:
         """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""

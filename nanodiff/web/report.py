@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,14 +22,15 @@ from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
+MOST_BYTES = 2**26  # of metrics.jsonl; of a longer one each n-th line is read, and all evaluations
 MOST_GRIDS = 24  # grids of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
-WORDS |= {f"_q{i}": f", {order} quarter of t" for i, order in enumerate(("first", "second", "third", "last"))}
-TITLES = {  # of a metric's chart: quality first. Other metrics follow
-    "fid": "FID",
-    "fd_classifier": "Fréchet distance in a classifier's features",
-    "fd_simclr": "Fréchet distance in features learned without labels",
+WORDS |= {f"_q{i}": f", {order} quarter" for i, order in enumerate(("first", "second", "third", "last"))}
+TITLES = {  # of a metric, and its chart: quality first. Other metrics follow
+    "fid": "FID, lower is better",
+    "fd_classifier": "Fréchet distance in a classifier's features, lower is better",
+    "fd_simclr": "Fréchet distance in features learned without labels, lower is better",
     "precision": "Precision: samples that look real",
     "recall": "Recall: real images that samples resemble",
     "loss": "Loss",
@@ -39,6 +41,10 @@ TITLES = {  # of a metric's chart: quality first. Other metrics follow
     "dt_ms": "Milliseconds per step",
     "data_ms": "Milliseconds per step spent waiting for data",
     "mfu": "MFU, percent of the peak",
+    "kid": "Kernel distance, lower is better",
+    "kd_classifier": "Kernel distance in the same features, lower is better",
+    "class_accuracy": "Samples that show the class asked for",
+    "well_formed": "Samples drawn as well as real shapes",
 }
 AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
 AXES |= dict.fromkeys(("lrm", "images_per_sec", "dt_ms", "data_ms", "mfu"), "zero")  # from 0
@@ -60,18 +66,20 @@ class Run:
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
-    facts = read_json(folder / "config.json")
+    facts = {"changes": [], "changed_from": {}} | read_json(folder / "config.json")
     logged = {}
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:  # torn by a kill
-            continue
-        for key, value in line.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                logged.setdefault(key, {})[line["step"]] = value
+    with suppress(FileNotFoundError), open(metrics, "rb") as lines:
+        every = 1 + metrics.stat().st_size // MOST_BYTES
+        for i, text in enumerate(lines):
+            if i % every and b'"val/' not in text:
+                continue
+            with suppress(Exception):  # torn by a kill, or no line of ours
+                line = json.loads(text)
+                step = int(line["step"])
+                for key, value in line.items():
+                    if isinstance(value, int | float) and math.isfinite(value):
+                        logged.setdefault(key, {})[step] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
     results = [read_json(path) for path in sorted(folder.glob("eval_*.json"))]
     return Run(folder.resolve(), facts, logged, per_step, results)
@@ -147,7 +155,7 @@ def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
         x, y = map(np.array, zip(*points))
         if not key.startswith("train/"):
             drawn = [(label, "dots", y)]
-        elif key == "train/lrm":
+        elif key == "train/lrm" or len(y) < 10:
             drawn = [(label, "line", y)]
         else:
             drawn = [(label, "line", smooth(y))]
@@ -168,14 +176,14 @@ def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
 
 def strip(run: Run) -> str:
     """A run's grids, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
-    paths = sorted(run.folder.glob("samples/step_*.png"))
+    paths = sorted(path for path in run.folder.glob("samples/step_*.png") if path.stem[5:].isdecimal())
     if not paths:
         return ""
     count = min(len(paths), MOST_GRIDS)
     shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, count)]
     images = ""
     for path in shown:
-        step = int(path.stem.removeprefix("step_"))
+        step = int(path.stem[5:])
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
@@ -184,7 +192,7 @@ def strip(run: Run) -> str:
     taken = [name for name in FIELDS if run.facts["model"].get(name)]
     if taken == ["num_classes"] and run.facts["model"]["num_classes"] <= 10:  # a row of the grid for each
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
-    return f"""<figure class="strip"><figcaption>{escape(run.name)}<output></output></figcaption>
+    return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
 <input type="range" max="{last}" value="{last}" aria-label="step of the samples">
 <small>{len(shown)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
@@ -238,30 +246,28 @@ def flat(facts: dict, prefix: str = "") -> dict:
 def progress(run: Run) -> str:
     total = [run.facts, *run.facts["changes"]][-1]["num_iterations"]
     step = max(run.logged.get("step", [0]))
-    return f"<p>{escape(run.name)}: step {step:,} of {total:,} at {time.strftime('%Y-%m-%d %H:%M')}</p>"
+    return f"step {step:,} of {total:,}"
 
 
 def evaluation(result: dict, run: Run) -> str:
-    """Results of base_eval: floats except settings were measured, the rest is protocol."""
+    """Results of base_eval: what was measured in a line, in words, with what real images get; the rest is folded."""
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
     real = flat(result.pop("real_images", {}))
-    protocol = flat(result)
-    measured = {}
-    for key, value in list(protocol.items()):
-        if type(value) is float and not key.endswith(("cfg_scale", "eta")):
-            measured[key] = protocol.pop(key)
+    facts = flat(result)
     step = (result.get("samples_protocol", {}) | result).get("step")  # None for files from elsewhere
     of = run.name if step is None else f"{run.name}, step {step:,}"
-    columns = {}
-    if measured:
-        columns["samples" if real else ""] = measured
-    for row in rows:
-        columns[f"{row.pop('sampler')}, {row.pop('steps')}"] = flat(row)
+    figures = ""
+    for key, value in result.items():
+        if type(value) is float and not key.endswith(("_std", "cfg_scale", "eta")):
+            of_real = f"<small>real images {cell(real[key])}</small>" if key in real else ""
+            figures += f"<li><b>{cell(value)}</b> {escape(in_words(key))} {of_real}</li>"
+    columns = {f"{row['sampler']}, {row['steps']}": flat(row) for row in rows}
     if real:
         columns["real images"] = real
-    return f"""<h2>{escape(metric)} of {escape(of)}</h2>{table(columns)}
-<details><summary>Protocol</summary>{table({"": protocol})}</details>"""
+    shown = table(columns) if rows else f'<ul class="figures">{figures}</ul>'
+    return f"""<h2>{escape(metric)} of {escape(of)}</h2>{shown}
+<details><summary>All figures, protocol</summary>{table({"samples": facts} | columns)}</details>"""
 
 
 def best(run: Run) -> dict:
@@ -276,8 +282,7 @@ def best(run: Run) -> dict:
             if key in result:
                 figures[metric if key == metric else f"{key}, {metric}"] = result[key]
     seconds = run.logged.get("total_training_time_s", {0: 0.0})
-    figures["minutes"] = max(seconds.values()) / 60
-    return figures
+    return figures | {"minutes": max(seconds.values()) / 60, "progress": progress(run)}
 
 
 def versions(run: Run) -> dict[str, dict]:
@@ -286,7 +291,8 @@ def versions(run: Run) -> dict[str, dict]:
     facts = flat(run.facts["config"]) | flat(facts)
     columns = {run.name: facts}
     for change in run.facts["changes"]:
-        facts = facts | change["config"] | {"num_iterations": change["num_iterations"]}
+        rest = {key: change[key] for key in ("num_iterations", "environment") if key in change}
+        facts = facts | change["config"] | flat(rest)
         columns[f"{run.name} from step {change['step']:,}"] = facts
     return columns
 
@@ -298,27 +304,23 @@ def versions(run: Run) -> dict[str, dict]:
 def write_report(run_dirs: list[Path], path: Path) -> None:
     runs = [read_run(folder, over_images=len(run_dirs) > 1) for folder in run_dirs]
     title = escape(" and ".join(run.name for run in runs))
-    heads = evaluations = strips = ""
+    head = evaluations = strips = ""
     columns = {}  # of settings and, for several runs, the figures that compare them
     for run in runs:
-        heads += progress(run)
         strips += strip(run)
         settings = versions(run)
         if len(runs) == 1:
+            head = f"<p>{progress(run)} at {time.strftime('%Y-%m-%d %H:%M')}</p>"
             columns["default"] = settings[run.name] | run.facts["changed_from"]
         else:
             settings[run.name] |= best(run)
         columns |= settings
         for result in run.results:
             evaluations += evaluation(result, run)
-    parts = [
-        evaluations,
-        f'<div class="charts">{strips}{charts(runs)}</div>',
-        f"<h2>What differs</h2>{table(columns, min_values=2)}",
-    ]
-    if len(runs) > 1:
-        parts.reverse()  # what compares comes first
-    body = f"<h1>{title}</h1>{heads}{''.join(parts)}"
+    differing = f"<h2>What differs</h2>{table(columns, min_values=2)}"
+    body = f'<div class="charts">{strips}{charts(runs)}</div>{evaluations}'
+    body = body + differing if len(runs) == 1 else differing + body  # what compares comes first
+    body = f"<h1>{title}</h1>{head}{body}"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     page = template.replace("$body", body, 1).replace("$title", title, 1)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,12 +21,21 @@ class LocalServer(ThreadingHTTPServer):
         self.working = threading.Lock()
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
 
+    def handle_error(self, *args):
+        if not isinstance(sys.exception(), OSError):  # a client that left
+            super().handle_error(*args)
+
 
 class LocalHandler(BaseHTTPRequestHandler):
     """One request; subclasses add do_GET and do_POST."""
 
     timeout = 10  # seconds: a client that stops reading keeps others waiting no longer
     log_message = lambda *args: None
+
+    def setup(self):
+        # Little waits for a client that does not read: it is noticed after a picture or two, not after megabytes
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        super().setup()
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -52,6 +63,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Frame-Options", "DENY")  # no other page shows ours under its own buttons
         self.end_headers()
         self.wfile.write(content)
 
