@@ -9,6 +9,9 @@
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
+Settings of one part of the program stand in its module, which `configure` is told: fields of a class or parameters of a
+function, under a comment "# Only ...".
+
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
 stops behind the group "What everybody touches", if there is one.
 The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or the line's end:
@@ -120,9 +123,22 @@ class Config(dict):
     given: dict
 
 
-def read_settings(globals_: dict) -> dict[str, Setting]:
-    """The settings of the calling script in file order: its plain assignments up to the call of configure."""
+def module_settings(name: str) -> str:
+    """The settings of nanodiff/NAME.py as assignments: its fields and parameters under "# Only ..."."""
+    text = (Path(__file__).parent / f"nanodiff/{name}.py").read_text(encoding="utf-8")
+    found = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
+    return re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent("".join(found)))
+
+
+def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
+    """The settings of the calling script in file order: its plain assignments up to the call of configure. Then those
+    of `modules`, such as models/dit."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
+    known = dict(globals_)
+    for module in modules:
+        lines = module_settings(module)
+        source += f"\n{lines}"
+        known |= {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(lines).body}
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
@@ -132,7 +148,9 @@ def read_settings(globals_: dict) -> dict[str, Setting]:
             heading.append(line.strip("#- "))
             continue
         name, _, rest = line.partition(" = ")
-        default = globals_.get(name)
+        default = known.get(name)
+        if isinstance(default, tuple):  # a field's
+            default = cast(str, default)
         if isinstance(default, bool | int | float | str) and not name.startswith("_"):
             comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
             rule = RULE.match(comment)
@@ -215,13 +233,13 @@ def help_text(settings: dict[str, Setting], globals_: dict, whole: bool) -> str:
     return "\n".join(lines)
 
 
-def configure(globals_: dict, argv: list[str] | None = None, inherited=None) -> Config:
-    """Override the calling script's settings in place, in its globals(); return them all.
+def configure(globals_: dict, argv: list[str] | None = None, inherited=None, modules=()) -> Config:
+    """Override the calling script's settings in place, in its globals(); return them all, with those of `modules`.
 
     `inherited(config)`: {name: value} that stand in for defaults where nothing was given, or a ValueError.
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
-    settings = read_settings(globals_)
+    settings = read_settings(globals_, modules)
     if argv is None:
         argv = sys.argv[1:]
     is_first = os.environ.get("RANK", "0") == "0"

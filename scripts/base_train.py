@@ -96,9 +96,6 @@ init_from = ""  # run, exported or published file to start from: its weights (of
 #                 drawn from the seed; a file of adapters is continued
 trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
 lora_rank = 0  # >= 0: train and save only adapters of this rank (LoRA), and classes that init_from lacks; 0 = off
-# Only lora_rank > 0
-lora_alpha = 0.0  # >= 0: adapters are scaled by alpha / rank; 0 = rank
-lora_targets = "all"  # linear layers to adapt, by the ends of their names, such as qkv,proj,fc1,fc2,ada; or all
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
 #                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from a flow run (init_from)
@@ -128,35 +125,19 @@ save_every = 250  # >= -1: steps between checkpoints
 save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
-# Only arch=dit|dit_classic
-patch_size = 0  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for 32, 64, 128 px
-width = 0  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
 # Only optimizer=muon
 muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = from the batch
-# Only objective=flow|flow_x0
-guided_from = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
-#                    cfg_interval, so that samples need none and cost half; 1 = never
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
-timestep_shift = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
 time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; auto = 1000t; REPA's takes t, SiT's 1-t
-timestep_std = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; less than 1 favours the middle more
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
 # For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
 ema_ramp = True  # rate <= (1 + step) / (10 + step): the average soon forgets the initial weights; published: False
 # Only arch=unet
-num_heads_upsample = 0  # >= 0: attention heads on the way up; 0 = heads
-num_res_blocks = 3  # >= 1: residual blocks per resolution
-attention_resolutions = "16,8"  # feature map sizes with attention, in pixels, comma-separated
-use_scale_shift_norm = True  # t scales and shifts the norms, rather than being added
 dropout = 0.0  # [0, 1): dropout rate
-# Only objective=eps|x0|x_prev|v
-noise_schedule = "cosine"  # linear|cosine: betas of the Gaussian diffusion
-num_timesteps = 1000  # >= 1: T of the Gaussian diffusion
-rescale_timesteps = True  # the model sees t in [0, 1000) whatever T is; some published models see t itself
-variance = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small = the
-#                            posterior's, large = beta; learned_range is IDDPM's
-gaussian_loss = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
+
+# What one backbone or process alone uses is set there: in these modules, under "# Only"; --help=all shows all
+MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
 # Presets, then the command line override the globals above. `config` is a dict of all, config.given of those given.
 # With init_from, settings of shape and process that nobody gave are the source's. Batch, rates, steps and cadences that
@@ -172,7 +153,7 @@ def inherited(config):
     return start.inherited(config)
 
 
-config = configure(globals(), inherited=inherited)
+config = configure(globals(), inherited=inherited, modules=MODULES)
 del inherited
 if init_from or trainable:
     from nanodiff.formats import start  # a door

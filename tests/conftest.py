@@ -101,4 +101,4 @@ def script_settings(name, *argv):
     head = path.read_text().split("\nconfig = configure(globals()")[0]
     names = {"__file__": str(path)}
     exec(compile(head, str(path), "exec"), names)
-    return configure(names, list(argv))
+    return configure(names, list(argv), modules=names.get("MODULES", ()))

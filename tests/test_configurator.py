@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from configurator import RULE, help_text, read_settings, satisfies
+from configurator import RULE, help_text, module_settings, read_settings, satisfies
 
 SCRIPT = '''"""
 A program.
@@ -198,9 +198,23 @@ def test_help_shows_what_everybody_touches_and_breaks_no_word(tmp_path, monkeypa
     assert {*" ".join(s.comment for s in settings.values()).split()} <= {*whole.split()}
 
 
+def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeypatch):
+    """Fields and parameters under "# Only ..." are settings like the script's; others, and other comments, are not."""
+    monkeypatch.setattr("configurator.__file__", str(tmp_path / "configurator.py"))
+    (tmp_path / "nanodiff").mkdir()
+    fields = "    # Only depth > 12\n    sizes: tuple[int, ...] = (16, 8)  # in pixels\n    #     of a map\n"
+    fields = f"class A:\n    wide: int = 1  # no setting\n{fields}    rate: float = 0.5,  # [0, 1): a rate\n"
+    (tmp_path / "nanodiff" / "part.py").write_text(fields)
+    settings = read_settings(script(), ["part"])
+    assert [*settings][-2:] == ["sizes", "rate"] and len(settings) == len(DEFAULTS) + 2
+    assert settings["sizes"] == ("16,8", "", "in pixels of a map", ["Only depth > 12"], [("depth", " > 12")])
+    assert settings["rate"][:2] == (0.5, "[0, 1)") and settings["rate"].only == settings["sizes"].only
+
+
 def test_every_rule_of_a_script_is_read():
     """One that is not would be checked by nobody."""
     text = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
+    text += "".join(map(module_settings, re.findall(r'"(\w+/\w+)"', text.split("MODULES = ")[1].split("\n")[0])))
     rules = re.findall(r"^\w+ = .*  # ([<>\[].*)", text, re.M)
     assert len(rules) > 50 and all(map(RULE.match, rules))
 

@@ -68,7 +68,7 @@ def test_published_respacing():
 def test_published_losses(row):
     prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]
     process = GaussianDiffusion(
-        row["schedule"], row["T"], prediction, row["var"].lower(), row["loss"].lower(), row["rescale_timesteps"]
+        row["schedule"], row["T"], row["rescale_timesteps"], row["var"].lower(), row["loss"].lower(), prediction
     ).respaced(row["respacing"])
     model = toy_model(process.num_outputs == 2)
     losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0), {})
@@ -80,7 +80,7 @@ def test_published_losses(row):
 @pytest.fixture
 def published():
     """The process of the published single steps and loops, and its model."""
-    process = GaussianDiffusion("linear", 1000, "eps", "learned_range", "rescaled_mse", rescale_timesteps=True)
+    process = GaussianDiffusion("linear", 1000, True, "learned_range", "rescaled_mse")
     return process.respaced("20"), toy_model(learned=True)
 
 
@@ -131,7 +131,7 @@ def test_predictions_are_reparametrisations(prediction):
     g = torch.Generator().manual_seed(0)
     x0, noise = torch.rand(40, 3, 2, 2, generator=g) * 2 - 1, torch.randn(40, 3, 2, 2, generator=g)
     t = torch.arange(0, 40)
-    process, kl = (GaussianDiffusion("cosine", 50, prediction, loss=loss) for loss in ("mse", "kl"))
+    process, kl = (GaussianDiffusion("cosine", 50, objective=prediction, gaussian_loss=loss) for loss in ("mse", "kl"))
     x_t = process.q_sample(x0, t, noise)
     out = process.target(x0, x_t, t, noise)
     torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
@@ -145,7 +145,7 @@ def test_predictions_are_reparametrisations(prediction):
 @pytest.mark.parametrize("loss", ["mse", "rescaled_mse", "kl", "rescaled_kl"])
 def test_gradients_of_the_hybrid(loss):
     """With a learned variance, MSE alone teaches the mean and the bound alone the variance; KL teaches both."""
-    process = GaussianDiffusion("cosine", 100, variance="learned_range", loss=loss)
+    process = GaussianDiffusion("cosine", 100, variance="learned_range", gaussian_loss=loss)
     out = torch.zeros(4, 6, 2, 2, requires_grad=True)
     x0, noise = torch.full((4, 3, 2, 2), 0.5), torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     t = torch.tensor([0, 1, 50, 99])
@@ -158,14 +158,14 @@ def test_gradients_of_the_hybrid(loss):
 
     if "vb" in losses:
         assert teaches(losses["vb"]) == [False, True] and teaches(losses["mse"]) == [True, False]
-        kl = replace(process, loss="kl").losses(lambda *_: out, x0, t, noise, {})
+        kl = replace(process, gaussian_loss="kl").losses(lambda *_: out, x0, t, noise, {})
         torch.testing.assert_close(losses["vb"], (0.1 if loss == "rescaled_mse" else 1.0) * kl["loss"])
     assert teaches(losses["loss"]) == [True, True]
 
 
 def test_bits_per_dim_of_the_exact_model_is_the_entropy():
     """Gaussian data have Gaussian reverse steps of any length, so the bound is tight: bits/dim = entropy in bins."""
-    process = GaussianDiffusion("linear", 40, "x0", "learned", clip_denoised=False)
+    process = GaussianDiffusion("linear", 40, False, "learned", objective="x0", clip_denoised=False)
     g = torch.Generator().manual_seed(0)
     x0 = 0.2 * torch.randn(500, 24, 1, 1, generator=g)
     std = 0.2
@@ -185,7 +185,7 @@ class NoFloat64(TorchDispatchMode):
 
 
 def test_losses_are_fp32_and_no_float64_reaches_the_device():
-    process = GaussianDiffusion("cosine", 4, variance="learned_range", loss="rescaled_mse")
+    process = GaussianDiffusion("cosine", 4, variance="learned_range", gaussian_loss="rescaled_mse")
     model = lambda x, t, at=None: torch.cat([x, torch.tanh(x)], dim=1).bfloat16()
     x = torch.randn(4, 3, 2, 2)
     with NoFloat64():
@@ -232,6 +232,6 @@ def test_progress_and_steps(sampler):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("clip, expected", [(True, 1.0), (False, 3.0)])
 def test_clipping(sampler, clip, expected):
-    process = GaussianDiffusion("cosine", 20, "x0", clip_denoised=clip)
+    process = GaussianDiffusion("cosine", 20, objective="x0", clip_denoised=clip)
     x0 = process.sample(lambda x, t, at: torch.full_like(x, 3.0), torch.randn(1, 1, 2, 2), sampler=sampler)
     torch.testing.assert_close(x0, torch.full_like(x0, expected))

@@ -4,13 +4,12 @@ The stand-in's tensors have shapes and a device but no data (torch's FakeTensorM
 tensors of the CPU raises. It is registered in a process of its own, since it stays registered.
 """
 
-import ast
 import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import script_settings
 from processes import run_process
 from tiny_runs import make_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -31,7 +30,8 @@ register = getattr(backend_registration, "_setup_privateuseone_for_python_backen
 
 CASES = {
     "flow": {"samplers": 9}, "flow of x0, AdamW": {"objective": "flow_x0", "optimizer": "adamw"},
-    "eps": {"samplers": 9, "objective": "eps", "variance": "learned_range"}, "x0": {"objective": "x0", "loss": "kl"},
+    "eps": {"samplers": 9, "objective": "eps", "variance": "learned_range"},
+    "x0": {"objective": "x0", "gaussian_loss": "kl"},
     "v without classes": {"objective": "v", "class_cond": False}, "published DiT": {"arch": "dit_classic"},
     "UNet": {"arch": "unet", "num_res_blocks": 1, "objective": "eps", "optimizer": "adamw"},
     "adapters, checkpointing": {"rank": 4, "checkpointing": True},
@@ -48,9 +48,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
             part._parameters |= {name: torch.nn.Parameter(p.to(device)) for name, p in present.items()}
         return module
 
-    lines = ast.parse((ROOT / "scripts/base_train.py").read_text()).body
-    literal = [x for x in lines if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)]
-    config = {x.targets[0].id: x.value.value for x in literal} | {"depth": 1} | changes
+    config = script_settings("base_train", "--depth=1") | changes
     facts = dict(name="x", kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
     stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
     pixels = codecs.Pixels(facts)

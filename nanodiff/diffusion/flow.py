@@ -80,18 +80,19 @@ class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
-    `timestep_shift` s moves t towards the noise in both, see `shift`. `timestep_std`: the standard
-    deviation of logit(t), if t is logit-normal.
     `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns after `guided_from` of its training.
     """
 
     prediction: str = "v"
-    timestep_shift: float = 1.0
-    timestep_std: float = 1.0
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
-    guided_from: float = 1.0
     time_input: str = "1000t"  # one of TIMES
+    # Only objective=flow|flow_x0
+    guided_from: float = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
+    #                           cfg_interval, so that samples need none and cost half; 1 = never
+    # Only objective=flow|flow_x0|flow_map|flow_map_x0
+    timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
+    timestep_std: float = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; below 1 favours the middle
 
     kind = "flow matching"
     is_gaussian = False  # t is continuous, in [0, 1]

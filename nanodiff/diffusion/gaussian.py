@@ -152,12 +152,14 @@ class GaussianDiffusion:
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
-    noise_schedule: str = "linear"
-    num_timesteps: int = 1000
-    objective: str = "eps"  # eps, x0, x_prev or v
-    variance: str = "fixed_small"  # fixed_small, fixed_large, learned or learned_range
-    loss: str = "mse"  # mse, rescaled_mse, kl or rescaled_kl
-    rescale_timesteps: bool = False
+    # Only objective=eps|x0|x_prev|v
+    noise_schedule: str = "cosine"  # linear|cosine: betas of the Gaussian diffusion
+    num_timesteps: int = 1000  # >= 1: T of the Gaussian diffusion
+    rescale_timesteps: bool = True  # the model sees t in [0, 1000) whatever T is; some published models see t itself
+    variance: str = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small =
+    #                                the posterior's, large = beta; learned_range is IDDPM's
+    gaussian_loss: str = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
+    objective: str = "eps"
     clip_denoised: bool = True
 
     kind = "Gaussian diffusion"
@@ -319,11 +321,11 @@ class GaussianDiffusion:
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)
         vb_scale = 1
-        if self.loss == "rescaled_kl":
+        if self.gaussian_loss == "rescaled_kl":
             vb_scale = self.num_timesteps
-        if self.loss == "rescaled_mse":
+        if self.gaussian_loss == "rescaled_mse":
             vb_scale = self.num_timesteps / 1000
-        if self.loss.endswith("kl"):
+        if self.gaussian_loss.endswith("kl"):
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
         target = self.target(x0, x_t, t, noise)

@@ -1,5 +1,7 @@
 """Build a diffusion process from settings; the one table of samplers for scripts, help, page and tests."""
 
+from dataclasses import fields
+
 from nanodiff.common import UserError
 from nanodiff.diffusion import flow_map, gaussian
 from nanodiff.diffusion.flow import FlowMatching
@@ -17,25 +19,20 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     `facts`: a codec's; predictions of x0 are clipped to [-1, 1] for images, not for latents.
     """
     objective = config["objective"]
+    kind = GaussianDiffusion
+    others = {"clip_denoised": facts["kind"] != "latents"}
     if objective.startswith("flow"):
         kind = FlowMap if objective.startswith("flow_map") else FlowMatching
         prediction = "x0" if objective.endswith("x0") else "v"
-        names = ("timestep_shift", "timestep_std", "cfg_scale", "guided_from", "time_input")
-        settings = {name: config[name] for name in names if name in config}
-        interval = parse_interval(config.get("cfg_interval", "0,1"))
-        process = kind(prediction, cfg_interval=interval, **settings)
-        std = process.timestep_std
+        others = {"prediction": prediction, "cfg_interval": parse_interval(config.get("cfg_interval", "0,1"))}
+        std = config.get("timestep_std", 1)
         timesteps = config.get("timesteps", "auto")
         if std != 1 and timesteps not in ("auto", "logit-normal", "mixed"):
             raise UserError(
                 f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal, mixed"
             )
-        return process
-    names = ("noise_schedule", "num_timesteps", "objective", "variance", "gaussian_loss")
-    rescale = config.get("rescale_timesteps", True)  # published models may see t itself
-    values = [config[name] for name in names]
-    is_image = facts["kind"] != "latents"
-    return GaussianDiffusion(*values, rescale, clip_denoised=is_image)
+    settings = {field.name: config[field.name] for field in fields(kind) if field.name in config}
+    return kind(**settings | others)
 
 
 def choose_times(config: dict, before: dict) -> dict:

@@ -47,9 +47,11 @@ class DiTConfig(Conditioned):
         cls,
         depth: int,
         image_size: int,
-        patch_size: int = 0,
-        width: int = 0,
         heads: int = 0,
+        # Only arch=dit|dit_classic
+        patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for
+        #                       32, 64, 128 px
+        width: int = 0,  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
         **others,
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.

@@ -59,19 +59,20 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
 def add_lora(
     model: nn.Module,
     rank: int,
-    alpha: float,
-    targets: str,
+    # Only lora_rank > 0
+    lora_alpha: float = 0.0,  # >= 0: adapters are scaled by alpha / rank; 0 = rank
+    lora_targets: str = "all",  # linear layers to adapt, by the ends of their names: qkv,proj,fc1,fc2,ada; or all
     rows: list[int] = (),
     seed: int = 0,
 ) -> None:
-    """Freeze all but new adapters on the layers of `targets` (see find_layers) and `rows` of the class table.
+    """Freeze all but new adapters on the layers of `lora_targets` (see find_layers) and `rows` of the class table.
 
     The model predicts the same as before, bit for bit. Its state_dict holds what learns, and nothing else.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for name in find_layers(model, targets):
-        adapt(model.get_submodule(name), rank, alpha, generator)
+    for name in find_layers(model, lora_targets):
+        adapt(model.get_submodule(name), rank, lora_alpha or rank, generator)
     if rows:
         _, table = class_table(model)
         learn_rows(table, rows)

@@ -30,15 +30,16 @@ class UNetConfig(Conditioned):
     in_channels: int = 3  # channels of x_t, without those of with_images
     out_channels: int = 3  # 2 * in_channels if the variance is learned
     model_channels: int = 128
-    num_res_blocks: int = 3
-    attention_resolutions: tuple[int, ...] = (16, 8)  # in pixels of the feature map
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
-    num_heads_upsample: int = 0  # on the way up; 0 = num_heads
     null_class: bool = True  # one more row in the class table; published tables lack it
     dropout: float = 0.0
-    use_scale_shift_norm: bool = True
     checkpointing: bool = False  # recompute each block in backward, to save memory
+    # Only arch=unet
+    num_heads_upsample: int = 0  # >= 0: attention heads on the way up; 0 = heads
+    num_res_blocks: int = 3  # >= 1: residual blocks per resolution
+    attention_resolutions: tuple[int, ...] = (16, 8)  # feature map sizes with attention, in pixels, comma-separated
+    use_scale_shift_norm: bool = True  # t scales and shifts the norms, rather than being added
 
     def __post_init__(self):
         if self.image_size < 1 or self.image_size % self.side_unit:
