@@ -164,13 +164,16 @@ def reading(path: str | Path, fault: str = "is damaged or truncated"):
     """Turn any exception into a UserError: on a damaged file, libraries raise nearly every kind."""
     try:
         yield
-    except UserError:
-        raise
     except FileNotFoundError as error:
         raise UserError(f"no such file: {error.filename or path}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(30).startswith(b"version https://git-lfs"):
+                raise UserError(f"{path} is only git-lfs's pointer to the file; get it by: git lfs pull") from None
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} {fault}: {type(error).__name__}: {str(error)[:300]}") from error
 
 

@@ -88,21 +88,20 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused ones cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
-        metadata = header.pop("__metadata__", {})
         # Copy on write: torch wants writable memory, and the file must not change
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + header_bytes :]
-        num_bytes = 0
-        for info in header.values():
-            num_bytes = max(num_bytes, info["data_offsets"][1])
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:start]))
+        metadata = header.pop("__metadata__", {})
+        data = data[start:]
+        num_bytes = max([0, *(info["data_offsets"][1] for info in header.values())])
         if num_bytes != len(data):
             raise UserError(f"{path} is cut or damaged: its tensors take {num_bytes:,} bytes, it has {len(data):,}")
         for name, info in header.items():
             dtype = DTYPES[info["dtype"]]
             begin, end = info["data_offsets"]
             part = data[begin:end]
-            if (8 + header_bytes + begin) % dtype.itemsize:
+            if (start + begin) % dtype.itemsize:
                 part = bytearray(part)  # unaligned: copy
             flat = torch.empty(0, dtype=dtype)
             if begin < end:  # frombuffer takes no empty buffer

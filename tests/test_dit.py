@@ -39,7 +39,7 @@ def test_export_has_the_published_names_order_and_values():
     assert [[key, list(value.shape)] for key, value in out.items()] == golden["parameters"]
     assert all(torch.equal(out[key], sd[key]) for key in sd)
     with pytest.raises(ValueError, match="pos_embed"):
-        from_meta(out | {"pos_embed": out["pos_embed"] + 0.1})
+        from_meta(out | {"pos_embed": out["pos_embed"] + 0.1}, heads=4)
 
 
 @pytest.mark.parametrize("name, count", conftest.golden("unet.json")["dit_parameter_counts"].items())

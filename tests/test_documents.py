@@ -107,7 +107,7 @@ def place(base, monkeypatch):
     for name in "AB":
         np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(40, 151)))
     make_autoencoder(base / "PATH", latent_channels=4)
-    config = DiTConfig(64, 4, 8, 8, 64, 1, 1, num_classes=5, block="classic")
+    config = DiTConfig(64, 4, 8, 8, 384, 1, 6, num_classes=5, block="classic")
     for name in ("SiT", "DiT"):
         torch.save(to_meta(randomise(DiT(config).state_dict()), config), f"{name}-XL-2-256x256.pt")
     return base

@@ -49,7 +49,7 @@ def test_safetensors_hold_the_model_and_its_description(base, export, model_conf
 
 def meta_file(path, dtype=torch.float32, **sizes):
     """Random weights under the published names and shapes; returns them."""
-    sizes = dict(image_size=8, in_channels=4, patch_size=2, width=128, depth=2, heads=2, num_classes=5) | sizes
+    sizes = dict(image_size=8, in_channels=4, patch_size=2, width=384, depth=2, heads=6, num_classes=5) | sizes
     config = DiTConfig(**dict(out_channels=2 * sizes["in_channels"], block="classic") | sizes)
     theirs = to_meta(DiT(config).state_dict(), config)
     pos_embed = theirs.pop("pos_embed")
@@ -72,6 +72,37 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
     again = export(run, "--form=meta", f"--out={tmp_path / 'again.pt'}")
     single = {name: value.float() for name, value in theirs.items()}
     assert_identical(torch.load(again, weights_only=True)["ema"], single)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        lambda theirs: {name: x.bfloat16() for name, x in theirs.items()},
+        lambda theirs: {f"module._orig_mod.{name}": x for name, x in theirs.items()},
+        lambda theirs: {"model": theirs, "epoch": 3},
+        lambda theirs: {"state_dict": {f"module.{name}": x.half() for name, x in theirs.items()}},
+    ],
+)
+def test_metas_weights_open_however_they_were_saved(tmp_path, saved):
+    theirs = meta_file(tmp_path / "dit.pt", depth=1)
+    torch.save(saved(theirs), tmp_path / "other.pt")
+    ours, other = (load_run(str(tmp_path / name), "cpu").model.state_dict() for name in ("dit.pt", "other.pt"))
+    torch.testing.assert_close(other, ours, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows, told, args", [(6, ",label_drop=0", {}), (6, "", dict(num_classes=6)), (1, "", {})])
+def test_a_class_table_without_a_null_class_keeps_its_last_class(export, tmp_path, rows, told, args):
+    """class_dropout_prob=0 in Meta's code; training's args, if they are there, have the number of classes."""
+    theirs = meta_file(tmp_path / "dit.pt", num_classes=6)
+    table = theirs["y_embedder.embedding_table.weight"][:rows]
+    theirs["y_embedder.embedding_table.weight"] = table
+    torch.save({"ema": theirs, "args": argparse.Namespace(**args)}, tmp_path / "dit.pt")
+    loaded = load_run(f"{tmp_path / 'dit.pt'}{told}", "cpu")
+    assert loaded.num_classes == rows and "no null condition" in loaded.why_unguided
+    assert torch.equal(loaded.model.y_embed.weight[:rows], table)
+    again = export(f"{tmp_path / 'dit.pt'}{told}", "--form=meta", f"--out={tmp_path / 'again.pt'}")
+    assert_identical(torch.load(again, weights_only=True)["ema"], theirs)
+    assert load_run(str(again), "cpu").num_classes == rows
 
 
 @pytest.mark.slow  # to import it takes seconds

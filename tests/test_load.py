@@ -60,9 +60,14 @@ def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
     wide = build_model(dataclasses.replace(DIT, width=16), "cpu", 0).state_dict()
     save_checkpoint(base / "runs" / "b", 2, {"model": wide, "ema_0.99": wide}, meta | {"step": 2})
     refused("step_000002/ema_0.99.safetensors does not fit this model: .*size mismatch", load_run, "b", "cpu")
-    for content in ({"w": torch.zeros(2)}, [torch.zeros(2)], {"x_embedder.proj.weight": 3}):
+    named = {name: torch.zeros(2) for name in "abcdefg"}
+    for content, has in (
+        (named, ".*it has a, b, c, d, e$"),
+        ([torch.zeros(2)], ""),
+        ({"x_embedder.proj.weight": 3}, ""),
+    ):
         torch.save(content, tmp_path / "a.pt")
-        refused(r"a\.pt holds no model of ours and no published one", load_run, str(tmp_path / "a.pt"), "cpu")
+        refused(rf"a\.pt holds no model or adapters of ours{has}", load_run, str(tmp_path / "a.pt"), "cpu")
 
 
 def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):

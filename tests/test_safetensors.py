@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import refused
 
+from nanodiff.files import load_tensors
 from nanodiff.safetensors import DTYPES, load_safetensors, save_safetensors
 
 
@@ -89,5 +90,8 @@ def test_a_file_cut_anywhere_or_of_another_kind_is_refused(tmp_path):
         refused(r"a\.safetensors is (no intact|cut)", load_safetensors, path)
     for header in (too_long, b"{hello"):
         refused(r"a\.safetensors is no intact", load_safetensors, write(path, header, bytes(8)))
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    for read in (load_safetensors, load_tensors):
+        refused("git lfs pull$", read, path)
     refused("no such file: .*absent", load_safetensors, tmp_path / "absent")
     refused("cannot be read: Is a directory", load_safetensors, tmp_path)

@@ -1,5 +1,7 @@
 """SiT's and REPA's files: their own code's velocity, and a process that keeps their time wherever it goes."""
 
+from argparse import Namespace
+
 import conftest
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ def test_the_velocity_is_the_published_one(tmp_path, capsys, kind, time_input):
     """SiT's t is 1 at the image, where ours is 0, and its v points there."""
     file = published(tmp_path / "last.pt", kind)
     loaded = load_run(f"{file},objective=flow,heads=4", "cpu")
-    assert f"does not hold time_input={time_input}: taken as published" in capsys.readouterr().out
+    assert f"time_input={time_input}: taken as published" in capsys.readouterr().out
     t, y = (torch.tensor(golden["inputs"][name]) for name in "ty")
     sign = 1
     if kind == "sit":
@@ -46,16 +48,24 @@ def test_the_velocity_is_the_published_one(tmp_path, capsys, kind, time_input):
 def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
     """Their files are alike but for the name; REPA's has projectors."""
     file = published(tmp_path / "SiT-S-4.pt", "sit")
-    for name in (file, published(tmp_path / "last.pt", "repa")):
+    (tmp_path / "000-SiT-XL-2-Linear-velocity-None" / "checkpoints").mkdir(parents=True)
+    trained = published(tmp_path / "000-SiT-XL-2-Linear-velocity-None" / "checkpoints" / "0050000.pt", "sit")
+    for name in (file, trained, published(tmp_path / "last.pt", "repa")):
         refused(r"\.pt,objective=\.\.\.; accepted: objective=flow \(SiT, REPA\)", load_run, name, "cpu")
+    saved = torch.load(trained, weights_only=True)
+    for kind in ("Linear", "GVP"):  # what SiT's own training saves beside
+        torch.save(saved | {"args": Namespace(path_type=kind, prediction="velocity", num_classes=4)}, trained)
+        if kind == "Linear":
+            assert load_run(f"{trained},heads=4", "cpu").config["objective"] == "flow"
+    refused("of GVP, velocity; accepted: Linear", load_run, f"{trained},heads=4", "cpu")
     drawn = []
     for objective in ("flow", "eps"):
         loaded = load_run(f"{file},objective={objective},heads=4", "cpu")
         drawn.append(loaded.sample(num_images=2, steps=4, cfg_scale=2, classes="1"))
     assert np.abs(drawn[0] - drawn[1]).max() > 0.1
     told = f"{file},objective=flow,num_timesteps=100"
-    refused("read without num_timesteps=100; accepted: heads, objective, time_input", load_run, told, "cpu")
-    load_run(published(tmp_path / "composition.pt", "sit"), "cpu")  # no SiT, though "sit" is in its name
+    refused("read without num_timesteps=100; accepted: heads, label_drop, objective, time_input", load_run, told, "cpu")
+    load_run(published(tmp_path / "composition.pt", "sit") + ",heads=4", "cpu")  # no SiT, though "sit" is in its name
 
 
 def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path):
@@ -63,9 +73,9 @@ def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path
     make_data()
     config = DiTConfig(16, 3, 6, 4, 64, 1, 1, num_classes=8, block="classic")
     torch.save(to_meta(randomise(DiT(config).state_dict()), config), tmp_path / "SiT.pt")
-    source = load_run(f"{tmp_path / 'SiT.pt'},objective=flow", "cpu")
+    source = load_run(f"{tmp_path / 'SiT.pt'},objective=flow,heads=1", "cpu")
     tiny = [arg for arg in TINY if "depth" not in arg and "patch" not in arg]
-    train = ("base_train", *tiny, f"--init_from={tmp_path / 'SiT.pt'},objective=flow")
+    train = ("base_train", *tiny, f"--init_from={tmp_path / 'SiT.pt'},objective=flow,heads=1")
     x, t, y = torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.tensor([1, 2])
     v = source.process.velocity(source.model, x, t, y=y)
     for tag, args in {"full": [], "lora": ["--lora_rank=2"], "map": ["--objective=flow_map"]}.items():

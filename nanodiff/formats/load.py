@@ -9,27 +9,27 @@ import dataclasses
 import json
 import os
 import re
-from ast import literal_eval
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from configurator import check, read_settings
 from nanodiff.common import UserError, base_dir, nearest, print0
 from nanodiff.conditions import droppable
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import OBJECTIVES, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
+from nanodiff.formats import options
 from nanodiff.formats.adapters import PREFIX, merge
-from nanodiff.formats.published import MISSING, read_published
+from nanodiff.formats.published import NO_MODEL, read_published
 from nanodiff.models.build import empty_model, load_weights, stored_config
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_meta
 
 WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
-# What may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6; and the pattern of its values
-OPTIONS = {"step": r"newest|\d+", "ema": r"raw|[\d.]+"} | MISSING
+OPTIONS = read_settings(vars(options))
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 
@@ -110,46 +110,44 @@ def find_run(run: str) -> Path:
     for path in places:
         if os.path.exists(path):  # False, not an exception, for a name that is too long
             return Path(path)
+    hint = ""
+    if "," in run:
+        hint = f" (options behind it: {', '.join(OPTIONS)})"
     raise UserError(
-        f"{run!r} is no folder, file or tag; nearest tags: {nearest(run, [p.name for p in known])}; "
+        f"{run!r} is no folder, file or tag{hint}; nearest tags: {nearest(run, [p.name for p in known])}; "
         f"shipped: {', '.join(shipped())}; scripts.base_train trains one"
     )
 
 
 def split_options(run: str) -> tuple[str, dict]:
     """("FILE", {"heads": 6}) from "FILE,heads=6"."""
-    options = {}
+    told = {}
     while match := OPTION.search(run):
         name, value = match.groups()
-        if not re.fullmatch(OPTIONS[name], value):
-            accepted = (
-                OPTIONS[name].replace(r"[1-9]\d*", "1 or more").replace(r"\d+", "a step").replace(r"[\d.]+", "a rate")
-            )
-            raise UserError(f"{run!r}: {name}={value}; accepted: {accepted}")
-        if name in MISSING:
-            with suppress(ValueError, SyntaxError):  # a word
-                value = literal_eval(value)
-        options[name] = value
+        try:
+            told[name] = check(OPTIONS, name, value, f"{run!r}: ")
+        except ValueError as error:
+            raise UserError(str(error)) from None
         run = run[: match.start()]
-    return run, options
+    return run, told
 
 
 def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
-    """The file of weights that load_run's arguments mean, and what they tell of it (MISSING)."""
-    name, options = split_options(name)
+    """The file of weights that load_run's arguments mean, and what they tell of it (options.py)."""
+    name, told = split_options(name)
     path = find_run(name)
     for folder in (path, path / "transformer"):
         if (folder / DIFFUSERS).is_file():
             path = folder / DIFFUSERS
     of_file = path.is_file()
-    for key in options:
-        if (key in MISSING) != of_file:
-            raise UserError(f"{key}={options[key]} is no option of {path}, a {'file' if of_file else 'run'}")
+    for key in told:
+        if (key in ("step", "ema")) == of_file:
+            raise UserError(f"{key}={told[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     if of_file:
         if ema or step != "newest":
             raise UserError(f"{path} is a file with one set of weights; accepted: no step, no ema")
-        return path, options
-    which = {"step": step, "ema": ema} | options
+        return path, told
+    which = {"step": step, "ema": ema} | told
     return find_weights(path, **which), {}
 
 
@@ -162,14 +160,13 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
         tensors = load_tensors(path)
     if told and "model_config" in metadata:
         raise UserError(f"{path} describes itself; accepted: no {', '.join(told)}")
-    with reading(path, "holds no model of ours and no published one"):
+    with reading(path, NO_MODEL):
         if "model_config" in metadata:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
         else:
             meta, tensors = read_published(path, tensors, told)
-    options = [f"{key}={told[key]}" for key in sorted(told)]
     meta["path"] = path
-    meta["source"] = ",".join([str(path), *options])
+    meta["source"] = ",".join([str(path), *(f"{key}={told[key]}" for key in sorted(told))])
     return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 

@@ -42,25 +42,18 @@ DIFFUSERS = (
     ("y_embed.", "class_embedder.embedding_table."),
 )
 CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
-# Settings that published files lack, and the pattern of their values
-MISSING = {
-    "heads": r"[1-9]\d*",
-    "num_heads_upsample": r"0|[1-9]\d*",  # a UNet's
-    "image_size": r"[1-9]\d*",  # a UNet's
-    "noise_schedule": "linear|cosine",
-    "num_timesteps": r"[1-9]\d*",
-    "rescale_timesteps": "True|False",
-    "objective": "eps|flow",  # Meta's form: DiT's, SiT's
-    "time_input": "1000t|t|1-t",  # objective=flow
-}
 GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
-OPTIONS = {  # the settings that each form lacks
-    "meta": ("heads", *GAUSSIAN, "objective"),
-    "sit": ("heads", "objective", "time_input"),
+OPTIONS = {  # the settings that each form lacks (options.py)
+    "meta": ("heads", "label_drop", *GAUSSIAN, "objective"),
+    "sit": ("heads", "label_drop", "objective", "time_input"),
     "diffusers": GAUSSIAN,
     "openai": ("heads", "num_heads_upsample", "image_size", *GAUSSIAN),
 }
-SIT = re.compile("(?<![a-z])(sit|repa)(?![a-z])", re.IGNORECASE)
+NO_MODEL = "holds no model or adapters of ours and no published model"
+HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
+# Of each form a name, behind a prefix such as DDP's
+FIRST = re.compile(r"(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight")
+KIND = re.compile("(?<![a-z])(dit|sit|repa)(?![a-z])")
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
@@ -79,12 +72,16 @@ def to_ours(state_dict: dict, pairs) -> dict:
 # Forms: from_* takes what a file is told, and ignores the rest
 
 
-def from_meta(state_dict: dict, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
-    """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL, or width / 64."""
+def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **others) -> tuple[DiTConfig, dict]:
+    """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
     ours = to_ours(state_dict, META)
-    table = ours.pop("pos_embed")[0].float()  # (tokens, C)
-    config, ours = from_classic(ours, math.isqrt(len(table)), heads)
-    if not torch.allclose(table, sincos_table(config), atol=1e-4):
+    if not label_drop and "y_embed.weight" in ours:  # ours has a null class, which is never asked for
+        classes = ours["y_embed.weight"]
+        ours["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
+    pos_embed = ours.pop("pos_embed")[0]  # (tokens, C)
+    config, ours = from_classic(ours, math.isqrt(len(pos_embed)), heads)
+    rounding = max(1e-2, torch.finfo(pos_embed.dtype).eps)  # bf16's, which fp32 may have been since; fp8's
+    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=rounding):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -96,13 +93,13 @@ def to_meta(state_dict: dict, config: DiTConfig) -> dict:
     return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
 
 
-def from_sit(state_dict: dict, time_input: str, heads: int = 0, **others) -> tuple[DiTConfig, dict]:
+def from_sit(state_dict: dict, time_input: str, **others) -> tuple[DiTConfig, dict]:
     """Config and state dict from `SiT-XL-2-256x256.pt` or REPA's. If the network sees 1-t, its v points to the image.
 
     Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
     """
     sit = {name: x for name, x in state_dict.items() if "projectors." not in name}
-    config, ours = from_meta(sit, heads)
+    config, ours = from_meta(sit, **others)
     for name in ("final.linear.weight", "final.linear.bias"):
         pixels = ours[name].unflatten(0, (config.patch_size**2, -1))  # (p p, out_channels, ...)
         rows = pixels[:, : config.in_channels].flatten(0, 1)
@@ -119,6 +116,9 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     num_classes = 0
     if "y_embed.weight" in ours:
         num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
+    heads = heads or HEADS.get(width)
+    if not heads:
+        raise UserError(f"a DiT of width {width} is not one of the published ({HEADS}): add its heads, FILE,heads=...")
     config = DiTConfig(
         image_size=tokens * patch_size,
         in_channels=in_channels,
@@ -126,7 +126,7 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
         patch_size=patch_size,
         width=width,
         depth=sum(name.endswith(".qkv.weight") for name in ours),
-        heads=heads or (16 if width == 1152 else max(1, width // 64)),  # DiT-XL has 16
+        heads=heads,
         num_classes=num_classes,
         block="classic",
         mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
@@ -230,27 +230,45 @@ def with_attention(state_dict: dict, *width: int) -> dict:
 FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "openai": from_openai}
 
 
-def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's DiT (training checkpoints too), SiT, diffusers' DiT or improved-diffusion's UNet.
+def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
+    """(meta, tensors) of Meta's DiT, SiT, diffusers' DiT or improved-diffusion's UNet.
 
-    `told`: any of MISSING; the others are taken as in the published models, and meta["note"] says so.
+    `saved`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `told`: settings
+    of options.py; the others are taken as in the published models, and meta["note"] says so.
     """
-    if isinstance(tensors.get("ema"), dict):  # Meta's training checkpoint, or a file of scripts/export.py
-        told = tensors.get("nanodiff", {}) | told
-        tensors = tensors["ema"]
+    tensors = saved
+    for key in ("ema", "model", "state_dict"):
+        tensors = tensors.get(key, tensors)
+    names = [*map(str, tensors)]
+    found = [match for match in map(FIRST.fullmatch, names) if match]
+    if not found:
+        raise UserError(f"{path} {NO_MODEL}; it has {', '.join(names[:5]) or 'nothing'}")
+    prefix, first = found[0].groups()
+    tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
+    args = saved.get("args")  # of Meta's training
+    rows = len(tensors.get("y_embedder.embedding_table.weight", ()))
+    num_classes = getattr(args, "num_classes", rows == 1)
+    if rows and num_classes:
+        told = {"label_drop": 0.1 if rows > num_classes else 0.0} | told
+    if hasattr(args, "path_type"):
+        if (args.path_type, args.prediction) not in (("Linear", "velocity"), ("linear", "v")):
+            raise UserError(f"{path} is SiT's, of {args.path_type}, {args.prediction}; accepted: Linear, velocity")
+        told = {"objective": "flow"} | told
+    told = saved.get("nanodiff", {}) | told
     form = "openai"
     sizes = told
     config = {"noise_schedule": "linear", "num_timesteps": 1000, "rescale_timesteps": False, "label_drop": 0.1}
-    if "x_embedder.proj.weight" in tensors:
+    if first == "x_embedder.proj":
         form = "meta"
         is_repa = "projectors.0.0.weight" in tensors
-        if "objective" not in told and (is_repa or SIT.search(path.name)):
+        kinds = KIND.findall(str(path.absolute()).lower())
+        if "objective" not in told and (is_repa or kinds[-1:] in (["sit"], ["repa"])):
             accepted = "objective=flow (SiT, REPA), objective=eps (DiT)"
             raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
         if told.get("objective") == "flow":
             form = "sit"
             config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}
-    elif "pos_embed.proj.weight" in tensors:
+    elif first == "pos_embed.proj":
         form = "diffusers"
         sizes = json.loads(path.with_name("config.json").read_bytes())
     options = OPTIONS[form]
@@ -277,6 +295,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
     config |= {name: value for name, value in told.items() if name in config}
     fields = dataclasses.asdict(model_config)
     settings = {"heads": fields.get("num_heads")} | config | fields
+    settings["label_drop"] = f"{config['label_drop']} ({num_classes} classes and a null class)"
     assumed = [f"{name}={settings[name]}" for name in options if name not in told]
     note = ""
     if assumed:
@@ -295,7 +314,7 @@ def read_published(path: Path, tensors: dict, told: dict) -> tuple[dict, dict]:
 
 
 def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
-    """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and what that does not hold (MISSING).
+    """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and what that does not hold (options.py).
 
     UserError if the form would be read as another model.
     """
@@ -311,14 +330,14 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
         raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
     if len({*loaded.data.get("latents", {}).get("scale", ())}) > 1:
         raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
-    if form == "meta" and not settings["label_drop"]:
-        raise UserError(f"form={form} is read as a model that can guide itself; {loaded.source} had label_drop=0")
     objective = settings["objective"]
     variance = settings.get("variance", "")
     if objective != "eps" or variance == "learned":  # else sampled wrongly
         read_as = "objective=eps, variance fixed or learned_range"
         raise UserError(f"form={form} is read as {read_as}, not as {objective}, {variance}")
     theirs = write(tensors, model_config)
+    if form == "meta" and not settings["label_drop"]:  # then theirs has no null class
+        theirs["y_embedder.embedding_table.weight"] = theirs["y_embedder.embedding_table.weight"][:-1]
     again, _ = FORMS[form](theirs, **told)
     for name, value in dataclasses.asdict(model_config).items():
         if name not in NOT_HELD and getattr(again, name) != value:
