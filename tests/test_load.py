@@ -24,7 +24,8 @@ CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, varian
 CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0, sample_steps=10)
 DIT = DiTConfig.from_depth(1, 8, in_channels=3, out_channels=3, num_classes=2, width=8, heads=1)
 CLASSIC = dataclasses.replace(DIT, block="classic")
-UNET = UNetConfig(8, 3, 3, 32, 1, (4,), (1, 1), num_heads=1, num_classes=2)
+SHAPE = dict(num_res_blocks=1, attention_resolutions=(4,), channel_mult=(1, 1), num_heads=1)
+UNET = UNetConfig(8, 3, 3, 32, **SHAPE, num_classes=2)
 UPSAMPLER = dataclasses.replace(DIT, low_res=4)
 
 
