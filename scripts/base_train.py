@@ -55,100 +55,92 @@ from nanodiff.training.resume import check_settings, refuse_useless, resume_poin
 from nanodiff.training.shard import Optimizer
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings: each can be given in a preset file or as --key=value. What follows the "#" is read by `configure` below and
-# checked: the accepted values, if limited; a colon; the meaning. Under "# Only X": refused if set without X.
+# Settings: in a preset file or as --key=value. `configure` reads the comments: accepted values, if limited; a colon;
+# the meaning. "# Only X": refused without X
 
 # What everybody touches
-model_tag = ""  # folder of this run under $NANODIFF_BASE_DIR/runs; "" = made from data, arch and depth
-data = "shapes"  # name or folder of a set made by scripts.prepare_data or cache_latents; shapes is built in
+model_tag = ""  # folder of the run under $NANODIFF_BASE_DIR/runs; "" = data, arch and depth
+data = "shapes"  # a set made by scripts.prepare_data or cache_latents; shapes is built in
 depth = 4  # >= 1: the one dial of size. DiT: depth blocks of width 64*depth. UNet: 32*depth channels
-num_iterations = -1  # >= -1: optimisation steps; -1 = from the horizon; 0 = evaluate, sample and save what there is
-target_param_data_ratio = 12.0  # > 0 or -1: horizon: image tokens to train on, per parameter that learns
-total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = from the horizon
+num_iterations = -1  # >= -1: steps; -1 = derived; 0 = no training: only evaluate, sample and save
+target_param_data_ratio = 12.0  # > 0 or -1: image tokens to train on, per parameter that learns
+total_batch_size = 0  # >= 0: images per step, over all ranks; 0 = derived
 device_batch_size = 0  # >= 0: images per forward pass of one rank; 0 = as many as fit on a CUDA GPU, elsewhere up to 64
-lr = 0.0  # >= 0: AdamW's learning rate; 0 = from the batch and the width
+lr = 0.0  # >= 0: AdamW's learning rate; 0 = derived from batch and width
 flip = False  # mirror half of the images left-right
-eval_every = 250  # >= -1: steps between validation losses; in all cadences 0 = only at the end, -1 = never
+eval_every = 250  # >= -1: steps between validation losses; in every cadence 0 = only at the end, -1 = never
 sample_every = 250  # >= -1: steps between grids of samples
 cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
-#                  changed = auto, but rates, horizon and the like may differ; a number = changed, but from that step
-seed = 42  # >= 0: seed of the weights, the order of the images and the noise of training and validation loss
+#                  changed = with other rates, horizon; a number = changed, from that step
+seed = 42  # >= 0: seed of weights, order of images, noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; auto = bf16 where native, else fp16 (CUDA), fp32.
-#                 float32 is TF32 on CUDA; Muon's own products are bf16 where that is native
+dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; float32 is TF32 on CUDA
 compile = True  # by torch.compile, where that works
-deterministic = False  # bitwise reproducible on CUDA, as always on a CPU, but slower
-# Other horizons, in place of num_iterations. Without one, the ratio above counts
+deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
+# Other horizons than num_iterations and the ratio
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 # Model
 arch = "dit"  # dit|dit_classic|unet: modern DiT, DiT as published, IDDPM's UNet
 heads = 0  # >= 0: attention heads; 0 = width // 64 in a DiT, at least 4; 4 in a UNet
-class_cond = True  # condition on labels, if the data set has them
-low_res_size = 0  # >= 0: side in pixels of the small image to enlarge (super-resolution); 0 = off
-checkpointing = False  # recompute activations in the backward pass: less memory, a third more compute
+class_cond = True  # condition on labels, if the set has them
+low_res_size = 0  # >= 0: super-resolution: side of the small image; 0 = off
+checkpointing = False  # recompute activations in backward: less memory, a third more compute
 # Fine-tuning
-init_from = ""  # run, exported or published file to start from: its weights (of a run: the newest checkpoint's first
-#                 average) and, unless others are given, its settings of the model and of what is learned; "" = weights
-#                 drawn from the seed; a file of adapters is continued
-trainable = ""  # train only parameters whose names contain one of these, such as final,blocks.11; "" = all
-lora_rank = 0  # >= 0: train and save only adapters of this rank (LoRA), and classes that init_from lacks; 0 = off
+init_from = ""  # a run or file to start from: its weights and, unless given, its shape and process; "" = none
+trainable = ""  # train only parameters whose names contain one of these: final,blocks.11; "" = all
+lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = off
 # What is learned
-objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: the network's output. flow, flow_x0 =
-#                     velocity, x0 of flow matching; flow_map, flow_map_x0 = likewise, tuned from a flow run (init_from)
-#                     to sample in 1 to 4 steps; the rest = a Gaussian diffusion
+objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
+#                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform; mixed =
-#                    logit(t) normal, mean 0, and a uniform tenth
+#                    logit-normal and a uniform tenth
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
-optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices and kernels, not adaLN's; AdamW for the rest, or for all
+optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices, AdamW for the rest; or AdamW for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
-beta2 = 0.95  # [0, 1): AdamW's decay rate of the mean squared gradient
-grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = never clip
+beta2 = 0.95  # [0, 1): AdamW's decay of the mean squared gradient
+grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = any
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
-warmdown_ratio = 0.5  # [0, 1]: fraction of the steps in which it falls linearly; IDDPM's anneal is warmup 0, warmdown 1
-ema_rates = "0.999"  # weight averages to keep, comma-separated; the first is evaluated and sampled; "" = none
+warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
+ema_rates = "0.999"  # weight averages, comma-separated; the first is evaluated and sampled; "" = none
+ema_ramp = True  # rate <= (1 + step) / (10 + step); published recipes: False
 # Evaluation
-eval_images = 1024  # >= 1: validation images per evaluation
-fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision and recall of samples like the grid's
-fid_images = 2000  # >= 10: samples for these figures
-fid_metric = "fid"  # fid|fd_classifier|fd_simclr: in features of Inception (96 MB download), of a classifier of this
-#                     set, or learned from CIFAR-10 without labels
+eval_images = 1024  # >= 1: validation images
+fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision, recall of samples
+fid_images = 2000  # >= 10: samples for these
+fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
-cfg_interval = "0,1"  # guide only where t, from 0 (image) to 1 (noise), is in this interval
+cfg_interval = "0,1"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
 save_epochs = False  # save also after every pass over the data
-checkpoints_kept = 2  # >= 1 or -1: newest checkpoints that stay; -1 = all
+checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only optimizer=muon
-muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = from the batch
+muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = derived from the batch
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
 time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; auto = 1000t; REPA's takes t, SiT's 1-t
 # Latents
-autoencoder = ""  # path of a VAE, to encode images on the fly; with a latent set, its VAE's new path if it was moved
-# For the published recipes (runs/iddpm_*.py, runs/dit_imagenet256.py)
-ema_ramp = True  # rate <= (1 + step) / (10 + step): the average soon forgets the initial weights; published: False
+autoencoder = ""  # path of a VAE, to encode images on the fly, or of a latent set's, if it was moved
 # Only arch=unet
 dropout = 0.0  # [0, 1): dropout rate
 
-# What one backbone or process alone uses is set there: in these modules, under "# Only"; --help=all shows all
+# Settings of one backbone or process alone stand in these modules, under "# Only"; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals above. `config` is a dict of all, config.given of those given.
-# With init_from, settings of shape and process that nobody gave are the source's. Batch, rates, steps and cadences that
-# rules choose below go to the globals, `config` and config.json. That samples do without guidance, `config` alone says.
-# What the machine decides (device_batch_size, dtype) stays 0 or auto in `config`, and stands in the log.
+# Presets, then the command line override the globals. `config` is a dict of all, config.given of those given; derived
+# values are written back to both, except the machine's (device_batch_size, dtype), which log.txt has
 
 
 def inherited(config):
     if not (config["init_from"] or config["lora_rank"]):
         return {}
-    from nanodiff.formats import start  # a door, like all indented imports: a plain run opens only the rooms it uses
+    from nanodiff.formats import start  # a door, like every indented import: a plain run opens only what it uses
 
     return start.inherited(config)
 
@@ -167,7 +159,7 @@ model_tag = model_tag or f"{Path(data).absolute().name}_{arch}_d{depth}"
 run_dir = run_folder(model_tag)
 if ddp_rank == 0:
     lock = lock_run(run_dir)
-    print0.file = open(run_dir / "log.txt", "a", encoding="utf-8")  # keeps what is printed from here on
+    print0.file = open(run_dir / "log.txt", "a", encoding="utf-8")  # keeps what is printed
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
@@ -175,18 +167,17 @@ if ddp_rank == 0:
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-# FLOP/s of one device: in bf16 by its datasheet, if device.py lists the GPU; else (a CPU, MPS, another GPU) the best of
-# five large matrix products in compute_dtype, timed now
+# FLOP/s of one device: by its datasheet, if device.py lists it; else measured by large matrix products
 peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where it starts: the newest intact checkpoint, else the model that init_from names, else weights drawn from the seed
+# Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# `source`: init_from's model (on resume, only as teacher or base of adapters). `like`: the description of its data, or
-# of the resumed run's. The new data take that scale and, with adapters, those class numbers
+# `source`: init_from's model; a resumed run loads it only as a teacher or as the base of adapters. `like`: the data it
+# knows; the new data are scaled and, with adapters, numbered like them
 source = like = None
 if init_from:
     source, like = start.open_source(config, meta, device)
@@ -207,12 +198,13 @@ if codec.undecodable:
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it
 
-config |= choose_times(config, meta.get("config", {}))
+before = meta.get("config", {})  # a resumed run's
+config |= choose_times(config, before)
 timesteps, time_input = config["timesteps"], config["time_input"]
-process = make_process(config, codec.description)  # flow matching or Gaussian diffusion: noising, loss, samplers
+process = make_process(config, codec.description)  # noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
-if fixed:  # keep its channels: published and older models lack the one that marks a null second image
+if fixed:  # published and older models lack the channel that marks a null second image
     theirs = fixed.get("given_channels", 0)
     if codec.description.get("given_channels", theirs) != theirs:
         raise UserError(f"data={data!r} has second images, which the base or checkpoint does not take")
@@ -225,26 +217,25 @@ lora = start.with_adapters(raw_model, source, config, class_names) if lora_rank 
 if trainable:
     start.train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# Matrix products, convolutions and attention: a third for forward, a third for gradients of activations, a third for
-# gradients of the weights that learn
+# A third for forward, a third for gradients of activations, a third for gradients of the weights that learn
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The size of the run: how many images, in what batches, at which rates. What is not given follows from the model:
-#     images = 12 * parameters / tokens           12: target_param_data_ratio; parameters that learn; tokens of an image
+# The size of the run. What is not given is derived:
+#     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
 #     steps  = images / batch
 #     rates  = 0.003 (AdamW), 0.02 (Muon) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
-# gradients, so larger batches; the root is a choice, not measured (nanochat: the power 0.38). That the best rates grow
-# with the root of the batch was measured (runs/LOG.md). And 256 / width? AdamW moves each weight by about lr, and a
-# wider layer adds up more such moves; Muon scales itself.
+# gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
+# of the batch was measured up to batch 128 and depth 2 (runs/LOG.md). And 256 / width? AdamW moves each weight by about
+# lr, and a wider layer adds up more such moves; Muon scales itself
 
-# 1) The horizon: num_iterations, else num_epochs, else target_flops, else the ratio
+# 1) The horizon
 tokens = model_config.num_tokens
-total_images = 0  # 0 = not known before the batch is
+total_images = 0  # 0 = not known yet
 horizons = [name for name in ("num_iterations", "num_epochs", "target_flops") if config.given.get(name, -1) > 0]
 if len(horizons) > 1:
     raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")
@@ -265,23 +256,21 @@ elif target_param_data_ratio > 0:
 else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
-# 2) The batch. A resumed run keeps its own, whatever its new horizon
-choose_batch = total_batch_size == 0
-if choose_batch and checkpoint:
-    total_batch_size = meta["config"]["total_batch_size"]
-elif choose_batch:
+# 2) The batch. A resumed run keeps its own
+if not total_batch_size and checkpoint:
+    total_batch_size = before["total_batch_size"]
+elif not total_batch_size:
     if total_images:
         relative = math.sqrt(total_images * tokens / 20e6)
-    else:  # images = steps * batch, so batch stands on both sides: solved for batch / 64, it is linear in the steps
+    else:  # images = steps * batch: solved for batch / 64
         relative = num_iterations * 64 * tokens / 20e6
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
-    if total_batch_size % world:  # 3, 5, 6, 7 ranks: all take equally many
+    if total_batch_size % world:  # 3, 5, 6, 7 ranks take equally many
         total_batch_size = world * max(1, round(total_batch_size / world))
 
 # 3) The rates. A resumed run keeps its own
 root = math.sqrt(total_batch_size / 64)
 by_width = 1 if arch == "unet" else 256 / model_config.width
-before = meta.get("config", {})
 lr, why_lr = choose_rate(lr, before.get("lr"), 3e-3 * root * by_width)
 muon_lr, why_muon = choose_rate(muon_lr, before.get("muon_lr"), 0.02 * root)
 
@@ -292,9 +281,7 @@ epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
 print0(f"rates: lr {lr:.3g} ({why_lr}), muon_lr {muon_lr:.3g} ({why_muon})")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How often
-
+# 5) How often
 if val_set is None and eval_every >= 0:
     print0("no validation split: the validation loss is skipped")
     eval_every = -1
@@ -304,10 +291,10 @@ if eval_every >= 0:
     print0("compare val loss with other runs' val loss, not with train loss: its t differ")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Record what is used. Refuse what these data cannot use and, on resume, changed settings: by training/resume.py, FREE
-# may change always, RATES with resume=changed or a step, nothing else
+# Refuse what these data cannot use and, on resume, changed settings: of training/resume.py, FREE may change always,
+# RATES with resume=changed or a step
 
-config |= {name: globals()[name] for name in config}  # batch, rates, steps and cadences, as they are now
+config |= {name: globals()[name] for name in config}  # with what was derived
 refuse_useless(config, codec.description, droppable(model_config), checkpoint)
 step = start_step = meta["step"] if checkpoint else 0
 if checkpoint:
@@ -321,21 +308,16 @@ t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_
 if objective.startswith("flow_map"):
     from nanodiff.formats.start import teach  # a door
 
-    teach(process, source, model_config, class_names)  # a resumed run, too
-    print0(f"teacher: {source.title}")  # as it is now, at a resume too
+    teach(process, source, model_config, class_names)
+    print0(f"teacher: {source.title}")
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
-# Muon or AdamW. The parameters of a group lie in a few flat buffers. Each rank keeps the optimizer's state of its share
-# of each buffer and updates that (ZeRO stage 1). Weights and state are fp32, also when weights are sent (exchange 2).
-# On CUDA Muon's element-wise arithmetic is compiled, too; AdamW's is torch's fused kernel
+# Each rank keeps optimizer state, in fp32, of its share of the parameters and updates that (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as ranks send them
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
-# device_batch_size=0: CUDA tries ever larger divisors of a rank's share of the batch, forward and backward, until its
-# memory is full; all ranks take the smallest result. Elsewhere it is the largest divisor up to 64. A given one is
-# lowered to the share. Either way device_batch_size * ranks must divide total_batch_size, else the run is refused
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -348,7 +330,7 @@ print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devic
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
 fault = why_unguided(config, bool(droppable(model_config)))
-teaches = learns_guidance(config)  # cfg_scale then shapes training, so that nobody is told that it is ignored
+teaches = learns_guidance(config)  # cfg_scale then shapes training
 guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else config.given)
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
@@ -361,16 +343,15 @@ if fid_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 
-# What a resume restores besides tensors
 progress = {"train_time_s": 0.0, "wandb_id": None}
 meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
-    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor's shape shows it
+    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor shows it
         raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank keeps its share
-    # An average missing from the checkpoint starts from its weights
+    # A new average starts from the weights
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
@@ -378,14 +359,13 @@ if checkpoint:
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
-described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
-described |= dict(flops_per_image=flops_per_image, num_iterations=num_iterations)
+described = dict(config=config, data=codec.description, model=asdict(model_config), num_iterations=num_iterations)
+described |= dict(num_params=num_params, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, described, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: save -> evaluate -> sample -> stop? -> one step -> log
-# It stops after the first three, so that the last step too is saved, evaluated and sampled
 
 
 def due(every):
@@ -411,81 +391,73 @@ def lr_multiplier(s):
 
 def save():
     """Write this step's checkpoint, in a thread: training goes on. A collective."""
-    saver.wait()  # the last save's copies are freed before these are made
+    saver.wait()  # for the last save, to free its copies
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     seen_losses = host_copy(t_distribution.state_dict())
     if ddp_rank == 0:
         tensors = {
-            "model": host_copy(raw_model.state_dict()),  # with adapters: these and new classes alone
-            "optim": optim_state,  # state of all that learns, whatever the number of ranks
+            "model": host_copy(raw_model.state_dict()),
+            "optim": optim_state,  # whatever the number of ranks
             "train": dict(timesteps=seen_losses, scaler=dict(lg_loss_scale=scaler.lg_loss_scale), meter=sums),
         } | averages  # ema_0.999 and so on
         saved = {
             "step": step,
             "arch": arch,
             "config": config,
-            "command": sys.argv[1:],  # so that a rerun of a --resume=STEP does not go back again
-            "model_config": asdict(model_config),  # the shape that config and data give
-            "data": codec.description,  # how the model sees images and classes
+            "command": sys.argv[1:],  # a rerun of a --resume=STEP does not go back again
+            "model_config": asdict(model_config),
+            "data": codec.description,
             "ema_rates": list(ema.rates),
             "loop": progress.copy(),
         }
         if lora:
             saved["lora"] = lora
-            start.save_adapters(run_dir, saved, tensors)  # the first average, as one file to sample from
-        # checkpoints/step_000500/: model.safetensors, ema_0.999.safetensors, optim.pt, train.pt, `saved` as meta.json
-        # and, last, manifest.json with sizes and SHA-256
+            start.save_adapters(run_dir, saved, tensors)
         saver.start(run_dir, step, tensors, saved, checkpoints_kept)
     saver.step = step  # on all ranks, which save together
 
 
-# Compiled as a whole for 3,000 steps or more on one rank, else block by block, which starts sooner and lets the
-# exchange overlap. Not compiled: on MPS, and a UNet on a CPU
 model = compiled(raw_model, device, num_iterations, compile)
 draw_device = device if device.type == "cuda" else torch.device("cpu")  # where random numbers are drawn
-# A loader thread reads ahead from disk. At step s, micro-step m, rank r gets images from position
-# s*total_batch_size + (m*world + r)*device_batch_size onwards of a stream shuffled by (seed, epoch) alone.
+# At step s, micro-step m, rank r gets images from position s*total_batch_size + (m*world + r)*device_batch_size onwards
+# of a stream shuffled by (seed, epoch) alone
 loader = DataLoader(train_set, device_batch_size, total_batch_size, ddp_rank, world, seed, step, device)
-images, stored_cond = next(loader)  # (B, C, H, W), and {"y" (labels), "vectors", "given" (second images): (B, ...)}
-stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save (unless save_every=-1), exit; a second kills
-stopping = False  # the same on all ranks, unlike stop.received
+images, stored_cond = next(loader)  # (B, C, H, W), {"y": labels (B,), other conditions}
+stop = StopSignal()  # SIGINT, SIGTERM, SIGHUP: finish the step, save, exit; a second kills
+stopping = False  # the same on all ranks
 saver = Saver(start_step if checkpoint else -1)
-faults = start_verifying(train_set)  # hashes the set in a thread during the first steps
+faults = start_verifying(train_set)  # hashes the set in a thread
 # Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
 # tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So, at one
 # total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
-# command resumes identically without saving any generator's state.
-NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams; the few numbers have none
+# command resumes identically without saving any generator's state
+NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams
 
 while True:
-    if faults:  # a damaged file of the set ends the run before it is saved
+    if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
-    # Save before the slow evaluations, so that a crash there loses nothing
+    # Save first: a crash in an evaluation loses nothing
     if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
-    # Evaluate the averaged weights (val/loss: the raw ones), but not if a signal asks to leave. Eagerly, as compiling
-    # for a few batches takes longer
+    # Evaluate, not compiled: for a few batches, compiling costs more than it saves
     if not stopping and any(due(every) for every in (eval_every, fid_every, sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
-            # Validation loss of the raw weights and of their average: the same images, t and noise each time. t is
-            # distributed alike in all runs, so that they compare; the level differs from train/loss
+            # The same images, t and noise each time; t is not distributed as in training: compare val only with val
             if due(eval_every):
                 raw_model.eval()
                 figures["val/loss"], _ = validation_loss(raw_model, *on_val)
                 raw_model.train()
-            with ema.applied(raw_model):  # sets eval mode too
+            with ema.applied(raw_model):  # and eval mode
                 if due(eval_every):
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
-                # Samples compared with the training images: Frechet and kernel distance, precision, recall
                 if due(fid_every):
                     measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
                     figures |= {f"val/{name}": value for name, value in measured.items()}
-                # The vibe check: a grid from the same noise and classes each time, drawn by all ranks
-                if due(sample_every):
+                if due(sample_every):  # the vibe check: the same noise and classes each time
                     shown = val_set or train_set
                     grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)
                     log.grid(grid, step)
@@ -494,7 +466,7 @@ while True:
 
     leaving = step >= num_iterations or stopping
     if ddp_rank == 0 and (leaving or due(eval_every) or due(sample_every)):
-        from nanodiff.web.report import refresh_report  # a door: rank 0 alone draws the page
+        from nanodiff.web.report import refresh_report  # a door
 
         report_due = refresh_report(run_dir, 0.0 if leaving else report_due)
     if leaving:
@@ -506,81 +478,60 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    # Draw t by inverse CDF. Where t is importance-sampled (loss-second-moment), the weight keeps the
-    # loss an unbiased mean over uniform t. Logit-normal t emphasises the middle on purpose: its weight is 1.
-    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,)
-    # From the fraction guided_from on, the target of the velocity becomes, where t is in cfg_interval (flow.py),
-    #     noise - x0 + (1 - 1 / cfg_scale) (v(x_t, t, y) - v(x_t, t, null class))      v: the model's own, no gradient
+    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; weight 1, but for importance sampling
     process.done = step / num_iterations
-
-    # Blocks' linear layers compute with bf16 copies of their weights: autocast would make new ones in every micro-step
-    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:
+    if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast in every micro-step
         optim.cast_weights(raw_model)
-    # Micro-batches: parts of the batch that fit into memory; gradients add up in p.grad, in fp32, over all of them
+
+    # Micro-batches: what fits into memory; gradients add up in p.grad, in fp32
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
-        rows = slice(first, first + device_batch_size)  # this rank's rows of the global batch
-        # Stored uint8 become [-1, 1]. A stored latent is a distribution N(mean, std): each step trains on a new sample
-        flips = u_flip[rows] < 0.5 if flip else None  # latents: read the stored ones of the mirrored image
+        rows = slice(first, first + device_batch_size)  # this rank's rows of the batch
+        flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
-        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32; all images of a step have one shape
-        # Large tensors: each rank draws only its own rows of a table set by (seed, step)
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
-        # Drop the conditions of some images, so that the model also learns to denoise without: guidance needs both.
-        # A dropped label becomes num_classes. Dropped vectors become NaN: the model has a learned "none". Dropped
-        # second images (low_res_size's, too) become NaN, which a further input channel marks
-        cond = from_stored(stored_cond, codec.description, flips)  # in types that models take; second images flip too
+        # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
+        # null class, num_classes
+        cond = from_stored(stored_cond, codec.description, flips)
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
-        # The default loss, flow matching on straight paths (nanodiff/diffusion/flow.py), with t in [0, 1]:
+        # Flow matching on straight paths (diffusion/flow.py), t from 0 (image) to 1 (noise):
         #     x_t = (1 - t) * x0 + t * noise
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
-        # The network sees 1000 t, the range that its embedding of t is made for (DDPM's 1000 timesteps). With
-        # objective=eps it predicts the noise of a Gaussian diffusion instead (diffusion/gaussian.py).
-        # A flow map learns whole jumps, u(x_t, t, r) = (x_t - x_r) / (t - r), each image with its own r < t. It jumps
-        # to m = min(t, r + 1/4), x_m = x_t - (t - m) u(x_t, t, m). From there the teacher walks on to r, to x_r:
-        #     u(x_t, t, r)  <-  (x_t - x_r) / (t - r)                                 no gradient on the right
-        #     loss = mean(5 error^2 or, where |error| > 0.1, |error| - 0.05), error = left - right
-        # flow_map.py says how t and r are drawn, and how the teacher walks.
+        # Or noise prediction (gaussian.py), or jumps from t to r (flow_map.py)
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
-        with autocast:  # backward takes the types of forward
+        with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
-        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps  # backward() sums over micro-steps
-        # The last micro-step completes gradients: ranks send each part while backward still computes the next
-        optim.last_micro_step = micro_step == grad_accum_steps - 1
+        loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
+        optim.last_micro_step = micro_step == grad_accum_steps - 1  # its backward sends gradients while it computes
         scaler.scale(loss).backward()
-        # Take the next micro-batch, already read by the loader's thread, while the GPU is busy with this one
-        images, stored_cond = next(loader)
+        images, stored_cond = next(loader)  # while the GPU is busy
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     step_t, step_losses = meter.losses()  # of this rank's images
 
-    # Exchange 1 of 2 ends here; it began in the last backward(). Reduce-scatters leave each rank the average gradient
-    # of its share of the parameters. A signal to one rank is sent with the norm, so all stop after this step; the top
-    # of the loop then saves and exits. Besides the two exchanges ranks send only losses.
-    norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, equal on all ranks; on the device
-    # In fp16 an infinity may be an overflow: the step is skipped and the loss scale halved. It starts at 2^20; below 1,
-    # after some twenty skipped steps, the run ends too
-    overflow = scaler.enabled and not norm.isfinite()  # fp16 alone waits here for the GPU
+    # Exchange: each rank gets the average gradient of its share of the parameters. A stop signal to one rank travels
+    # with the norm, so all stop after this step
+    norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, on the device
+    overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped
 
-    # Update, and exchange 2 of 2: each rank updates its share; all-gathers start here, and end before the next forward
+    # Update: each rank its share; all-gathers end before the next forward
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
-        group["lr"] = group["initial_lr"] * lrm  # muon_lr for Muon's, lr for AdamW's
+        group["lr"] = group["initial_lr"] * lrm
     if not overflow:
-        # loss-second-moment learns here, from all ranks, at which t the losses are large; other distributions ignore it
         t_distribution.update(step_t, step_losses)
-        # One factor clips the global norm and undoes the loss scale
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
-        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights; see ema_ramp
+        ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
     # The host waits for the norm, while the GPU has the update to do. A NaN or infinity, which changed no weight, ends
     # the run with an error that names step and parameter; the newest checkpoint stays intact
     grad_norm, stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.enabled:
         where = optim.not_finite()
-        last_loss = loss.item() * grad_accum_steps  # of this rank's last micro-batch
+        last_loss = loss.item() * grad_accum_steps
         raise FloatingPointError(f"step {step}: loss {last_loss:g}, gradient not finite ({where})")
     scaler.update(overflow)
     optim.zero_grad()
@@ -589,21 +540,16 @@ while True:
     step += 1
     log_now = step % log_every == 0 or step == num_iterations
     meter.end_step(x0.shape, log_now)  # waits for the device on log lines
-    if step == start_step + 1:  # all is allocated and compiled: Python's garbage collector need not look at it again
+    if step == start_step + 1:  # all is allocated: the garbage collector need not look at it again
         gc.collect()
         gc.freeze()
     if log_now:
-        # step, images_seen, total_training_flops, total_training_time_s and, under train/, since the last line:
-        # - all ranks: loss, loss_q0 ... loss_q3 (by quarter of t); of a Gaussian diffusion also mse_q0 ... (mse losses)
-        #   and vb_q0 ... (mse losses with a learned variance)
-        # - this rank: dt_ms, data_ms (waiting for data), images_per_sec = total_batch_size / dt,
-        #   mfu = 100 * flops_per_image * images_per_sec / peak of all devices
         line = meter.line(step, total_batch_size, flops_per_image, peak * world)
         line["train/grad_norm"] = grad_norm
         line["train/lrm"] = lrm
         if scaler.enabled:
             line["train/lg_loss_scale"] = scaler.lg_loss_scale
-        log.metrics(line)  # a line of metrics.jsonl, and the same to wandb; evaluations write theirs likewise
+        log.metrics(line)  # to metrics.jsonl and wandb
         print0(meter.console(line, num_iterations))
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -97,7 +97,11 @@ class Meter:
         self.data_seconds += self.step_data_seconds
 
     def line(self, step: int, total_batch_size: int, flops_per_image: float, peak_flops: float) -> dict:
-        """The metrics of the steps since the last line, and a restart. `peak_flops`: of all devices. A collective."""
+        """Return the metrics since the last line and reset them; a collective. `peak_flops`: of all devices.
+
+        Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t); of a Gaussian
+        diffusion also mse_q0 ... and vb_q0 ...; on this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
+        """
         dt_s = self.seconds / self.steps
         img_per_sec = total_batch_size / dt_s
         line = {
