@@ -22,6 +22,7 @@ import torch
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, print0
+from nanodiff.data.containers import is_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
@@ -41,14 +42,15 @@ lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
-classes = ""  # class numbers or names, comma-separated, used in turn; "" = all, or those of the small images
+classes = ""  # class names or numbers, comma-separated, used in turn (a name with a comma: by its number); "" = all, or
+#               those of the small images
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 given = ""  # second images: a folder, an .npz (arr_0, arr_1), .npy or val; "" = val, if there is one
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
 vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
 seed = 0  # >= 0: seed of the images
 # From given images
-from_images = ""  # images to start from, in turn: an .npz (arr_0), .npy or folder; "" = from noise
+from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) or .npy; "" = from noise
 strength = 0.6  # [0, 1]: share of the steps to take, from them with noise; 1 = all, from noise alone; 0 = none
 mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
 # Sampler
@@ -107,8 +109,8 @@ name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
 if not loaded.run_dir:
     name = f"{loaded.path.stem}_{name}"
 stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
-if out and Path(stem).is_dir():
-    raise UserError(f"out={out!r} is a folder; accepted: the path of a file in it, without suffix")
+if out and (is_image(stem) or Path(stem).is_dir()):
+    raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
 latents = {} if codec.undecodable else codec.description.get("latents", {})

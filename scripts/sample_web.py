@@ -35,7 +35,8 @@ from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.draw import ModelSamples, parse_classes
+from nanodiff.sampling.asked import parse_classes
+from nanodiff.sampling.draw import ModelSamples
 from nanodiff.sampling.given import start_from
 from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta

@@ -1,5 +1,6 @@
 """Guidance: the published forward_with_cfg, and the laws of the three kinds."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import refused
@@ -8,7 +9,8 @@ from test_dit import golden, published_model
 
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
-from nanodiff.sampling.draw import SampleSettings, parse_classes
+from nanodiff.sampling.asked import parse_classes
+from nanodiff.sampling.draw import SampleSettings
 
 
 class Counted:
@@ -66,5 +68,13 @@ def test_guided_within_the_interval_only_and_never_by_scale_1(rescale, num_times
         assert guided == [scale != 1 and low <= part <= high for part in part_of_range]
 
 
-def test_a_class_called_by_a_number_is_told_from_the_number(capsys):
-    assert parse_classes("1,2,3", ["1", "2", "3"]) == [1, 2, 2] and capsys.readouterr().out.count("is a number") == 2
+@pytest.mark.parametrize("names", [["1", "2", "3"], ["a", "2", "b, c"]])
+def test_names_win_over_numbers(names):
+    """In text. In Python a string is a name, an integer a number."""
+    assert parse_classes("2,2", names) == [1, 1] and parse_classes("0", names) == [0]
+    for numbers in ([2, 0], np.array([2, 0]), range(2, -1, -2)):
+        assert parse_classes(numbers, names) == [2, 0]
+        assert parse_classes([names[number] for number in numbers], names) == [2, 0]
+    assert parse_classes(1, names) == [1] and parse_classes(None, names) is parse_classes([], names) is None
+    for wrong in (["0"], "7", [3], -1, 1.5):
+        refused("is unknown; this model has 3 classes", parse_classes, wrong, names)

@@ -40,6 +40,7 @@ def place(made, tmp_path_factory):
         make_data("alone", class_names=(), val=0)
         np.savez(root / "s.npz", np.zeros((12, 16, 16, 3), np.uint8))
         np.savez(root / "small.npz", np.zeros((2, 8, 8, 3), np.uint8), [0, 8])
+        np.save(root / "gray.npy", np.zeros((2, 8, 20), np.uint8))
         np.savez(root / "floats.npz", np.linspace(0, 1, 12 * 768).reshape(12, 16, 16, 3))
         np.savez(root / "odd.npz", np.zeros((2, 5, 5, 3), np.uint8))
         (root / "text.png").write_text("no image")
@@ -126,7 +127,7 @@ MISTAKES = [
     ((*SAMPLE, "--num_images=257"), "num_images=257: a grid shows 256; --npz keeps more"),
     ((*SAMPLE, "--classes=ring,rig"), "classes: 'rig' is unknown; this model has 8 classes; accepted: circle, ring"),
     ((*SAMPLE, "--model=plain", "--classes=1"), "classes: '1' is unknown; this model has no classes"),
-    ((*SAMPLE, "--out=."), "is a folder; accepted: the path of a file in it, without suffix"),
+    ((*SAMPLE, "--out=."), "is a folder, or no PNG; accepted: the path of a file"),
     ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
     ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),
     ((*SAMPLE, "--model=sr", "--low_res=small.npz"), "9 classes"),
@@ -134,8 +135,10 @@ MISTAKES = [
     ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
     ((*SAMPLE, "--guide_model=x0"), "they differ in objective"),
     ((*SAMPLE, "--from_images=absent"), "absent' is not there; accepted: an .npz file, a folder"),
-    ((*SAMPLE, "--from_images=small.npz"), "(3, 8, 8); accepted: (3, 16, 16)"),
-    ((*SAMPLE, "--from_images=text.png"), "text.png' is neither; accepted"),
+    ((*SAMPLE, "--from_images=gray.npy"), "(1, 16, 16); accepted: (3, 16, 16)"),
+    ((*SAMPLE, "--from_images=text.png"), "text.png': no image in a format of"),
+    ((*SAMPLE, "--from_images=file"), "file' is neither; accepted"),
+    ((*SAMPLE, "--out=x.jpg"), "out='x.jpg' is a folder, or no PNG; accepted"),
     ((*SAMPLE, "--from_images=floats.npz"), "holds float64; accepted: uint8"),
     ((*GIVEN, "--mask=text.png"), "text.png is no image"),
     ((*GIVEN, "--mask=black.png"), "black.png' keeps nothing"),

@@ -165,7 +165,12 @@ def test_python_takes_arrays_for_files(draw, tmp_path):
         files = {"low_res": tmp_path / "a.npz", "from_images": tmp_path / "a.npz", "mask": tmp_path / "mask.npy"}
         args = [f"--{name}={files.get(name, value)}" for name, value in given.items()]
         expected, _, _ = draw(f"--model={run}", "--num_images=5", "--dtype=auto", *args)
-        assert (nanodiff.load(run, device_type="cpu").sample(num_images=5, steps=3, **given) == expected).all()
+        sample = functools.partial(nanodiff.load(run, device_type="cpu").sample, num_images=5, steps=3)
+        assert (sample(**given) == expected).all()
+    given["from_images"] = images[:1]
+    one = sample(**given)
+    for more in ({"mask": 1.0 * mask}, {"mask": mask.astype(np.uint8)}, {"from_images": Image.fromarray(images[0])}):
+        assert (sample(**given | more) == one).all()
 
 
 def test_a_wrong_argument_gets_the_scripts_line(run_script, capsys):

@@ -353,7 +353,7 @@ def read_arrays(path: Path, options: Options) -> Source:
     if low > most or high < least:
         raise UserError(f"{path} holds values from {least:g} to {most:g}; range={low:g},{high:g} has none of them")
     if low == high:
-        raise UserError(f"{path} holds the value {low:g} alone; give --range=LOW,HIGH")
+        raise UserError(f"{path} holds the value {low:g} alone; accepted: uint8, or prepare_data with --range=LOW,HIGH")
 
     def scaled():
         for image in images:

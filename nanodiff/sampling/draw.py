@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
-from nanodiff.conditions import IMAGES, row_shapes, some_conditions
+from nanodiff.common import StackedGenerator, get_dist, in_batches
+from nanodiff.conditions import IMAGES, some_conditions
 from nanodiff.data.codec import stored_images
 from nanodiff.data.pixels import to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
@@ -79,47 +79,6 @@ def in_words(protocol: dict) -> str:
                 guidance += f" in {interval}"
         words += [guidance, f"seed {protocol['seed']}"]
     return ", ".join(words)
-
-
-def parse_classes(classes: str, class_names: list[str]) -> list[int] | None:
-    """Class numbers from numbers and names, "ring,3"; None for ""."""
-    if not classes:
-        return None
-    known = {name: number for number, name in enumerate(class_names)}
-    for number in range(len(class_names)):
-        known[str(number)] = number
-    chosen = []
-    for given in classes.split(","):
-        if given not in known:
-            accepted = "no classes"
-            if class_names:
-                accepted = f"{len(class_names)} classes; accepted: {', '.join(class_names)[:200]}"
-            raise UserError(f"classes: {given!r} is unknown; this model has {accepted}")
-        number = known[given]
-        if given in class_names and given != class_names[number]:
-            print0(f"classes: {given} is a number here: that of class {class_names[number]!r}")
-        chosen.append(number)
-    return chosen
-
-
-def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:
-    """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for ""."""
-    if not size:
-        return None
-    pixels = codec.image_size // codec.shape[1]  # per latent
-    unit = model_config.side_unit * pixels
-    largest = 4 * codec.image_size
-    allowed = range(unit, largest + 1, unit)
-    texts = size.replace(",", "x").split("x")
-    sides = [int(text) if text.isdecimal() else 0 for text in texts]
-    if len(sides) > 2 or any(side not in allowed for side in sides):
-        accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
-        raise UserError(f"size={size!r}; accepted: {accepted}")
-    shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
-    if shape not in codec.shapes and row_shapes(model_config).keys() & IMAGES:
-        accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
-        raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
-    return shape
 
 
 @dataclass

@@ -14,10 +14,10 @@ from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
 
 
 def read_from_images(where: str, samples) -> np.ndarray:
-    """The images of an .npz (arr_0), .npy or folder. Files are scaled."""
+    """The images of an .npz (arr_0), .npy, folder or file; those of 8 bits are scaled and cropped."""
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))
-    sizes = [(side, side)] if source.unread else []
+    sizes = [] if "range" in source.meta else [(side, side)]
     return decoded_items("from_images", where, list(source.items), sizes)
 
 
@@ -45,7 +45,7 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
 
 def read_mask(path: str, side: int) -> np.ndarray:
     """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
-    from an .npy of numbers or bools."""
+    from an .npy of bools or numbers, up to 1 or 255."""
     file = Path(path).expanduser()
     with reading(file, "is no image"):
         if file.suffix == ".npy":
@@ -54,7 +54,7 @@ def read_mask(path: str, side: int) -> np.ndarray:
             image = to_rgb(open_image(str(file)), "black")
             gray = center_crop(image, side, side).convert("L")
             levels = np.asarray(gray)
-        is_kept = levels if levels.dtype == bool else levels >= 128
+        is_kept = levels >= (128 if levels.max() > 1 else 0.5)
     if is_kept.shape != (side, side):
         raise UserError(f"mask={path!r} is of shape {is_kept.shape}; accepted: {(side, side)}")
     return is_kept

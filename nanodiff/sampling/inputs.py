@@ -11,6 +11,7 @@ import torch
 from nanodiff.common import UserError, print0
 from nanodiff.conditions import FILES, NUMBERS, from_stored, made_from, row_shapes
 from nanodiff.data.codec import load_codec
+from nanodiff.data.containers import is_image
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.decode import Item, decode_items, decode_second
 from nanodiff.data.sources import Options, Source, open_source, read_numbers
@@ -115,12 +116,16 @@ READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 
 
 def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
-    """Images of an .npz, an .npy or a folder. Files become uint8; arrays of other numbers fp16 in [-1, 1]."""
+    """Images of an .npz, an .npy, a folder or an image file. Files become uint8; arrays of other numbers fp16 in
+    [-1, 1]."""
     path = Path(where).expanduser()
+    if is_image(path.name) and path.is_file():
+        return Source(1, [], [Item(path.name, str(path), 0, False)])
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
         fault = "is neither" if path.exists() else "is not there"
-        raise UserError(f"{setting}={where!r} {fault}; accepted: an .npz file, a folder of images, an .npy")
+        accepted = "an .npz file, a folder of images, an .npy, an image file"
+        raise UserError(f"{setting}={where!r} {fault}; accepted: {accepted}")
     source = open_source(kind, str(path), Options(val_fraction=0, range=range))
     if "range" in source.meta and not range:
         raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")

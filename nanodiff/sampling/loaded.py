@@ -15,7 +15,8 @@ from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.draw import ModelSamples, SampleSettings, parse_classes, parse_size
+from nanodiff.sampling.asked import parse_classes, parse_size
+from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.given import read_from_images, start_from
 from nanodiff.sampling.inputs import READERS, open_inputs
 
@@ -67,13 +68,17 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
 
 
 def as_file(value, path: Path) -> str:
-    """Return a file name as it is; save an array, or a tuple (images, classes), so that there is one reader."""
+    """Return a file name as it is; save an array, a picture of Pillow's, or a tuple (images, classes), so that there is
+    one reader."""
     if isinstance(value, str | Path):
         return str(value)
     with reading(path.name, "is no array"):
         if isinstance(value, tuple):
             np.savez(f"{path}.npz", *value)
             return f"{path}.npz"
+        if hasattr(value, "save"):
+            value.save(f"{path}.png")
+            return f"{path}.png"
         np.save(f"{path}.npy", value)
     return f"{path}.npy"
 
@@ -82,14 +87,14 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
     `given`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
-    (H, W), (n, D). Images may be a tuple (images, class numbers). Other settings may be tuples and numbers:
-    cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
+    (H, W), (n, D). Images may be a tuple (images, class numbers), or a picture of Pillow's. Other settings may be
+    tuples and numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
     settings = read_settings(vars(taken))
-    asked = dict(vars(taken))
+    asked = vars(taken) | {"classes": classes}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, value in ({"classes": classes} | given).items():
+            for name, value in given.items():
                 if name in ("from_images", "mask", *READERS):
                     value = as_file(value, Path(folder, name))
                 asked[name] = check(settings, name, value)
