@@ -5,8 +5,8 @@
     given    (N, C, h, w): a second image, such as a mask
     low_res  (N, C, h, w): the second image of super-resolution, made of x0
 
-A set keeps rows (to_stored), the loader passes them on, from_stored makes them what models take, and conditioning
-chooses those that this model takes and drops some. The guide's table says how to add one (runs/GUIDE.md, Change).
+A set keeps rows (to_stored), the loader passes them on, from_stored (data/pixels.py) makes them what models take, and
+conditioning chooses those that this model takes and drops some. How to add one: runs/GUIDE.md, Change.
 """
 
 import math
@@ -205,34 +205,3 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
         is_constant = variance <= 1e-14 * square  # by float64's rounding
         std = np.sqrt(np.where(is_constant, 1.0, variance))
         meta[name] |= {"mean": mean.tolist(), "std": std.tolist()}
-
-
-def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 (N, C, H, W) -> fp32 in [-1, 1], as floats are already; mirrored left-right where `flip` (N,) is True."""
-    x = images.float()
-    if images.dtype == torch.uint8:
-        x = x / 127.5 - 1
-    if flip is None:
-        return x
-    flip = flip.to(x.device).view(-1, 1, 1, 1)
-    return torch.where(flip, x.flip(3), x)
-
-
-def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
-    """Stored rows, arrays or tensors -> what models take.
-
-    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
-    behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
-    """
-    cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
-    if "given" in cond:
-        cond["given"] = to_model_range(cond["given"], flip)
-    for name in NUMBERS.keys() & cond & description.keys():
-        stored = cond[name]
-        facts = description[name]
-        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(stored.device, non_blocking=True)  # (D,) each
-        normal = (stored.float() - mean) / std
-        if stored.ndim == 3:
-            normal[~stored.any(2)] = 0
-        cond[name] = normal
-    return cond

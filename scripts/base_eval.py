@@ -30,12 +30,12 @@ from nanodiff.dist import gather_batches, leave_together, over_ranks
 from nanodiff.files import name_of_settings, write_json
 from nanodiff.formats.load import load_run
 from nanodiff.metrics import features as metrics
-from nanodiff.metrics.losses import bits_per_dim, validation_loss
 from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
+from nanodiff.training.validation import bits_per_dim, validation_loss
 from nanodiff.web.report import refresh_report
 
 model = ""  # tag or folder of a run; "" = the one written to last

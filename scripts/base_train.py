@@ -32,27 +32,28 @@ import torch
 
 from configurator import configure
 from nanodiff.common import UserError, draw_rows, get_dist, make_generator, print0
-from nanodiff.conditions import conditioning, droppable, from_stored
+from nanodiff.conditions import conditioning, droppable
 from nanodiff.data.codec import check_same_data, make_codec
 from nanodiff.data.dataloader import DataLoader
 from nanodiff.data.dataset import open_dataset, start_verifying
+from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
 from nanodiff.diffusion.process import SAMPLERS, choose_sampler, choose_times, make_process  # noqa: F401 (a setting)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
-from nanodiff.metrics.losses import validation_loss
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, choose_rate, cut_batch
-from nanodiff.training.checkpoint import Saver, lock_run
+from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, param_groups
-from nanodiff.training.resume import check_settings, refuse_useless, resume_point, run_folder
+from nanodiff.training.settings import check_settings, refuse_useless
 from nanodiff.training.shard import Optimizer
+from nanodiff.training.validation import validation_loss
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: in a preset file or as --key=value. `configure` reads the comments: accepted values, if limited; a colon;
@@ -291,7 +292,7 @@ if eval_every >= 0:
     print0("compare val loss with other runs' val loss, not with train loss: its t differ")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refuse what these data cannot use and, on resume, changed settings: of training/resume.py, FREE may change always,
+# Refuse what these data cannot use and, on resume, changed settings: of training/settings.py, FREE may change always,
 # RATES with resume=changed or a step
 
 config |= {name: globals()[name] for name in config}  # with what was derived

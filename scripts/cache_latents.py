@@ -17,10 +17,11 @@ import torch.nn.functional as F
 
 from configurator import configure
 from nanodiff.common import UserError, get_dist, in_batches, print0
-from nanodiff.conditions import FILES, GIVEN, from_stored, to_model_range
+from nanodiff.conditions import FILES, GIVEN
 from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
+from nanodiff.data.pixels import from_stored, to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import gather_batches, leave_together, wait_for_first_rank
 from nanodiff.files import read_json, sha256_of

@@ -114,7 +114,7 @@ def test_the_batch_is_a_multiple_of_any_number_of_ranks(tiny, run_script, capsys
     args = [arg for arg in TINY if "total_batch_size" not in arg] + ["--save_every=-1", "--num_iterations=-1"]
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("nanodiff.training.resume.from_first_rank", lambda value, what: value)
+    monkeypatch.setattr("nanodiff.training.checkpoint.from_first_rank", lambda value, what: value)
     out = set_up(run_script, capsys, *args, "--num_epochs=100")
     total = int(re.search(r"x (\d+) images: ", out)[1])
     assert total % ranks == 0 and abs(total - 16) <= ranks / 2

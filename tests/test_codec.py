@@ -10,7 +10,7 @@ from image_helpers import prepare
 from tiny_runs import TINY, assert_resumes, decode_png, make_autoencoder, make_data, metrics
 
 from nanodiff.common import StackedGenerator
-from nanodiff.data.codec import load_codec, make_codec, stored_images
+from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import to_model_range, to_uint8
 from nanodiff.models.autoencoder import open_autoencoder
@@ -76,7 +76,7 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     make_data("other", vectors_of=lambda labels: np.repeat([[0, 0], [9, 9]], len(labels) // 2, 0))
     other = open_dataset("other")
     codec = load_codec(make_codec(told, CPU).description, CPU, dataset=other)
-    _, given = stored_images(other, [23], codec, CPU)
+    _, given = codec.read(other, [23], CPU)
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
     np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
     refused("has vector_dim 0, the model wants 2", load_codec, make_codec(told, CPU).description, CPU, dataset=source)

@@ -20,11 +20,12 @@ from nanodiff.common import StackedGenerator
 from nanodiff.data import latents as codecs
 from nanodiff.diffusion import guidance
 from nanodiff.diffusion import process as processes
-from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
+from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.models import autoencoder, lora
 from nanodiff.models import build as recipe
 from nanodiff.sampling.draw import SampleSettings
 from nanodiff.training.ema import EMA
+from nanodiff.training.log import quartile_sums
 
 register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
@@ -49,6 +50,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
         return module
 
     config = script_settings("base_train", "--depth=1") | changes
+    config |= processes.choose_times(config, {})
     facts = dict(name="x", kind="images", channels=3, resolution=16, num_classes=4, class_names=list("abcd"))
     stored = torch.zeros(2, 3, 16, 16, dtype=torch.uint8, device=device)
     pixels = codecs.Pixels(facts)

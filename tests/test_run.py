@@ -15,7 +15,7 @@ from configurator import Config
 from nanodiff.conditions import Conditioned
 from nanodiff.training.batch import largest_batch
 from nanodiff.training.log import Meter, RunLog, check_wandb
-from nanodiff.training.resume import FREE, RATES
+from nanodiff.training.settings import FREE, RATES
 
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

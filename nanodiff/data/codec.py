@@ -3,10 +3,8 @@
 Checkpoints keep a codec's `description`. make_codec makes a codec for training; load_codec makes a trained model's.
 """
 
-import torch
-
 from nanodiff.common import UserError
-from nanodiff.conditions import FACTS, GIVEN, describe_conditions, from_stored
+from nanodiff.conditions import FACTS, GIVEN, describe_conditions
 from nanodiff.data.pixels import Arrays, Pixels
 
 # What a description says of the set alone: a model that is tuned takes it from the new set
@@ -118,11 +116,3 @@ def check_same_data(old: dict, new: dict, model_tag: str) -> None:
             changed.append(f"{key} of the latents")
     if changed:
         raise UserError(f"{model_tag} was trained on data with other {', '.join(changed)}; use another model_tag")
-
-
-def stored_images(dataset, ids, codec, device, randn_like=None):
-    """x0 (N, C, H, W) and the conditions as models take them; latents are samples if `randn_like` is given, else
-    means."""
-    images, rows = dataset.rows(ids)
-    x0 = codec.to_x0(torch.from_numpy(images).to(device), None, randn_like)
-    return x0, from_stored(rows, codec.description, device=device)

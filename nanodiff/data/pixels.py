@@ -3,7 +3,38 @@
 import numpy as np
 import torch
 
-from nanodiff.conditions import to_model_range
+from nanodiff.conditions import NUMBERS
+
+
+def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 (N, C, H, W) -> fp32 in [-1, 1], as floats are already; mirrored left-right where `flip` (N,) is True."""
+    x = images.float()
+    if images.dtype == torch.uint8:
+        x = x / 127.5 - 1
+    if flip is None:
+        return x
+    flip = flip.to(x.device).view(-1, 1, 1, 1)
+    return torch.where(flip, x.flip(3), x)
+
+
+def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
+    """Stored rows, arrays or tensors -> what models take.
+
+    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
+    behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
+    """
+    cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
+    if "given" in cond:
+        cond["given"] = to_model_range(cond["given"], flip)
+    for name in NUMBERS.keys() & cond & description.keys():
+        stored = cond[name]
+        facts = description[name]
+        mean, std = torch.tensor([facts["mean"], facts["std"]]).to(stored.device, non_blocking=True)  # (D,) each
+        normal = (stored.float() - mean) / std
+        if stored.ndim == 3:
+            normal[~stored.any(2)] = 0
+        cond[name] = normal
+    return cond
 
 
 def to_uint8(x: torch.Tensor) -> torch.Tensor:
@@ -50,6 +81,13 @@ class Pixels:
         A stored latent is a distribution, from which `randn_like` (as torch's) draws; None takes its mean.
         """
         return to_model_range(stored, flip)
+
+    def read(self, dataset, ids, device, randn_like=None):
+        """x0 (N, C, H, W) of images of a set, and their conditions as models take them; latents are samples if
+        `randn_like` is given, else means."""
+        images, rows = dataset.rows(ids)
+        x0 = self.to_x0(torch.from_numpy(images).to(device), None, randn_like)
+        return x0, from_stored(rows, self.description, device=device)
 
     def to_pixels(self, x0) -> torch.Tensor:
         """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""

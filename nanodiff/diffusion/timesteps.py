@@ -158,10 +158,3 @@ def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> T
             raise UserError(f"t_range={low:g},{high:g} with timesteps={name}; accepted: 0,1")
         return LossSecondMoment(process)
     return Timesteps(draw, process, low, high)
-
-
-def quartile_sums(t, values, weight, process) -> torch.Tensor:
-    """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
-    quarter = (unit(t, process) * 4).long().clamp(max=3)
-    weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
-    return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)

@@ -22,7 +22,7 @@ from nanodiff.formats.load import (
 )
 from nanodiff.models.build import load_weights, model_settings, stored_config
 from nanodiff.models.lora import add_lora, class_table, trained
-from nanodiff.training.resume import run_folder
+from nanodiff.training.checkpoint import run_folder
 
 NO_SHAPE = ("dropout", "checkpointing")  # settings of a model that its weights do not depend on
 PROCESS = """

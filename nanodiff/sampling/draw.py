@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from nanodiff.common import StackedGenerator, get_dist, in_batches
 from nanodiff.conditions import IMAGES, some_conditions
-from nanodiff.data.codec import stored_images
 from nanodiff.data.pixels import to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
@@ -265,7 +264,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         if not image:
             return drawn
         rows = image.rows(ids, samples.shape_of(ids[0]))
-        truth, _ = stored_images(val_set, rows, codec, device)
+        truth, _ = codec.read(val_set, rows, device)
         pictures = []
         for triple in zip(samples.shown(ids), drawn, codec.to_pixels(truth)):
             pictures += triple

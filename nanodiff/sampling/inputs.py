@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from nanodiff.common import UserError, print0
-from nanodiff.conditions import FILES, NUMBERS, from_stored, made_from, row_shapes
+from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
 from nanodiff.data.codec import load_codec
 from nanodiff.data.containers import is_image
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.decode import Item, decode_items, decode_second
+from nanodiff.data.pixels import from_stored
 from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
 from nanodiff.sampling.rows import Inputs, inputs_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanodiff.conditions import FILES, conditioning, from_stored, row_shapes
-from nanodiff.data.codec import stored_images
+from nanodiff.conditions import FILES, conditioning, row_shapes
+from nanodiff.data.pixels import from_stored
 
 
 @dataclass
@@ -43,7 +43,7 @@ def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
     def read(name, rows, shape):
         if name in FILES:
             return from_stored(dataset.cond(rows), codec.description)[name]
-        x0, given = stored_images(dataset, rows, codec, device)
+        x0, given = codec.read(dataset, rows, device)
         return conditioning(config, given, x0)[name]
 
     labels = dataset.labels(np.arange(len(dataset)))

@@ -13,14 +13,15 @@ import contextlib
 import json
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, base_dir, get_dist, print0
 from nanodiff.device import free_host_memory
-from nanodiff.dist import collective, wait_for_first_rank
+from nanodiff.dist import collective, from_first_rank, wait_for_first_rank
 from nanodiff.files import (
     fsync_dir,
     lock_file,
@@ -152,11 +153,44 @@ def load_meta(checkpoint: Path) -> dict:
     return read_json(checkpoint / "meta.json")
 
 
+def run_folder(model_tag: str) -> Path:
+    """The folder of the run `model_tag`: a name, not a path."""
+    if not re.fullmatch(r"(?!-|\.+$)[\w.+=,@-]+", model_tag):
+        raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = , @ -, not - first")
+    return base_dir() / "runs" / model_tag
+
+
 def lock_run(run_dir: Path):
     """One trainer at a time. Clears away what a killed one left half written."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
     leftovers = ".config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
+
+
+def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
+    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start; a collective.
+
+    `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.
+    """
+    rank, _, world = get_dist()
+    checkpoint = None
+    meta = {}
+    if rank == 0:
+        checkpoint = find_checkpoint(run_dir)
+        if checkpoint:
+            meta = load_meta(checkpoint)
+        if resume.isdigit() and meta.get("command") != sys.argv[1:]:
+            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
+            meta = load_meta(checkpoint)
+    checkpoint, meta = from_first_rank((checkpoint, meta), "the checkpoint to resume from")
+    if checkpoint is None:
+        return None, {}
+    fault = why_corrupt(checkpoint, hashes=False) if rank else ""
+    if fault:
+        raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
+    if resume == "never":
+        raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
+    return checkpoint, meta
 
 
 def go_back(run_dir: Path, step: int) -> None:

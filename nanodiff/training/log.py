@@ -13,11 +13,18 @@ import torch
 
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
-from nanodiff.diffusion.timesteps import quartile_sums
+from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png, terminal_preview
 from nanodiff.training.checkpoint import go_back, trim_metrics
+
+
+def quartile_sums(t, values, weight, process) -> torch.Tensor:
+    """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
+    quarter = (unit(t, process) * 4).long().clamp(max=3)
+    weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
+    return weighted.new_zeros(2, 4).index_add(1, quarter, weighted)
 
 
 class Meter:

@@ -7,10 +7,10 @@ import torch
 
 from nanodiff.common import StackedGenerator, get_dist, make_generator
 from nanodiff.conditions import conditioning
-from nanodiff.data.codec import stored_images
 from nanodiff.diffusion.flow import FlowMatching
-from nanodiff.diffusion.timesteps import make_timesteps, quartile_sums
+from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.dist import from_first_rank, gather_batches, over_ranks, rank_batches
+from nanodiff.training.log import quartile_sums
 
 
 def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
@@ -22,7 +22,7 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray
 def held_out(model, val_set, codec, ids):
     """x0 of these images, what the model is given, and a generator by the images' indices."""
     generator = StackedGenerator(ids)
-    x0, given = stored_images(val_set, ids, codec, next(model.parameters()).device, generator.randn_like)
+    x0, given = codec.read(val_set, ids, next(model.parameters()).device, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
 
 

@@ -1,14 +1,9 @@
-"""Where a run starts: its folder, the checkpoint it resumes from, what it may change then."""
+"""Which settings a run refuses: those that its data leave nothing to do, and changed ones when it resumes."""
 
-import re
-import sys
 from pathlib import Path
 
-from nanodiff.common import UserError, base_dir, get_dist, print0
+from nanodiff.common import UserError, print0
 from nanodiff.diffusion.guidance import learns_guidance
-from nanodiff.dist import from_first_rank
-from nanodiff.files import why_corrupt
-from nanodiff.training.checkpoint import find_checkpoint, load_meta
 
 # Settings that a resumed run may change freely, since they do not shape the weights
 FREE = set(
@@ -26,39 +21,6 @@ RATES = set(
     warmup_ratio warmdown_ratio guided_from dtype
     """.split()
 )
-
-
-def run_folder(model_tag: str) -> Path:
-    """The folder of the run `model_tag`: a name, not a path."""
-    if not re.fullmatch(r"(?!-|\.+$)[\w.+=,@-]+", model_tag):
-        raise UserError(f"model_tag={model_tag!r}; accepted: letters, digits and _ . + = , @ -, not - first")
-    return base_dir() / "runs" / model_tag
-
-
-def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
-    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start; a collective.
-
-    `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.
-    """
-    rank, _, world = get_dist()
-    checkpoint = None
-    meta = {}
-    if rank == 0:
-        checkpoint = find_checkpoint(run_dir)
-        if checkpoint:
-            meta = load_meta(checkpoint)
-        if resume.isdigit() and meta.get("command") != sys.argv[1:]:
-            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
-            meta = load_meta(checkpoint)
-    checkpoint, meta = from_first_rank((checkpoint, meta), "the checkpoint to resume from")
-    if checkpoint is None:
-        return None, {}
-    fault = why_corrupt(checkpoint, hashes=False) if rank else ""
-    if fault:
-        raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
-    if resume == "never":
-        raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    return checkpoint, meta
 
 
 def check_settings(checkpoint: Path, meta: dict, config) -> None:
