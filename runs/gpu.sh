@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first quarter of an hour on a GPU: is it correct, how fast is it, does it train? Stages of at most 90 s, the last
-# of 5 minutes. Each prints one line; its log goes to OUT, by default in $NANODIFF_BASE_DIR. Not yet run on a GPU.
+# of 5 minutes. Each prints one line; its log goes to OUT, by default in $NANODIFF_BASE_DIR.
 #   bash runs/gpu.sh
 #   STAGES="step whole" OUT=/tmp/gpu IMAGES=cifar10.tar.gz bash runs/gpu.sh     some stages; IMAGES: what to train on last
 if [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then

@@ -214,6 +214,7 @@ def test_the_page_in_a_browser(run_dir, server, tmp_path):
         browser.wait("document.querySelectorAll('.chip').length == 8")
         assert browser.run("return document.documentElement.scrollWidth") == 360  # nothing sticks out of a phone
         assert browser.run("return field.cfg_scale.value + field.sampler.value") == "2heun"
+        browser.wait("frames.at(-1)?.place == 'the end'")  # it opens with sixteen images
         # by keyboard: circle and triangle, six images in five steps
         for number in (0, 3):
             browser.run(f"document.querySelectorAll('.chip input')[{number}].focus()")
@@ -235,8 +236,6 @@ def test_the_page_in_a_browser(run_dir, server, tmp_path):
         browser.wait("frames.length")
         with contextlib.closing(Browser(tmp_path / "other")) as other:
             other.open(f"http://127.0.0.1:{server.server_port}/")
-            other.wait("runs")
-            other.run("form.requestSubmit()")
             other.wait("$('error').textContent.startsWith('busy')")
         browser.run("form.requestSubmit()")
         browser.wait("$('status').textContent == 'Stopped'")

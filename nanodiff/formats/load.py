@@ -63,9 +63,9 @@ class Loaded:
     @property
     def title(self) -> str:
         """Identifies the weights in a sentence."""
-        name = self.run_dir.name if self.run_dir else Path(self.source).name
+        name = f"{self.run_dir.name}, step {self.step:,}" if self.run_dir else Path(self.source).name
         weights = self.weights if re.match("raw|as", self.weights) else f"average {self.weights}"
-        return f"{name}, step {self.step:,}, {weights}"
+        return f"{name}, {weights}"
 
     @property
     def why_unguided(self) -> str:

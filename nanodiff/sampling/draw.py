@@ -67,15 +67,15 @@ def in_words(protocol: dict) -> str:
     """Say in words how images were drawn, from the protocol of ModelSamples. Facts that it lacks are left out."""
     words = []
     if "sampler" in protocol:
-        words.append("{sampler}, {steps} steps ({network_evaluations} evaluations)".format(**protocol))
+        words.append("{sampler}, {steps} steps ({network_evaluations} evaluations in all)".format(**protocol))
     if "cfg_scale" in protocol:
         scale = protocol["cfg_scale"]
-        interval = protocol["cfg_interval"].replace(",", "..")
+        interval = protocol["cfg_interval"].replace(",", " to ")
         guidance = "no guidance"
         if scale != 1:
             guidance = f"guidance {scale:g}"
-            if interval != "0..1":
-                guidance += f" in {interval}"
+            if interval != "0 to 1":
+                guidance += f" at t {interval}, which counts double"
         words += [guidance, f"seed {protocol['seed']}"]
     return ", ".join(words)
 
