@@ -51,11 +51,8 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
         code = 2
         where = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         line = f"error: {error.strerror}: {where}; completed files are intact"
-    elif isinstance(error, LostRank):
+    elif isinstance(error, LostRank | FloatingPointError):
         line = f"error: {error}"
-    elif isinstance(error, FloatingPointError):
-        advice = "resume with a lower lr (and muon_lr), or in bf16 instead of fp16"
-        line = f"error: {error}; the newest checkpoint is intact: {advice}"
     elif is_out_of_memory(error):
         what = str(error) or "out of memory"
         line = f"error: {what}; give a smaller --device_batch_size (training; then --checkpointing) or --batch_size"
@@ -68,7 +65,10 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
 def get_dist():
     """(rank, local_rank, world_size) from torchrun; (0, 0, 1) without it."""
     get = os.environ.get
-    return int(get("RANK", 0)), int(get("LOCAL_RANK", 0)), int(get("WORLD_SIZE", 1))
+    try:
+        return int(get("RANK") or 0), int(get("LOCAL_RANK") or 0), int(get("WORLD_SIZE") or 1)
+    except ValueError as error:
+        raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {error}; accepted: torchrun's") from None
 
 
 def printable(text: str) -> str:

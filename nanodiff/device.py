@@ -36,7 +36,9 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
     device_type = device_type or present[0]
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
-    _, local_rank, world = get_dist()
+    rank, local_rank, world = get_dist()
+    if rank >= world:
+        raise UserError(f"RANK={rank} of WORLD_SIZE={world} in the environment; accepted: torchrun's, or none")
     if world > 1 and device_type == "mps":
         raise UserError("several ranks cannot share mps; accepted: one, or --device_type=cpu")
     device = torch.device(device_type)
@@ -63,7 +65,10 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
         per_rank = max(1, os.cpu_count() // ranks_here)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(per_rank))
         if not dist.is_initialized():
-            timeout_s = timeout_s or float(os.environ.get("NANODIFF_RANK_TIMEOUT", 600))
+            text = os.environ.get("NANODIFF_RANK_TIMEOUT") or "600"
+            if not re.fullmatch(r"\d{1,8}(\.\d*)?", text):
+                raise UserError(f"NANODIFF_RANK_TIMEOUT={text!r}; accepted: seconds")
+            timeout_s = timeout_s or float(text)
             join_ranks(backend, timeout_s, device if backend == "nccl" else None)
     return device
 

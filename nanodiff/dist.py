@@ -14,18 +14,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanodiff.common import LostRank, Progress, excepthook, get_dist
+from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist
 
 
 def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
+    if not os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
+        raise UserError("WORLD_SIZE is set without MASTER_ADDR and MASTER_PORT: start by torchrun, or unset it")
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    with collective("the meeting of the ranks at MASTER_PORT"):
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
         # count restarts differently, so runs/multinode.sh gives each attempt a new store
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
+    with collective("the meeting of the ranks"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
     # init_process_group's own excepthook swallows ours
     sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 
@@ -44,8 +48,9 @@ def collective(name: str):
             raise
         cause = re.sub(r"^\[.*?\] |\. This is typically.*", "", str(e).splitlines()[0])
         rank, _, world = get_dist()
+        why = "the port is taken" if "EADDRINUSE" in cause else "another rank hangs or died"
         waited = f"after {time.monotonic() - start:.1f} s of waiting"
-        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, another rank hangs or died: {cause}") from e
+        raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, {why}: {cause}") from e
 
 
 def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, what: str = "a sum over ranks") -> torch.Tensor:

@@ -80,7 +80,8 @@ def writing(path: Path, manifest: dict | None = None):
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):  # the folder was moved
+            os.unlink(temporary)
         raise
 
 

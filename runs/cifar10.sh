@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # CIFAR-10 on one GPU: download and check, train, look, measure. Meant for about ten minutes; not yet timed.
-#   bash runs/cifar10.sh                          further arguments go to base_train: --num_iterations=500
+#   bash runs/cifar10.sh                          further arguments go to base_train: --num_iterations=500 --model_tag=short
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 [ -f "${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data/cifar10/meta.json" ] ||

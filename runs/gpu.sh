@@ -86,5 +86,8 @@ fi
 stage train 300 'val loss' python3 -m scripts.base_train --device_type=cuda --data=$data --depth=8 --num_epochs=100 --model_tag=gpu_train
 
 echo
-printf '%s\n' "${table[@]}" | tee "$out/summary.txt"
+{
+    printf '%s\n' "${table[@]}"
+    grep -H "^compiled " "$out"/*.log # compiled code against eager
+} | tee "$out/summary.txt"
 exit $failed

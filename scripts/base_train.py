@@ -47,7 +47,7 @@ from nanodiff.models.build import build_model, compiled, estimate_flops, load_we
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
 from nanodiff.training.batch import automatic_batch, choose_rate, cut_batch
-from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder
+from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
 from nanodiff.training.optim import LossScaler, param_groups
@@ -414,7 +414,8 @@ def save():
         if lora:
             saved["lora"] = lora
             start.save_adapters(run_dir, saved, tensors)
-        saver.start(run_dir, step, tensors, saved, checkpoints_kept)
+        # While fp16 skips steps the weights may have exploded: no older checkpoint is deleted
+        saver.start(run_dir, step, tensors, saved, -1 if scaler.skipped else checkpoints_kept)
     saver.step = step  # on all ranks, which save together
 
 
@@ -530,10 +531,11 @@ while True:
     # the run with an error that names step and parameter; the newest checkpoint stays intact
     grad_norm, stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
-    if not math.isfinite(grad_norm) and not scaler.enabled:
+    if not math.isfinite(grad_norm) and not scaler.can_skip:
         where = optim.not_finite()
         last_loss = loss.item() * grad_accum_steps
-        raise FloatingPointError(f"step {step}: loss {last_loss:g}, gradient not finite ({where})")
+        fault = f"step {step}: loss {last_loss:g}, gradient not finite ({where})"
+        raise FloatingPointError(f"{fault}; {way_back(run_dir, step, compile)}")
     scaler.update(overflow)
     optim.zero_grad()
 

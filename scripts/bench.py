@@ -88,6 +88,8 @@ def take_turn(arm: dict) -> dict:
         if done.returncode:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
         text = Path(folder, "runs", "arm", "metrics.jsonl").read_text()
+    for verdict in re.findall("compiled .*", done.stdout):  # the check of compiled code
+        print(verdict, file=sys.stderr)
     memory = re.search(r"([\d.]+) GiB of memory at the peak", done.stdout)
     lines = [json.loads(line) for line in text.splitlines()]
     return {"lines": lines, "memory_gb": float(memory[1])}

@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from figures import CONFIGS, filled, inputs
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanodiff.conditions import conditioning, some_conditions
-from nanodiff.models.build import build_model, compile_model, estimate_flops, uncompiled
+from nanodiff.models.build import build_model, compile_model, compiled, estimate_flops, uncompiled
+from nanodiff.models.checked import Checked
 from nanodiff.models.dit import DiTConfig
 from nanodiff.models.lora import add_lora
 from nanodiff.models.unet import UNetConfig
@@ -84,18 +88,6 @@ def count_graphs(model):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_compiling_by_parts_changes_no_gradient(plain, monkeypatch):
-    """Without torch.compile's C++ compiler; with recomputed blocks."""
-    eager = build(plain, checkpointing=True)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    model = compile_model(copy.deepcopy(eager))
-    assert model.state_dict().keys() == eager.state_dict().keys()
-    for m in (model, eager):
-        m(*inputs()).square().mean().backward()
-    for p, q in zip(eager.parameters(), model.parameters()):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4)
-
-
 def test_a_deep_model_compiles_as_many_graphs_as_a_shallow_one(plain, monkeypatch):
     """Blocks of one shape share a graph, with adapters too; a UNet's levels repeat their blocks."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -121,6 +113,39 @@ def test_an_evaluation_compiles_nothing_and_sees_the_same(plain, monkeypatch):
         found = model.eval()(*inputs(2))
         assert torch.equal(found, eager.eval()(*inputs(2)))
     assert stats["unique_graphs"] == compiled > 0
+
+
+@pytest.mark.parametrize("right_for, said", [((None, 256), "is right"), ((256,), "AVX2"), ((), "on uncompiled")])
+@pytest.mark.parametrize("whole", [False, True])
+def test_wrong_compiled_code_is_found_and_replaced(right_for, said, whole, monkeypatch, capsys):
+    """Code of one wrong gradient of a new model, where most are 0. Right code is compiled once; no weight changes."""
+
+    def backward(graph, inputs):
+        def run(*args):
+            grads = [*graph(*args)]
+            i = next(i for i, grad in enumerate(grads) if grad is not None)
+            grads[i] = grads[i] * (1 if inductor.cpp.simdlen in right_for else 1.5)
+            return grads
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    raw, (x, t, y) = build_model(CONFIGS["modern"], "cpu", 0), inputs()
+    assert compiled(raw, torch.device("cpu"), 1, compile=False) is raw
+    torch._dynamo.reset()
+    copied, stats = copy.deepcopy(raw), torch._dynamo.utils.counters["stats"]
+    checked = Checked(copied, compile_model(copied, whole))
+    generator = torch.get_rng_state()
+    with inductor.patch({"cpp.simdlen": None}), torch.compiler.set_stance("default"):
+        raw(x, t, y=y).sum().backward()
+        checked(x, t, y=y).sum().backward()
+        graphs = stats["unique_graphs"]
+        checked(x, t, y=y)
+    assert stats["unique_graphs"] == graphs and torch.equal(torch.get_rng_state(), generator)
+    assert said in capsys.readouterr().out.splitlines()[-1 if said != "AVX2" else 1]
+    for p, q in zip(raw.parameters(), copied.parameters()):
+        assert torch.equal(p, q) and torch.allclose(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("name, more", [("low_res", {"low_res": 4}), ("given", {"given_channels": 3})])

@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there, a corrupt one is skipped, and none runs code."""
 
+import json
 import os
 import signal
 import time
@@ -10,16 +11,19 @@ import torch
 from conftest import refused
 from processes import FORK, Started
 
-from nanodiff.files import load_tensors, why_corrupt
+from nanodiff.files import load_tensors, why_corrupt, writing
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training import checkpoint
 from nanodiff.training.checkpoint import (  # fmt: skip
     Saver,
     find_checkpoint,
+    go_back,
     list_checkpoints,
     load_meta,
     lock_run,
     save_checkpoint,
+    trim_metrics,
+    way_back,
 )
 
 META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
@@ -53,12 +57,6 @@ def test_round_trip(tmp_path, monkeypatch):
     assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, 500) == path
     assert find_checkpoint(tmp_path / "another run") is None
     refused("no checkpoint of step 7; it has: 500", find_checkpoint, tmp_path, 7)
-
-
-def test_the_newest_stay(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("moment", ["first tensor", "manifest", "rename"])
@@ -175,6 +173,25 @@ def test_a_start_clears_away_what_a_killed_process_left(tmp_path, monkeypatch, c
 def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     (tmp_path / "run").mkdir()
     save(tmp_path / "run", 1)
-    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="the cause"), writing(tmp_path / "run" / "a"):
+        (tmp_path / "run").rename(tmp_path / "moved")
+        raise ValueError("the cause")
     refused(r"cannot write .*run/", save, tmp_path / "run", 2)
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
+
+
+def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path):
+    """The loss grows from step 30 on; steps 20 and 40 are saved. A resumed run's log ends with its own checkpoint."""
+    for step in (20, 40):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_000020_backup").mkdir()
+    log, losses = tmp_path / "metrics.jsonl", {10: 1.0, 20: 0.5, 30: 0.6, 40: 40.0, 50: 1e9}
+    lines = [json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in losses.items()]
+    log.write_text("".join(lines) + '{"step": 50, "val/loss": 2.0}\n{"step": 60, "tr')
+    assert "--resume=20," in way_back(tmp_path, 55, True) and "--compile=False" in way_back(tmp_path, 0, True)
+    for step, kept in ((50, 5), (40, 4), (20, 2)):
+        trim_metrics(log, step)
+        assert log.read_text() == "".join(lines[:kept])
+    assert "no checkpoint is older" in way_back(tmp_path, 21, True)
+    go_back(tmp_path, 20)
+    assert steps(tmp_path) == [20]

@@ -33,6 +33,7 @@ import numpy as np
 from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
+from nanodiff.dist import from_first_rank
 from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_json, writing
 
 FORMAT = 1
@@ -277,13 +278,14 @@ def files_of(part: dict) -> list[dict]:
 def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
     """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
 
-    Each rank takes its share; with `pause`, it rests half of the time.
+    The ranks of a machine share its work: another machine may have a copy of its own. With `pause`, half of the time
+    is rest.
     """
-    rank, _, world = get_dist()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     entries = []
     for part in dataset.meta["splits"].values():
         entries += files_of(part)
-    entries = entries[rank::world]
+    entries = entries[get_dist()[1] :: ranks_here]
     for entry in entries:
         start = time.perf_counter()
         path = dataset.path / entry["file"]
@@ -297,8 +299,13 @@ def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
 
 
 def start_verifying(dataset: Dataset) -> list[UserError]:
-    """Verify a set in a thread while training begins. Errors are appended to the returned list."""
+    """Verify a set in a thread while training begins, once it is known that all ranks have the same; a collective.
+    Errors are appended to the returned list."""
     faults = []
+    splits = dataset.meta["splits"]
+    if from_first_rank(splits, "the hashes of the data") != splits:
+        rank, _, world = get_dist()
+        raise UserError(f"rank {rank} of {world} has another set {dataset.name!r}, in {dataset.path}, than rank 0")
 
     def work():
         try:

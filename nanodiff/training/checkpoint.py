@@ -11,6 +11,8 @@ runs/<tag>.left1/                                  the steps that --resume=STEP 
 
 import contextlib
 import json
+import math
+import os
 import re
 import shutil
 import sys
@@ -28,7 +30,6 @@ from nanodiff.files import (
     publish_folder,
     read_json,
     why_corrupt,
-    write_atomic,
     write_json,
     writing,
 )
@@ -69,15 +70,18 @@ def save_checkpoint(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"cannot write checkpoint {final}: {error.strerror}; earlier checkpoints are intact") from error
-    if keep > 0:
-        # Ignore later steps: the run was resumed from an earlier one
-        found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
-        intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
-        oldest = intact[-keep:][0]
-        for s, path in found:
-            if s < oldest:
-                shutil.rmtree(path, ignore_errors=True)
+    prune(run_dir, step, keep)
     return final
+
+
+def prune(run_dir: Path, step: int, keep: int) -> None:
+    """Delete the oldest checkpoints beyond `keep` intact ones; -1 keeps all."""
+    # Ignore later steps: the run was resumed from an earlier one
+    found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
+    intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
+    for s, path in found:
+        if keep > 0 and s < min(intact[-keep:], default=0):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class Saver:
@@ -107,11 +111,11 @@ class Saver:
         wait_for_first_rank()
 
 
-def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, oldest first, not verified."""
+def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*") -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first, not verified; with another `pattern` also of grids."""
     found = []
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        if match := re.fullmatch(r"step_(\d{6,})", path.name):
+    for path in run_dir.glob(pattern):
+        if match := re.fullmatch(r"step_(\d{6,})", path.stem):
             found.append((int(match[1]), path))
     return sorted(found)
 
@@ -196,7 +200,7 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
 def go_back(run_dir: Path, step: int) -> None:
     """For --resume=STEP: leave the steps after `step` to a run of their own, with its log, so that the newest
     checkpoint is this branch's."""
-    later = [path for path in run_dir.glob("*/step_*") if int(path.stem.removeprefix("step_")) > step]
+    later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
     if not any(path.parent.name == "checkpoints" for path in later):
         return
     n = 1
@@ -213,6 +217,24 @@ def go_back(run_dir: Path, step: int) -> None:
     print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
 
 
+def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
+    """What to try when the gradient of `step` is not finite. The newest checkpoint may hold what exploded: the one to
+    resume from is older than a logged loss of less than twice the smallest."""
+    if step == 0:
+        return "try --compile=False" if is_compiled else "try --dtype=float32"
+    lowest, sane = math.inf, 0
+    with contextlib.suppress(FileNotFoundError), open(run_dir / "metrics.jsonl") as file:
+        for text in file:
+            with contextlib.suppress(ValueError, KeyError):
+                line = json.loads(text)
+                lowest = min(lowest, line["train/loss"])
+                if line["train/loss"] < 2 * lowest:
+                    sane = line["step"]
+    older = [s for s, path in list_checkpoints(run_dir) if s < sane and not why_corrupt(path, hashes=False)]
+    where = f"--resume={older[-1]}, before the loss grew," if older else "another model_tag, as no checkpoint is older,"
+    return f"give {where} and a lower lr (and muon_lr) or, instead of fp16, --dtype=bfloat16"
+
+
 def trim_metrics(path: Path, step: int) -> None:
     """Drop metrics.jsonl lines that a run resuming from `step` logs again, and a half-written last line.
 
@@ -220,10 +242,11 @@ def trim_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = []
-    for text in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            line = json.loads(text)
-            if line["step"] < step or (line["step"] == step and "train/loss" in line):
-                kept.append(text + b"\n")
-    write_atomic(path, b"".join(kept))
+    place = end = 0  # of the last line that stays
+    with open(path, "rb") as file:
+        for text in file:
+            place += len(text)
+            found = re.match(rb'{"step": (\d+)\b.*}\n', text)  # log.py writes it first; to parse all takes long
+            if found and int(found[1]) < step + (b'"train/loss"' in text):
+                end = place
+    os.truncate(path, end)

@@ -17,7 +17,7 @@ from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, write_atomic, write_json
 from nanodiff.png import encode_png, terminal_preview
-from nanodiff.training.checkpoint import go_back, trim_metrics
+from nanodiff.training.checkpoint import go_back, prune, trim_metrics
 
 
 def quartile_sums(t, values, weight, process) -> torch.Tensor:
@@ -226,6 +226,7 @@ class RunLog:
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
+        prune(run_dir, step, config["checkpoints_kept"])  # a save killed before that
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
             import wandb
@@ -238,7 +239,7 @@ class RunLog:
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object of numbers to metrics.jsonl and wandb, without NaN and infinity."""
-        finite = {key: x for key, x in line.items() if math.isfinite(x)}
+        finite = {key: x if isinstance(x, int) else float(x) for key, x in line.items() if math.isfinite(x)}
         if self.file is None:
             return
         with names_file(self.file.name):

@@ -172,6 +172,7 @@ class LossScaler:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.lg_loss_scale = 20.0
+        self.skipped = 0  # steps since the last good one
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         if not self.enabled:
@@ -184,9 +185,13 @@ class LossScaler:
             return 1.0
         return 2.0**-self.lg_loss_scale
 
+    @property
+    def can_skip(self) -> bool:
+        """May this step overflow? Below a scale of 1 another reason is likelier."""
+        return self.enabled and self.lg_loss_scale >= 1
+
     def update(self, overflow: bool) -> None:
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
-        if self.lg_loss_scale < 0:
-            raise FloatingPointError("gradients overflow even at a loss scale below 1")
+        self.skipped = self.skipped + 1 if overflow else 0
