@@ -122,6 +122,8 @@ save_every = 250  # >= -1: steps between checkpoints
 save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
+# Only arch=dit
+fp8 = False  # the blocks' linear layers in fp8 but for their weights' gradients; on Hopper GPUs (H100) and newer
 # Only optimizer=muon
 muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = derived from the batch
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
@@ -319,6 +321,10 @@ groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
+if fp8:
+    from nanodiff.models.fp8 import calibrate, use_fp8  # a door
+
+    use_fp8(raw_model, device, compute_dtype)
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
@@ -504,6 +510,8 @@ while True:
         #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
         # Or noise prediction (gaussian.py), or jumps from t to r (flow_map.py)
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
+        if fp8 and micro_step == 0 and (step == saver.step or due(eval_every) or step & (step - 1) == 0):
+            calibrate(raw_model, process, autocast, (x0, t[rows], noise, cond, draw_jumps), total_batch_size // world)
         with autocast:
             terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps

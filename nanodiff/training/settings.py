@@ -18,7 +18,7 @@ FREE = set(
 RATES = set(
     """
     num_iterations num_epochs target_flops target_param_data_ratio lr muon_lr weight_decay beta2 grad_clip
-    warmup_ratio warmdown_ratio guided_from dtype
+    warmup_ratio warmdown_ratio guided_from dtype fp8
     """.split()
 )
 

@@ -1,0 +1,48 @@
+"""fp8 products are near fp32's; runs with them, emulated, are near bf16's, resume, and do not depend on the ranks."""
+
+import pytest
+import torch
+from conftest import refused
+from processes import run_process
+from tiny_runs import TIMELESS, assert_resumes, losses, make_data
+
+from nanodiff.models import fp8
+from nanodiff.models.fp8 import E4M3, E5M2, product, scale_for, to_fp8
+
+TINY = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --eval_every=3 --sample_every=-1"
+TINY = [*TINY.split(), "--log_every=1", "--compile=False", *TIMELESS[1:], "--dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("dtype, tolerance, headroom", [(E4M3, 0.04, 2), (E5M2, 0.07, 64)])
+@pytest.mark.parametrize("tail", [0, 1.5])
+def test_products_are_near_those_of_fp32(dtype, tolerance, headroom, tail):
+    torch.manual_seed(0)
+    a, b = (torch.randn(n, 64) * torch.randn(n, 64).mul(tail).exp() for n in (48, 32))
+    scale_a, scale_b = scale_for(a.abs().amax(), dtype, headroom), scale_for(b.abs().amax(), E4M3)
+    a8, b8 = to_fp8(a, scale_a, dtype), to_fp8(b, scale_b, E4M3)
+    error = product(a8, b8, scale_a, scale_b).float() - a @ b.T
+    assert error.norm() < tolerance * (a @ b.T).norm()
+    a[0, 0] = 100 * a.abs().amax()  # after the calibration: clamped, and no other row changes
+    assert torch.equal(to_fp8(a, scale_a, dtype)[1:].float(), a8[1:].float())
+    assert float(to_fp8(a, scale_a, dtype)[0, 0].float()) == torch.finfo(dtype).max
+
+
+def emulate():
+    """The same numbers, multiplied in fp32: torch's own product on a CPU takes seconds."""
+    fp8.is_fast = lambda device: True
+    fp8.product = lambda a, b, scale_a, scale_b: ((a.float() * scale_a) @ (b.float() * scale_b).T).bfloat16()
+
+
+@pytest.mark.slow
+def test_a_run_in_fp8(base, run_script, monkeypatch):
+    make_data(train=72)
+    refused("fp8=True; accepted: on Hopper", run_script, "base_train", *TINY, "--fp8=True")
+    for name in ("is_fast", "product"):
+        monkeypatch.setattr(fp8, name, None)  # to be undone
+    emulate()
+    assert_resumes(base, run_script, *TINY, "--fp8=True")
+    run_script("base_train", *TINY, "--model_tag=bf16")
+    run_process("base_train", *TINY, "--fp8=True", "--device_batch_size=8", "--model_tag=two", ranks=2, before=emulate)
+    assert losses(base, "two") == pytest.approx(losses(base, "whole"), rel=1e-3)
+    assert losses(base, "whole") == pytest.approx(losses(base, "bf16"), rel=1e-2)
+    assert losses(base, "whole") != losses(base, "bf16")
