@@ -76,15 +76,14 @@ def printable(text: str) -> str:
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
 
 
-def print0(text, is_picture: bool = False):
+def print0(text):
     """print on rank 0, flushed, and text to print0.file too, if a run has opened its log. If the reader is gone
     (`| head`, closed terminal), the run continues."""
     if get_dist()[0] > 0:
         return
-    if not is_picture:
-        text = printable(str(text))
-        if print0.file:
-            print(text, file=print0.file, flush=True)
+    text = printable(str(text))
+    if print0.file:
+        print(text, file=print0.file, flush=True)
     try:
         print(text, flush=True)
     except OSError as error:

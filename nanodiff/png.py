@@ -1,6 +1,5 @@
-"""PNG files, image grids and terminal previews, with zlib and numpy alone."""
+"""PNG files and image grids, with zlib and numpy alone."""
 
-import shutil
 import struct
 import zlib
 
@@ -53,21 +52,3 @@ def make_grid(images, columns: int) -> np.ndarray:
         h, w, _ = tile.shape
         grid[top : top + h, left : left + w] = tile
     return grid
-
-
-def terminal_preview(grid: np.ndarray) -> str:
-    """Draw `grid` (H, W, 3) uint8 with half blocks, two pixels per character, shrunk to the terminal's width."""
-    factor = -(-grid.shape[1] // shutil.get_terminal_size().columns)  # pixels averaged on a side
-    pad_height = -grid.shape[0] % (2 * factor)  # a character holds two rows
-    pad_width = -grid.shape[1] % factor
-    grid = np.pad(grid, ((0, pad_height), (0, pad_width), (0, 0)))
-    columns = grid.shape[1] // factor
-    squares = grid.reshape(-1, factor, columns, factor, 3)
-    grid = squares.mean((1, 3)).round().astype(int)
-    lines = []
-    for top, bottom in zip(grid[0::2], grid[1::2]):
-        line = ""
-        for above, below in zip(top, bottom):
-            line += "\033[38;2;{};{};{};48;2;{};{};{}m▀".format(*above, *below)
-        lines.append(line + "\033[0m")
-    return "\n".join(lines)

@@ -119,7 +119,6 @@ sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
-save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit
@@ -354,8 +353,6 @@ progress = {"train_time_s": 0.0, "wandb_id": None}
 meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
-    if meta["model_config"].get("heads") != asdict(model_config).get("heads"):  # no tensor shows it
-        raise UserError(f"{model_tag} was trained with another number of attention heads; use another model_tag")
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank keeps its share
     # A new average starts from the weights
@@ -378,11 +375,6 @@ report_due = 0.0  # when report.html is next written, by time.monotonic
 def due(every):
     """Is it time for something that happens every so many steps (0 = only at the end, -1 = never)?"""
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
-
-
-def ends_epoch():
-    """With save_epochs: did the last step take the last image of a pass over the data?"""
-    return save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
 
 
 def lr_multiplier(s):
@@ -445,7 +437,7 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     # Save first: a crash in an evaluation loses nothing
-    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
+    if (due(save_every) or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves

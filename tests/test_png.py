@@ -1,13 +1,12 @@
-"""Pillow reads our PNG files; grids and previews hold the pixels given."""
+"""Pillow reads our PNG files; grids hold the pixels given."""
 
 import io
-import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from nanodiff.png import encode_png, make_grid, terminal_preview
+from nanodiff.png import encode_png, make_grid
 
 
 @pytest.mark.parametrize("height, width", [(5, 7), (1, 1), (16, 16), (33, 20)])
@@ -36,22 +35,3 @@ def test_each_tile_of_a_grid_is_its_image(channels):
     several = make_grid([*images[:6], *images[:2, :, :2, :3]], columns=3)  # rows of two shapes
     np.testing.assert_array_equal(several[:28], grid[:28])
     assert several.shape == (28 + 8 + 2, grid.shape[1], 3) and not several[30:, 24:].any()
-
-
-def pixels_of(preview):
-    cells = [re.findall(r"38;2;(\d+);(\d+);(\d+);48;2;(\d+);(\d+);(\d+)m▀", line) for line in preview.split("\n")]
-    cells = np.array(cells, int)  # (rows / 2, columns, 6)
-    return cells.reshape(len(cells), -1, 2, 3).swapaxes(1, 2).reshape(2 * len(cells), -1, 3)
-
-
-def test_preview_shows_every_pixel_or_averages_to_the_width(monkeypatch):
-    def preview(grid, width):
-        monkeypatch.setenv("COLUMNS", str(width))  # of the terminal
-        return pixels_of(terminal_preview(grid))
-
-    grid = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
-    np.testing.assert_array_equal(preview(grid, 9), grid)
-    grid = np.random.default_rng(0).integers(0, 256, (8, 40, 3), np.uint8)
-    shown = preview(grid, 20)
-    np.testing.assert_allclose(shown, grid.reshape(4, 2, 20, 2, 3).mean((1, 3)), atol=0.5)
-    assert preview(grid, 7).shape[1] <= 7

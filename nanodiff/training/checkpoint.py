@@ -6,7 +6,7 @@ runs/<tag>/checkpoints/step_000500/
     optim.pt  train.pt                             to resume: for torch.load(weights_only=True)
     meta.json                                      to resume: step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
-runs/<tag>.left1/                                  the steps that --resume=STEP has left: a run like any other
+runs/<tag>.left_.../                               the steps that --resume=STEP has left
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -198,23 +199,15 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
 
 
 def go_back(run_dir: Path, step: int) -> None:
-    """For --resume=STEP: leave the steps after `step` to a run of their own, with its log, so that the newest
-    checkpoint is this branch's."""
+    """For --resume=STEP: put later checkpoints and grids aside, so that the newest checkpoint is this branch's."""
     later = [path for s, path in list_checkpoints(run_dir, "*/step_*") if s > step]
-    if not any(path.parent.name == "checkpoints" for path in later):
+    if not later:
         return
-    n = 1
-    while (left := run_dir.with_name(f"{run_dir.name}.left{n}")).exists():
-        n += 1
-    left.mkdir()
-    for name in ("config.json", "metrics.jsonl", "log.txt"):
-        if (run_dir / name).exists():
-            shutil.copy(run_dir / name, left)
+    left = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))
+    shutil.copy(run_dir / "metrics.jsonl", left)
     for path in later:
-        folder = left / path.parent.name
-        folder.mkdir(exist_ok=True)
-        path.rename(folder / path.name)
-    print0(f"back at step {step}: later checkpoints and their log are now the run {left}")
+        path.rename(left / path.name)
+    print0(f"back at step {step}: later checkpoints, grids and the log are now in {left}")
 
 
 def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:

@@ -16,7 +16,7 @@ from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
 from nanodiff.files import names_file, read_json, write_atomic, write_json
-from nanodiff.png import encode_png, terminal_preview
+from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, prune, trim_metrics
 
 
@@ -184,16 +184,10 @@ def record(path: Path, described: dict, step: int) -> None:
             past |= read_json(path)
         except UserError as error:
             print0(f"{error}: written anew")
-    past["changes"] = [change for change in past["changes"] if change["step"] <= step]  # or it went back
-    known = dict(past["config"])
-    for change in past["changes"]:
-        known |= change["config"]
-    now = described["config"].items()
-    changed = {key: value for key, value in now if key != "resume" and known.get(key) != value}
-    if changed:
-        change = {"step": step, "config": changed, "num_iterations": described["num_iterations"]}
-        change["environment"] = {"command": described["environment"]["command"]}
-        past["changes"].append(change)
+    now = {key: described[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
+    last = [past, *past["changes"]][-1]["config"]
+    if last | {"resume": ""} != now["config"] | {"resume": ""}:
+        past["changes"].append(now)
     write_json(path, past)
 
 
@@ -271,8 +265,6 @@ class RunLog:
             picture = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
             self.wandb.log({"samples": self.html(picture)}, step=step)
         print0(f"samples: {path}")
-        if sys.stdout.isatty():
-            print0(terminal_preview(grid), is_picture=True)
 
 
 def end(
