@@ -140,7 +140,7 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     """What was recorded stays; what is changed is appended with its step."""
 
     def open_log(lr, step, num_iterations=9):
-        defaults = {"lr": 1, "rank": 3, "resume": "auto"}
+        defaults = {"lr": 1, "rank": 3, "resume": "auto", "checkpoints_kept": 2}
         config = Config(defaults | {"lr": lr})
         config.defaults = defaults
         described = {"config": config, "num_iterations": num_iterations}
