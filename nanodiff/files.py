@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import fcntl
+import glob
 import hashlib
 import http.client
 import json
@@ -63,12 +64,19 @@ class Hashed:
 def writing(path: Path, manifest: dict | None = None):
     """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
     and hash, computed while writing: the file then cannot seek."""
+    prefix = f".{path.name}.tmp-"
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # of a kill
+        with contextlib.suppress(OSError), open(leftover) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process writes it
+            leftover.unlink()
     try:
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     except FileNotFoundError:
         raise UserError(f"cannot write {path}: its folder is gone; was it moved?") from None
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
             if manifest is None:
                 yield file
             else:
@@ -77,11 +85,10 @@ def writing(path: Path, manifest: dict | None = None):
                 manifest[path.name] = {"size": file.tell(), "sha256": hashed.sha256.hexdigest()}
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):  # the folder was moved
-            os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # it is gone if the folder was moved
         raise
 
 

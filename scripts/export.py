@@ -20,7 +20,7 @@ import torch
 from configurator import configure
 from nanodiff.common import UserError, print0
 from nanodiff.files import writing
-from nanodiff.formats.load import build, find, read
+from nanodiff.formats.load import build, find, read, with_options
 from nanodiff.formats.published import to_published
 from nanodiff.safetensors import described, save_safetensors
 
@@ -42,6 +42,7 @@ if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
 meta, tensors = read(*find(model, checkpoint_step, ema), lora, lora_scale)
 loaded = build(meta, tensors, "cpu")
+told = {}
 if form != "safetensors":
     tensors, told = to_published(form, loaded, tensors)
 
@@ -70,12 +71,7 @@ except OSError as e:
 
 num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
-options = ""
-if form == "openai":
-    for name, value in told.items():
-        options += f",{name}={value}"
-print0(f"to sample: python -m scripts.sample --model={shlex.quote(f'{path}{options}')}")
+print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, told))}")
 if form != "safetensors":
-    names = ("objective", "noise_schedule", "num_timesteps", "variance", "rescale_timesteps")
-    process = {name: loaded.config.get(name) for name in names}
+    process = told | {"variance": loaded.config["variance"]}
     print0(f"what other loaders must be told: {json.dumps({'model': asdict(loaded.model.config), 'process': process})}")

@@ -19,7 +19,7 @@ from processes import FORK, Started
 from nanodiff import common
 from nanodiff.common import BLOCK, LostRank, Progress, draw_rows, make_generator
 from nanodiff.dist import StopSignal, collective
-from nanodiff.files import write_atomic
+from nanodiff.files import write_atomic, writing
 
 
 def draw(*key):
@@ -165,3 +165,12 @@ def test_a_reader_that_goes_away_ends_nothing(run_script):
         with open(reader) as pipe:
             assert pipe.readline().startswith(first)
         assert running.wait().returncode == code
+
+
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+    """But not what another is writing."""
+    (tmp_path / ".a.tmp-killed").write_bytes(b"x")
+    with writing(tmp_path / "a") as file:
+        file.write(b"later")
+        write_atomic(tmp_path / "a", b"earlier")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"later"

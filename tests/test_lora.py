@@ -30,7 +30,7 @@ KINDS |= {"unet": UNET, "published unet": replace(UNET, channel_mult=(1,), null_
 def make_loaded(kind="modern", seed=0):
     """A model with random weights everywhere, as load_run would give it."""
     data = dict(name="", kind="images", channels=3, resolution=8, num_classes=3, class_names=NAMES)
-    settings = dict(label_drop=0.1, low_res_size=0)
+    settings = dict(objective="flow", label_drop=0.1, low_res_size=0)
     path = Path("base.pt")
     return Loaded(filled(KINDS[kind], seed).eval(), FlowMatching(), settings, data, 0, str(path), "as published", path)
 

@@ -82,7 +82,7 @@ MISTAKES = [
     ((*TRAIN, "--init_from=flow", "--objective=flow_map", "--t_range=0,0.5"), "accepted: no timesteps, no t_range"),
     ((*EVAL, "--metric=fid", "--samples=s.npz", "--data=tiny", "--cfg_scale=4"), 'only samples="" uses it'),
     ((*SAMPLE, "--lora_scale=0.5"), "lora_scale=0.5 would do nothing"),
-    ((*SAMPLE, "--model=flat.pt", "--ema=raw"), "flat.pt is a file with one set of weights"),
+    ((*SAMPLE, "--model=flat.pt", "--ema=raw"), "ema=raw is no option of "),
     ((*TRAIN, "--dropout=0.3"), "dropout"),
     ((*TRAIN, "--arch=unet"), "patch_size"),
     ((*TRAIN, "--optimizer=adamw", "--muon_lr=0.1"), "muon_lr"),

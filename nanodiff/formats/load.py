@@ -17,6 +17,7 @@ import torch
 from configurator import check, read_settings
 from nanodiff.common import UserError, base_dir, nearest, print0
 from nanodiff.conditions import droppable
+from nanodiff.data.pixels import Pixels
 from nanodiff.diffusion.guidance import why_unguided
 from nanodiff.diffusion.process import OBJECTIVES, make_process
 from nanodiff.files import load_tensors, reading, sha256_of
@@ -132,9 +133,16 @@ def split_options(run: str) -> tuple[str, dict]:
     return run, told
 
 
+def with_options(path: Path, told: dict) -> str:
+    """The inverse of split_options."""
+    return ",".join([str(path), *(f"{name}={told[name]}" for name in sorted(told))])
+
+
 def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
     """The file of weights that load_run's arguments mean, and what they tell of it (options.py)."""
     name, told = split_options(name)
+    asked = {"step": step, "ema": ema}
+    told = {key: asked[key] for key in asked if asked[key] != getattr(options, key)} | told
     path = find_run(name)
     for folder in (path, path / "transformer"):
         if (folder / DIFFUSERS).is_file():
@@ -144,11 +152,23 @@ def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, di
         if (key in ("step", "ema")) == of_file:
             raise UserError(f"{key}={told[key]} is no option of {path}, a {'file' if of_file else 'run'}")
     if of_file:
-        if ema or step != "newest":
-            raise UserError(f"{path} is a file with one set of weights; accepted: no step, no ema")
         return path, told
-    which = {"step": step, "ema": ema} | told
-    return find_weights(path, **which), {}
+    return find_weights(path, **told), {}
+
+
+def try_out(meta: dict) -> None:
+    """Raise anything unless a file's description has what its readers take."""
+    data = meta["data"]
+    objective = meta["config"]["objective"]
+    if objective not in OBJECTIVES:
+        raise UserError(f"{meta['source']} was trained with objective={objective!r}; known: {', '.join(OBJECTIVES)}")
+    make_process(meta["config"], data)
+    model_config = empty_model(stored_config(meta)).config
+    if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):
+        raise ValueError("its data and model_config differ in shape")
+    lora = meta.get("lora", {"base": "", "sha256": "", "classes": [], "alpha": 1, "rank": 1})
+    "".join([meta["ema"], data["name"], lora["base"], lora["sha256"]] + lora["classes"] + data["class_names"])
+    sum([meta["step"], lora["alpha"] / lora["rank"]])
 
 
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
@@ -166,7 +186,9 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
         else:
             meta, tensors = read_published(path, tensors, told)
     meta["path"] = path
-    meta["source"] = ",".join([str(path), *(f"{key}={told[key]}" for key in sorted(told))])
+    meta["source"] = with_options(path, told)
+    with reading(path, "describes no model of this version"):
+        try_out(meta)
     return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 
@@ -190,11 +212,7 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
 def build(meta: dict, tensors: dict, device) -> Loaded:
     """The model that `meta` describes, with these tensors."""
     config, data, source = meta["config"], meta["data"], meta["source"]
-    objective = config.get("objective")
-    if objective not in OBJECTIVES:
-        raise UserError(f"{source} was trained with objective={objective!r}; known here: {', '.join(OBJECTIVES)}")
-    with reading(source, "describes no model of this version"):
-        model = empty_model(stored_config(meta))
+    model = empty_model(stored_config(meta))
     load_weights(model, tensors, source, assign=True)
     model.to(device).eval()
     process = make_process(config, data)

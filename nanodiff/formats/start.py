@@ -105,7 +105,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     Rows of the class table are matched by class name or by order (see same_order); other rows start as the null class
     or, without one, as the mean of all. `config`: the settings of the new run.
     """
-    check_shape(model, loaded)
+    check_shape(model, loaded, config)
     warn_of_process(loaded, config)
     own = model.state_dict()
     # A flow map's h_embed still has no effect
@@ -169,7 +169,7 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
     lora, tensors = loaded.adapters
     own = trained(model)
     for name in sorted(own.keys() ^ tensors.keys()):
-        if not name.endswith(ROWS):
+        if name not in own or not name.endswith(ROWS):
             raise UserError(f"init_from has adapters on other layers, such as {name}; see lora_targets")
     for name, x in tensors.items():
         p = own[name]
@@ -194,7 +194,7 @@ def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> Non
     process.classes = torch.tensor([*numbers, len(teacher.class_names)], device=teacher.device)
 
 
-def check_shape(model, loaded: Loaded) -> None:
+def check_shape(model, loaded: Loaded, config: dict) -> None:
     """Raise UserError unless `model` has the loaded one's shape; it names the settings that would give that."""
     wanted = loaded.model.config
     theirs = model_settings(wanted)
@@ -205,6 +205,8 @@ def check_shape(model, loaded: Loaded) -> None:
         theirs["attention_resolutions"] = ",".join(map(str, resolutions))
     if wanted.out_channels != model.config.out_channels:
         theirs["variance"] = loaded.config.get("variance", "fixed_small")
+        if config["objective"].startswith("flow"):  # which has no variance
+            theirs["objective"] = loaded.config["objective"]
     differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
     if differing:
         settings = " ".join(f"--{key}={theirs[key]}" for key in differing)

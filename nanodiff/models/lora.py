@@ -71,8 +71,12 @@ def add_lora(
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for name in find_layers(model, lora_targets):
-        adapt(model.get_submodule(name), rank, lora_alpha or rank, generator)
+    layers = [model.get_submodule(name) for name in find_layers(model, lora_targets)]
+    highest = max(min(layer.weight.shape) for layer in layers)
+    if rank > highest:
+        raise UserError(f"lora_rank={rank}: no matrix to adapt has a rank above {highest}; accepted: 1 to {highest}")
+    for layer in layers:
+        adapt(layer, rank, lora_alpha or rank, generator)
     if rows:
         _, table = class_table(model)
         learn_rows(table, rows)
