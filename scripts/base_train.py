@@ -109,7 +109,7 @@ grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = any
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
 ema_rates = "0.999"  # weight averages, comma-separated; the first is evaluated and sampled; "" = none
-ema_ramp = True  # rate <= (1 + step) / (10 + step); published recipes: False
+ema_ramp = True  # rate <= (1 + step) / (10 + step), to forget the initial weights; published recipes: False
 # Evaluation
 eval_images = 1024  # >= 1: validation images
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
@@ -382,7 +382,7 @@ def lr_multiplier(s):
 
 
 def save():
-    """Write this step's checkpoint, in a thread: training goes on. A collective."""
+    """Write this step's checkpoint in a thread, while training continues. A collective."""
     saver.wait()  # for the last save, to free its copies
     optim_state, averages, sums = optim.state_dict(), ema.state_dict(), meter.state_dict()  # gathered over ranks
     seen_losses = host_copy(t_distribution.state_dict())
@@ -482,7 +482,7 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
-        # null class, num_classes
+        # null class, num_classes; vectors and second images become NaN
         cond = from_stored(stored_cond, codec.description, flips)
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
@@ -495,7 +495,7 @@ while True:
         if fp8 and micro_step == 0 and (step == saver.step or due(eval_every) or step & (step - 1) == 0):
             calibrate(raw_model, process, autocast, (x0, t[rows], noise, cond, draw_jumps), total_batch_size // world)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" (B,), other terms likewise
+            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" and other terms, (B,) each
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1  # its backward sends gradients while it computes
         scaler.scale(loss).backward()
@@ -506,7 +506,7 @@ while True:
     # Exchange: each rank gets the average gradient of its share of the parameters. A stop signal to one rank travels
     # with the norm, so all stop after this step
     norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, on the device
-    overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped
+    overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
     # Update: each rank its share; all-gathers end before the next forward
     lrm = lr_multiplier(step)

@@ -51,7 +51,7 @@ vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = thos
 seed = 0  # >= 0: seed of the images
 # From given images
 from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) or .npy; "" = from noise
-strength = 0.6  # [0, 1]: share of the steps to take, from them with noise; 1 = all, from noise alone; 0 = none
+strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 = from pure noise, 0 = return the image
 mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
 # Sampler
 # Steps, sampler and guidance that are not given are those of the run's own grids

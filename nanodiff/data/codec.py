@@ -7,7 +7,7 @@ from nanodiff.common import UserError
 from nanodiff.conditions import FACTS, GIVEN, describe_conditions
 from nanodiff.data.pixels import Arrays, Pixels
 
-# What a description says of the set alone: a model that is tuned takes it from the new set
+# Keys that describe only the set; fine-tuning takes them from the new one
 OWN = ("name", "sha256", "resolution", "sizes", "num_classes", "class_names")
 
 

@@ -2,7 +2,7 @@
 
 $NANODIFF_BASE_DIR/data/<name>/
     train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file.
-                               The channels of second images, if the set has some, are behind theirs
+                               Second images, if any, add their channels after the image's
     train_captions_000.npy ... (n,) texts in UTF-8, if the images have captions
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none

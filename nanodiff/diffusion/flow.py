@@ -13,13 +13,12 @@ from nanodiff.conditions import null_condition
 # How a network sees t
 TIMES = {
     "1000t": lambda t: 1000.0 * t,  # the range that its embedding of t is made for
-    "62.5t": lambda t: (
-        62.5 * t
-    ),  # 16 times slower waves: neighbouring t look alike, and untrained ones like trained ones
+    # 16 times slower waves: neighbouring t look alike, and untrained ones like trained ones
+    "62.5t": lambda t: 62.5 * t,
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
 }
-MIN_T = 0.05  # v = (x_t - x0) / t: dividing by less would weigh an error of x0 over 1 / 0.05^2 = 400 times in the loss
+MIN_T = 0.05  # v = (x_t - x0) / t: a smaller divisor would weight errors of x0 by more than 400
 
 
 def per_image(x):
@@ -127,7 +126,7 @@ class FlowMatching:
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
-        `draw`: random numbers for flow maps, given in training alone; here it only says that this is training.
+        `draw`: random numbers for flow maps, passed only in training; here only its presence matters.
         From `guided_from` of the training on, the model learns its own classifier-free guidance of scale w (GFT, Chen
         et al. 2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
             v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],

@@ -91,7 +91,7 @@ def mean_flat(x):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samplers: step(process, x_t, i, p, x0_last, generator, eta) -> x_{t-1} at timestep i, an int; p are the mean and
-# log_variance of p(x_{t-1} | x_t) and the prediction of x0, x0_last is that of the last step, or None. A new sampler is
+# log_variance of p(x_{t-1} | x_t) and the prediction of x0; x0_last is the last step's, or None. A new sampler is
 # one such function and its entry in SAMPLERS.
 
 
@@ -316,7 +316,7 @@ class GaussianDiffusion:
 
         kl: term t of the bound. rescaled_kl: T times that, whose mean over t is the whole bound. mse: the squared error
         of the prediction, plus vb if the variance is learned (IDDPM eq. 16); the gradient of vb reaches only the
-        variance. rescaled_mse: likewise, with vb times T / 1000.
+        variance. rescaled_mse: the same, with vb times T / 1000.
         """
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)

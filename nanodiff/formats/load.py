@@ -36,7 +36,7 @@ OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A trained model, with all that sampling and evaluating it take."""
+    """A trained model and everything needed to sample from it or evaluate it."""
 
     model: torch.nn.Module
     process: object

@@ -36,7 +36,7 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets")
 def inherited(config) -> dict:
     """The settings of a run with init_from that come from its source: its name, the model's shape and the process.
 
-    `config`: a configurator.Config. A run that has checkpoints brings them itself, as its source may be gone. If the
+    `config`: a configurator.Config. A run with checkpoints takes them from its newest: the source may be gone. If the
     given objective is of another kind than the source's process, only the shape is taken.
     """
     if not config["init_from"]:

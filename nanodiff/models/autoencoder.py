@@ -259,7 +259,7 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
 
     `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), either file of a TAESD pair
     `*encoder.*`, `*decoder.*`, or a folder with one of these (if several, `diffusion_pytorch_model.*`). A config.json
-    beside it sets scale, shift and the norms' groups. A pair's sha256 is that of `cat encoder decoder`.
+    beside it sets scale, shift and the norms' groups. A pair's sha256 is the hash of `cat encoder decoder`.
     """
     path = Path(path)
     files = find_weights(path)
@@ -314,7 +314,7 @@ def find_weights(path: Path) -> dict[str, Path]:
 
 
 def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in fp32 of weights of any published layout, under the names above; drop those of other networks."""
+    """Copy weights of any published layout, in fp32, under the names above; drop other networks' weights."""
     levels_up = {name.split("decoder.up.")[1][0] for name in weights if "decoder.up." in name}
     finest = len(levels_up) - 1
     renamed = {}

@@ -27,7 +27,7 @@ def setting_fields(kind: type) -> dict[str, str]:
 
 
 def from_setting(field: str, value):
-    """Convert the value of a setting to that of its config field."""
+    """Convert a setting's value to its config field's."""
     if field == "block":
         return "classic" if value == "dit_classic" else "modern"
     if field == "num_heads":

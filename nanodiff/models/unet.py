@@ -27,7 +27,7 @@ class UNetConfig(Conditioned):
     """Shape of a UNet; by default the published CIFAR-10 model without dropout or learned variance."""
 
     image_size: int = 32
-    in_channels: int = 3  # channels of x_t, without those of with_images
+    in_channels: int = 3  # channels of x_t, without the second image's
     out_channels: int = 3  # 2 * in_channels if the variance is learned
     model_channels: int = 128
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
@@ -76,7 +76,7 @@ class UNetConfig(Conditioned):
 
     @property
     def attention_levels(self) -> set[int]:
-        """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) are those of 14 and 7 pixels."""
+        """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) select the levels of 14 and 7."""
         return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 

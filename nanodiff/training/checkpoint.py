@@ -1,5 +1,5 @@
 """Checkpoints that survive a kill: hashed while they are written to a temporary folder, renamed; verified before use. A
-thread writes them while training goes on.
+thread writes them while training continues.
 
 runs/<tag>/checkpoints/step_000500/
     model.safetensors  ema_0.999.safetensors       weights, each with what they are in its metadata: an export
@@ -86,7 +86,7 @@ def prune(run_dir: Path, step: int, keep: int) -> None:
 
 
 class Saver:
-    """Calls save_checkpoint in a thread, so that training goes on; one at a time. `step`: of the newest checkpoint."""
+    """Runs save_checkpoint in a thread, one at a time, while training continues. `step`: of the newest checkpoint."""
 
     def __init__(self, step: int = -1):
         self.step = step
