@@ -16,6 +16,7 @@ Evaluate a trained model, or images in a file or a folder.
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from nanodiff.metrics import features as metrics
 from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
+from nanodiff.sampling.asked import in_proportion
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.validation import bits_per_dim, validation_loss
@@ -72,10 +74,10 @@ reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
 FIGURES = {  # printed, the figure that was asked for first; the file has the rest
     "loss": "validation loss {:.4f}",
-    "loss_q0": "by quarter of t from image to noise {:.4f}",
-    "loss_q1": "{:.4f}",
-    "loss_q2": "{:.4f}",
-    "loss_q3": "{:.4f}",
+    "loss_q0": "t < 1/4 (image) {:.4f}",
+    "loss_q1": "t < 1/2 {:.4f}",
+    "loss_q2": "t < 3/4 {:.4f}",
+    "loss_q3": "t < 1 (noise) {:.4f}",
     "total_bpd": "{:.4f} bits/dim",
     "well_formed": "{:.1%} well formed",
     "fid": "FID {:.3f}, lower is better",
@@ -133,7 +135,14 @@ if metric in ("loss", "bpd"):
 
 if metric == "loss":
     with autocast:
-        loss, quarters = validation_loss(loaded.model, loaded.process, dataset, codec, num_images, batch_size, seed)
+        of = loaded.model, loaded.process, dataset, codec
+        loss, quarters = validation_loss(*of, num_images, batch_size, seed)
+        if not loaded.process.is_gaussian:  # else t is uniform; here quarters have few images near the ends of t
+            few = math.ceil(num_images / 20)
+            edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
+            by_t = [validation_loss(*of, few, batch_size, seed, part)[0] for part in pairwise(edges)]
+            result["loss_by_t"] = by_t
+            print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
     result["loss"] = loss
     result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
@@ -165,7 +174,7 @@ elif metric == "features":
 # Samples: those given, or the model's, drawn one batch at a time
 
 else:
-    is_distance = metric.startswith("f")  # to real images
+    is_distance = metric in metrics.DISTANCES  # to real images
     if samples:
         num_images = min(num_images or measured.num_images, measured.num_images)
         names = measured.class_names
@@ -176,6 +185,7 @@ else:
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
         drawn = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
+        in_proportion(drawn, loaded, name, reference_split, num_images)
         if drawn.codec.undecodable:
             raise UserError(f"metric={metric}: {drawn.codec.undecodable}")
         plan = []
@@ -282,6 +292,8 @@ for row in result.get("rows", [result]):
             figures.append(figure)
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
+    if metric in metrics.DISTANCES and row[metric] < real.get(metric, 0):
+        print0("closer than real images of the other split: too few images, or copies of the reference")
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:
     words.append(f"against {result['reference']}")

@@ -29,6 +29,7 @@ from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_rank
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
+from nanodiff.sampling.asked import in_proportion
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
 from nanodiff.sampling.store import SampleStore
@@ -42,8 +43,8 @@ lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
-classes = ""  # class names or numbers, comma-separated, used in turn (a name with a comma: by its number); "" = all, or
-#               those of the small images
+classes = ""  # class names or numbers, comma-separated, used in turn (a name with a comma: by its number); "" = all or,
+#               with npz, in the proportions of the model's set; in super-resolution those of the small images
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 given = ""  # second images: a folder, an .npz (arr_0, arr_1), .npy or val; "" = val, if there is one
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
@@ -96,6 +97,8 @@ config |= settings.named  # the output's name says what differs from the run's o
 config.defaults |= settings_for(loaded, weak_model=weak_model).named
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
+if npz and not classes:
+    in_proportion(samples, loaded, loaded.data["name"], "train", num_images)
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 
@@ -187,7 +190,8 @@ elif rank == 0:
             images += pair
         columns = 8
     grid = make_grid(images, columns)
-    write_atomic(png, encode_png(grid, protocol=store.protocol))
+    write_atomic(store.folder / "png", encode_png(grid, protocol=store.protocol))
+    store.publish("png", png)
     order = " (given, sample, given, ...)" if shown else ""
     seconds = time.perf_counter() - start
     print0(f"{num_images - before:,} images in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")

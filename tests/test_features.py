@@ -12,13 +12,14 @@ from conftest import refused
 from tiny_runs import make_data
 
 from nanodiff.common import in_batches
-from nanodiff.data.dataset import open_dataset
-from nanodiff.data.shapes import draw_shapes
+from nanodiff.data.dataset import DatasetWriter, open_dataset
+from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.metrics import cache, classifier
 from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier, get_classifier
 from nanodiff.metrics.distances import frechet_distance
 from nanodiff.metrics.features import collect_features, compare, image_set, load_network, load_stats, reference_features
+from nanodiff.sampling.asked import in_proportion
 
 
 def make_network(seed=0):
@@ -54,6 +55,31 @@ def test_the_order_of_distances(metric):
     assert abs(near[kernel]) < 0.1 * blurry[kernel] < noisy[kernel]
     for figure in ("precision", "recall"):
         assert near[figure] > 0.8 and noisy[figure] < 0.1
+
+
+def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
+    """Where samples take the set's classes in its proportions. Of a balanced set they take them in turn."""
+    images, labels = draw_shapes(2400, seed=1)
+    kept = (labels == 0) | (np.arange(2400) % 40 < 8)
+    with DatasetWriter("head", CLASS_NAMES) as writer:
+        for split, part in (("train", slice(1200)), ("val", slice(1200, 2400))):
+            writer.append(split, images[part][kept[part]], labels[part][kept[part]])
+    train, val = open_dataset("head"), open_dataset("head", "val")
+    n, network, known = len(val), make_network(), val.labels(range(len(val)))
+    samples = SimpleNamespace(inputs={}, classes=None)
+    loaded = SimpleNamespace(num_classes=8, data={"class_names": CLASS_NAMES})
+    in_proportion(samples, loaded, "head", "train", n)
+    chosen = samples.classes
+    assert np.abs(np.bincount(chosen) - np.bincount(train.labels(range(len(train)))) * n / len(train)).max() < 5
+    pools = [np.flatnonzero(known == k) for k in range(8)]
+    drawn = [val.images([pools[k][i % len(pools[k])] for i, k in enumerate(x)]) for x in (chosen, np.arange(n) % 8)]
+    reference = collect(train.images(range(len(train))), network)
+    found = [distance(collect(x, network), reference) for x in (val.images(range(n)), *drawn)]
+    assert 1.5 * max(found[:2]) < found[2]
+    samples.classes = None
+    make_data()
+    in_proportion(samples, loaded, "tiny", "train", 9)
+    assert samples.classes is None
 
 
 def features_of(name):

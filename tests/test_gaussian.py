@@ -214,6 +214,21 @@ def test_orders_of_convergence(sampler, order, lengths):
     np.testing.assert_allclose(-np.diff(np.log2(errors)), order, atol=0.15)
 
 
+@pytest.mark.parametrize("steps", [10, 25, 50])
+def test_few_steps_keep_the_deviation_of_data(steps):
+    """dpm++ does, within 5%, though lambda leaps at the end."""
+    process, std = GaussianDiffusion("cosine", objective="x0", rescale_timesteps=True), 0.3
+
+    def perfect(x, t, at):
+        at = process.at(t.round().long())
+        alpha, sigma = at.sqrt_alpha_bar, at.sqrt_one_minus_alpha_bar
+        return alpha * std**2 / ((alpha * std) ** 2 + sigma**2) * x
+
+    noise = torch.linspace(-2, 2, 9).view(9, 1, 1, 1)
+    drawn = process.sample(perfect, noise, steps, "dpm++")
+    assert (drawn.std() / noise.std()).item() == pytest.approx(std, rel=0.05)
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_progress_and_steps(sampler):
     process = GaussianDiffusion("linear", 100, rescale_timesteps=True)

@@ -93,7 +93,7 @@ def test_kill_9(tmp_path, expected, moment):
     if moment != "end":
         assert draw(store) == []
         finish(store)
-        assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
     assert store.output.read_bytes() == expected
 
 

@@ -135,6 +135,8 @@ def dpmpp(process, x_t, i, p, x0_last, generator, eta):
     if x0_last is not None:
         r = (lam[i] - lam[i + 1]) / h
         c = 1 / (2 * r)
+        if i == 1:  # lambda leaps on the way to t = 0: extrapolate as after an even step, else detail overshoots
+            c = min(c, 0.5)
         D = (1 + c) * x0 - c * x0_last
     shrink = sigma[i - 1] / sigma[i]
     gain = alpha[i - 1] * math.expm1(-h)

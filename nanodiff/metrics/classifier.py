@@ -62,6 +62,8 @@ class Classifier(Network):
         return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.channels == 1:  # of grey files as RGB
+            images = images.float().mean(1, keepdim=True)
         images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # grey ones as equal channels
         features = self.pooled(images.float() / 127.5 - 1)
         return features, self.head(features)

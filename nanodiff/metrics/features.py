@@ -26,6 +26,7 @@ from nanodiff.metrics.distances import (
 )
 from nanodiff.metrics.inception import load_inception
 
+DISTANCES = ("fid", "fd_classifier", "fd_simclr")
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed

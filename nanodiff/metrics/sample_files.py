@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, in_batches
+from nanodiff.common import UserError, in_batches, print0
 from nanodiff.data.decode import decode
 from nanodiff.data.sources import Options, open_arrays, read_images
 from nanodiff.files import reading
@@ -38,6 +38,8 @@ class Samples:
                 given = f"{images.dtype} of shape {images.shape}"
                 raise UserError(f"{path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
             self._payloads = images
+            if images.max() < 64:
+                print0(f"nearly black: no value in {path} is above {images.max()} of 255")
             drawn = json.loads(protocol or "{}")
             if drawn:
                 self.protocol["samples_protocol"] = drawn

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, print0
 from nanodiff.conditions import IMAGES, row_shapes
+from nanodiff.data.dataset import open_dataset
 
 
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
@@ -22,6 +23,27 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
             raise UserError(f"classes: {str(given)!r} is unknown; this model has {has}")
         chosen.append(known[given])
     return chosen or None
+
+
+def in_proportion(samples, loaded, name: str, split: str, n: int) -> None:
+    """Give n samples of a model the classes that a set, by its name, has in its proportions.
+
+    Not if they follow the rows of an input, nor if the set has about as many of each, as random labels have: their
+    counts have a variance like their mean. Samples then take all in turn.
+    """
+    num_classes = loaded.num_classes
+    if samples.inputs or not num_classes:
+        return
+    try:
+        dataset = open_dataset(name, split, loaded.data)
+    except UserError:
+        print0(f"samples take all classes in turn: there is no set {name!r} here to take proportions from")
+        return
+    labels = dataset.labels(np.arange(len(dataset)))
+    labels = labels[labels < num_classes]
+    counts = np.bincount(labels, minlength=num_classes)
+    if counts.var() > 4 * counts.mean():
+        samples.classes = labels[np.arange(n) * len(labels) // n].tolist()  # evenly, as they may be sorted
 
 
 def parse_size(size: str, model_config, codec) -> tuple[int, int, int] | None:

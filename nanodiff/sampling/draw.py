@@ -155,7 +155,7 @@ class ModelSamples:
     def protocol(self) -> dict:
         protocol = self.settings.named | {
             "network_evaluations": self.network_evaluations(),
-            "classes": "all, balanced",
+            "classes": "in the set's proportions" if self.classes else "all, balanced",
             "seed": self.seed,
             "rounding": "round(127.5 (x + 1)), clamped to 0..255",
         }

@@ -36,6 +36,7 @@ class SampleStore:
             _, _, protocol = open_arrays(self.output)
             if protocol != self.protocol:
                 raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed just before it did this
             return True
         busy = f"another process is drawing the same images in {self.folder}"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
@@ -76,16 +77,19 @@ class SampleStore:
         numpy.savez copies the images from the disk, a few at a time.
         """
         raw = self.folder / "raw"
-        whole = self.folder / "whole.npz"
         first = self.read(0)
         with open(raw, "wb") as file:
             for k in range(len(self.parts)):
                 file.write(self.read(k).data)
         images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
-        with writing(whole) as file:
+        with writing(self.folder / "npz") as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
-        os.replace(whole, self.output)
-        fsync_dir(self.output.parent)
+        self.publish("npz", self.output)
+
+    def publish(self, name: str, path: Path) -> None:
+        """Move a finished file out of the folder."""
+        os.replace(self.folder / name, path)
+        fsync_dir(path.parent)
 
     def close(self) -> None:
         """Remove the parts; call it once the file is there."""
