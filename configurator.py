@@ -127,7 +127,8 @@ def module_settings(name: str) -> str:
     """The settings of nanodiff/NAME.py as assignments: its fields and parameters under "# Only ..."."""
     text = (Path(__file__).parent / f"nanodiff/{name}.py").read_text(encoding="utf-8")
     found = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
-    return re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent("".join(found)))
+    text = re.sub(r"^ +", "", "".join(found), flags=re.M)
+    return re.sub(r": .* = (.*?),?  #", r" = \1  #", text)
 
 
 def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:

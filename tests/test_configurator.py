@@ -203,7 +203,8 @@ def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeyp
     monkeypatch.setattr("configurator.__file__", str(tmp_path / "configurator.py"))
     (tmp_path / "nanodiff").mkdir()
     fields = "    # Only depth > 12\n    sizes: tuple[int, ...] = (16, 8)  # in pixels\n    #     of a map\n"
-    fields = f"class A:\n    wide: int = 1  # no setting\n{fields}    rate: float = 0.5,  # [0, 1): a rate\n"
+    rate = "        # Only depth > 12\n        rate: float = 0.5,  # [0, 1): a rate\n"  # of a method
+    fields = f"class A:\n    wide: int = 1  # no setting\n{fields}{rate}"
     (tmp_path / "nanodiff" / "part.py").write_text(fields)
     settings = read_settings(script(), ["part"])
     assert [*settings][-2:] == ["sizes", "rate"] and len(settings) == len(DEFAULTS) + 2
