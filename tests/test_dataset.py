@@ -119,11 +119,17 @@ def test_damage_is_found_on_opening(what):
     refused("toy", open_dataset, "toy")
 
 
-def test_one_flipped_bit_is_found_by_verify():
+def test_one_flipped_bit_or_another_set_is_found_by_verify(monkeypatch):
+    """The ranks of a machine share the files of its copy."""
     path, last = write(), IMAGES[-1].tobytes()
-    assert verify(open_dataset("toy"))[0] == 4
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for ranks_here, files in (("", 4), ("2", 2), ("1", 4)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        assert verify(open_dataset("toy"))[0] == files
     replace(path / "val_images_000.npy", last, last[:-1] + bytes([last[-1] ^ 1]))
     refused(r"val_images_000\.npy is damaged", verify, open_dataset("toy"))
+    monkeypatch.setattr(dataset, "from_first_rank", lambda splits, what: {"train": {}})
+    refused("rank 0 of 1 has another set 'toy'", dataset.start_verifying, open_dataset("toy"))
 
 
 def test_a_shard_is_checked_when_it_is_first_used(base):

@@ -17,7 +17,7 @@ from processes import Started, free_port, run_process
 from tiny_runs import TINY, assert_identical, make_autoencoder, make_data, metrics, weights
 
 from nanodiff import common
-from nanodiff.training import checkpoint, resume
+from nanodiff.training import checkpoint
 
 TRAIN = [*TINY, "--num_iterations=60", "--log_every=1", "--save_every=2"]
 
@@ -142,14 +142,14 @@ def other_eyes(what):
         honest_list = checkpoint.list_checkpoints
         checkpoint.list_checkpoints = lambda run_dir: honest_list(run_dir)[:-1]
         return
-    honest = resume.from_first_rank
+    honest = checkpoint.from_first_rank
 
     def from_first_rank(value, what):
         path, meta = honest(value, what)
         (path / "optim.pt").unlink()
         return path, meta
 
-    resume.from_first_rank = from_first_rank
+    checkpoint.from_first_rank = from_first_rank
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
     entries = []
     for part in dataset.meta["splits"].values():
         entries += files_of(part)
-    entries = entries[get_dist()[1] :: ranks_here]
+    entries = entries[get_dist()[1] % ranks_here :: ranks_here]
     for entry in entries:
         start = time.perf_counter()
         path = dataset.path / entry["file"]

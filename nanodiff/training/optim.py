@@ -172,7 +172,7 @@ class LossScaler:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.lg_loss_scale = 20.0
-        self.skipped = 0  # steps since the last good one
+        self.skipped = False  # the last step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         if not self.enabled:
@@ -194,4 +194,4 @@ class LossScaler:
         if not self.enabled:
             return
         self.lg_loss_scale += -1.0 if overflow else 0.001
-        self.skipped = self.skipped + 1 if overflow else 0
+        self.skipped = overflow
