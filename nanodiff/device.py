@@ -37,7 +37,7 @@ def init_device(device_type: str = "", timeout_s: float = 0, deterministic: bool
     if device_type not in present:
         raise UserError(f"device_type={device_type!r} is not available here; available: {', '.join(present)}")
     rank, local_rank, world = get_dist()
-    if rank >= world:
+    if not 0 <= rank < world:
         raise UserError(f"RANK={rank} of WORLD_SIZE={world} in the environment; accepted: torchrun's, or none")
     if world > 1 and device_type == "mps":
         raise UserError("several ranks cannot share mps; accepted: one, or --device_type=cpu")

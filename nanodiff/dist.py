@@ -19,11 +19,12 @@ from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist
 
 def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
     """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
-    if not os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
-        raise UserError("WORLD_SIZE is set without MASTER_ADDR and MASTER_PORT: start by torchrun, or unset it")
     timeout = timedelta(seconds=timeout_s)
-    with collective("the meeting of the ranks at MASTER_PORT"):
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        with collective("the meeting of the ranks"):
+            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except ValueError as error:
+        raise UserError(f"{error}; accepted: RANK, WORLD_SIZE and MASTER_ as torchrun sets them, or none") from None
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
         # count restarts differently, so runs/multinode.sh gives each attempt a new store
