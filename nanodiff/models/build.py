@@ -204,7 +204,7 @@ def compiled(
         return model
     whole = num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
     rule = f"{COMPILE_WHOLE:,} steps or more on one rank: as a whole"
-    print0(f"torch.compile {'as a whole' if whole else 'by blocks'} ({rule})")
+    print0(f"compiling {'as a whole' if whole else 'by blocks'} ({rule}): the first step takes 5 to 60 s")
     from nanodiff.models.checked import Checked  # a door
 
     return Checked(model, compile_model(model, whole))

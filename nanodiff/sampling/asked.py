@@ -14,7 +14,7 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
         classes = ()
     if isinstance(classes, str):
         texts = classes.split(",") if classes else ()
-        classes = [int(text) if text.isdecimal() and text not in known else text for text in texts]
+        classes = [int(text[:9]) if text.isdecimal() and text not in known else text for text in texts]
     chosen = []
     for given in np.array(classes, object).ravel():
         if given not in known:

@@ -94,7 +94,7 @@ class Meter:
         self.progress["train_time_s"] += seconds
         self.wall_steps += 1
         if is_first:
-            print0(f"first step with images of {'x'.join(map(str, shape[1:]))}, compiled if at all: {seconds:.1f} s")
+            print0(f"first step with images of {'x'.join(map(str, shape[1:]))}: {seconds:.1f} s")
             self.wall_start = now
             self.wall_steps = 0
         if is_first and not log_now:
@@ -247,12 +247,10 @@ class RunLog:
         self.metrics({"step": step} | found)
         shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
-        parts = []
         if "loss_ema" in shown:
-            parts.append(f"val loss {shown.pop('loss_ema')} (raw weights {shown.pop('loss', '-')})")
-            parts.append(f"by t, image to noise: {' '.join(quarters)}")
-        parts += [f"{name} {text}" for name, text in shown.items()]
-        return f"step {step:,} | {' | '.join(parts)}"
+            means = f"{shown.pop('loss_ema')} (raw weights {shown.pop('loss', '-')})"
+            shown = {"val loss": means, "by t, image to noise:": " ".join(quarters)} | shown
+        return f"step {step:,} | {' | '.join(map(' '.join, shown.items()))}"
 
     def grid(self, grid, step: int) -> None:
         """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""

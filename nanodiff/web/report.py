@@ -22,7 +22,7 @@ from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
-MOST_BYTES = 2**26  # of metrics.jsonl; of a longer one each n-th line is read, and all evaluations
+MOST_BYTES = 2**25  # of metrics.jsonl; of a longer one each n-th line is read, and all evaluations
 MOST_GRIDS = 24  # grids of a run; report.html holds them all
 BY_QUARTER = " by quarter of t, from image to noise"
 WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
@@ -291,8 +291,7 @@ def versions(run: Run) -> dict[str, dict]:
     facts = flat(run.facts["config"]) | flat(facts)
     columns = {run.name: facts}
     for change in run.facts["changes"]:
-        rest = {key: change[key] for key in ("num_iterations", "environment") if key in change}
-        facts = facts | change["config"] | flat(rest)
+        facts = facts | flat(change | {"config": {}}) | change["config"]
         columns[f"{run.name} from step {change['step']:,}"] = facts
     return columns
 

@@ -18,6 +18,8 @@ class LocalServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), handler)
         except OSError as e:
             raise UserError(f"port={port}: {e.strerror}; accepted: a free one, or 0 for any") from None
+        # Little waits for a client that does not read: it is noticed after a picture or two, not after megabytes
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         self.working = threading.Lock()
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
 
@@ -31,11 +33,6 @@ class LocalHandler(BaseHTTPRequestHandler):
 
     timeout = 10  # seconds: a client that stops reading keeps others waiting no longer
     log_message = lambda *args: None
-
-    def setup(self):
-        # Little waits for a client that does not read: it is noticed after a picture or two, not after megabytes
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
-        super().setup()
 
     def parse_request(self) -> bool:
         if not super().parse_request():
