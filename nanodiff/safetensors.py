@@ -93,14 +93,13 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:start]))
         metadata = header.pop("__metadata__", {})
-        data = data[start:]
         num_bytes = max([0, *(info["data_offsets"][1] for info in header.values())])
-        if num_bytes != len(data):
-            raise UserError(f"{path} is cut or damaged: its tensors take {num_bytes:,} bytes, it has {len(data):,}")
+        if start + num_bytes != len(data):
+            raise UserError(f"{path} is cut or damaged: it has {len(data):,} bytes instead of {start + num_bytes:,}")
         for name, info in header.items():
             dtype = DTYPES[info["dtype"]]
             begin, end = info["data_offsets"]
-            part = data[begin:end]
+            part = data[start + begin : start + end]
             if (start + begin) % dtype.itemsize:
                 part = bytearray(part)  # unaligned: copy
             flat = torch.empty(0, dtype=dtype)

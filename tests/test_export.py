@@ -79,7 +79,7 @@ def test_metas_format_comes_back_unchanged(export, tmp_path, via):
     [
         lambda theirs: {name: x.bfloat16() for name, x in theirs.items()},
         lambda theirs: {f"module._orig_mod.{name}": x for name, x in theirs.items()},
-        lambda theirs: {"model": theirs, "epoch": 3},
+        lambda theirs: {"model": theirs, "args": argparse.Namespace(num_classes=1000)},  # not this table's
         lambda theirs: {"state_dict": {f"module.{name}": x.half() for name, x in theirs.items()}},
     ],
 )

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nanodiff.common import UserError, print0
+from nanodiff.files import read_json
 from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
@@ -248,8 +248,8 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     args = saved.get("args")  # of Meta's training
     rows = len(tensors.get("y_embedder.embedding_table.weight", ()))
     num_classes = getattr(args, "num_classes", rows == 1)
-    if rows and num_classes:
-        told = {"label_drop": 0.1 if rows > num_classes else 0.0} | told
+    if rows and rows - num_classes in (0, 1):
+        told = {"label_drop": 0.1 * (rows - num_classes)} | told
     if hasattr(args, "path_type"):
         if (args.path_type, args.prediction) not in (("Linear", "velocity"), ("linear", "v")):
             raise UserError(f"{path} is SiT's, of {args.path_type}, {args.prediction}; accepted: Linear, velocity")
@@ -270,7 +270,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
             config = {"time_input": "t" if is_repa else "1-t", "timesteps": "uniform", "label_drop": 0.1}
     elif first == "pos_embed.proj":
         form = "diffusers"
-        sizes = json.loads(path.with_name("config.json").read_bytes())
+        sizes = read_json(path.with_name("config.json"))
     options = OPTIONS[form]
     for name in told.keys() - {*options}:
         raise UserError(f"{path} is read without {name}={told[name]}; accepted: {', '.join(sorted(options))}")
