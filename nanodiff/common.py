@@ -138,10 +138,15 @@ class StackedGenerator:
 # Folders and progress
 
 
+def at(name: str | Path) -> Path:
+    """A path as users write it; ~nobody stays as it is."""
+    return Path(os.path.expanduser(name))
+
+
 def base_dir() -> Path:
     """The folder of data sets and runs: $NANODIFF_BASE_DIR, by default ~/.cache/nanodiff."""
     folder = os.environ.get("NANODIFF_BASE_DIR") or "~/.cache/nanodiff"
-    return Path(folder).expanduser()
+    return at(folder)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -17,12 +17,11 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from configurator import configure
-from nanodiff.common import UserError, get_dist, print0
+from nanodiff.common import UserError, at, get_dist, print0
 from nanodiff.data.codec import load_codec
 from nanodiff.data.dataset import SHAPES, match_labels, open_dataset
 from nanodiff.device import autocast_to, choose_dtype, init_device
@@ -301,7 +300,7 @@ print0(", ".join(filter(None, words)))
 if num_images < config["num_images"]:
     print0(f"num_images={config['num_images']:,}: there are only {num_images:,}")
     config["num_images"] = num_images  # for the file's name
-path = Path(source).expanduser()
+path = at(source)
 folder = path.parent
 stem = path.name if path.is_dir() else path.stem
 if loaded:

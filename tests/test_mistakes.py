@@ -138,6 +138,7 @@ MISTAKES = [
     ((*SAMPLE, "--from_images=gray.npy"), "(1, 16, 16); accepted: (3, 16, 16)"),
     ((*SAMPLE, "--from_images=text.png"), "text.png': no image in a format of"),
     ((*SAMPLE, "--from_images=file"), "file' is neither; accepted"),
+    ((*SAMPLE, "--from_images=~nobody/x"), "~nobody/x' is not there"),
     ((*SAMPLE, "--out=x.jpg"), "out='x.jpg' is a folder, or no PNG; accepted"),
     ((*SAMPLE, "--from_images=floats.npz"), "holds float64; accepted: uint8"),
     ((*GIVEN, "--mask=text.png"), "text.png is no image"),

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, get_dist, in_batches, nearest, print0
+from nanodiff.common import UserError, at, base_dir, get_dist, in_batches, nearest, print0
 from nanodiff.conditions import FILES, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
@@ -239,7 +239,7 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
     `like`: a model's description; the set then has that model's classes (Dataset.seen_by).
     """
     name = str(name_or_path)
-    path = Path(name).expanduser().absolute()
+    path = at(name).absolute()
     if not name or not is_set(path):
         path = data_dir() / name
     if name in SHAPES and not is_set(path):

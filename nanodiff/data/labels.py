@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, at, print0
 from nanodiff.data.containers import SUFFIXES, is_image
 from nanodiff.files import reading
 
@@ -95,7 +95,7 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
 def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
     """The table that options.labels names, or those beside the images: {name: (class, caption)}; None without one."""
     if options.labels not in LABELS:
-        file = Path(options.labels).expanduser()
+        file = at(options.labels)
         if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
             raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .jsonl or .json file")
         return read_table(str(file), str(file), options)

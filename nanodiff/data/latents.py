@@ -1,10 +1,8 @@
 """The codec of latents: what an autoencoder makes of images, once for a set or at each step."""
 
-from pathlib import Path
-
 import torch
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, at
 from nanodiff.data.pixels import Pixels, to_model_range, to_uint8, visible
 from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 
@@ -93,7 +91,7 @@ def describe_latents(autoencoder, path: str) -> dict:
     return {
         "autoencoder": autoencoder.name,
         "sha256": autoencoder.sha256,
-        "path": path and str(Path(path).expanduser().absolute()),
+        "path": path and str(at(path).absolute()),
         "downsample": autoencoder.downsample,
         "parts": autoencoder.parts,
         "copies": 1,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, base_dir, print0
+from nanodiff.common import UserError, at, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
 from nanodiff.data.containers import CONTAINERS, SUFFIXES, TAR_SUFFIXES, is_image, open_folder, open_unzipped, read_tar
@@ -82,7 +82,7 @@ def detect(path: Path) -> str:
 
 def open_source(source: str, path: str, options: Options) -> Source:
     """The images of a source, one of SOURCES or "auto"."""
-    file = Path(path).expanduser()
+    file = at(path)
     is_there = path and (file.exists() or glob.glob(str(file)))
     if source == "cifar10" and not path:
         file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
@@ -106,13 +106,13 @@ def open_source(source: str, path: str, options: Options) -> Source:
         found = READERS[source](file, options)
         if path:
             found.files = [file, *sorted(file.glob("*"))]
-    found.files.append(Path(options.labels).expanduser())
+    found.files.append(at(options.labels))
     if options.labels == "none":
         found.class_names = []
     if options.range and "range" not in found.meta:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
     if options.pairs:
-        add_pairs(found, Path(options.pairs).expanduser(), options.pairs_scaling)
+        add_pairs(found, at(options.pairs), options.pairs_scaling)
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
@@ -185,7 +185,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
                 yield Item(name, payload, place.number, is_val, caption=caption)
 
     if options.captions:
-        with writing(Path(options.captions).expanduser()) as file:
+        with writing(at(options.captions)) as file:
             for item in items():
                 file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
     num_images = sum(place.count for place in places if place.split is not None)
@@ -385,7 +385,7 @@ def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
 
 def add_numbers(source: Source, name: str, where: str) -> None:
     """Give each item its row of the numbers in a file."""
-    path = Path(where).expanduser()
+    path = at(where)
     names, array = read_numbers(name, path)
     if not array.any():
         raise UserError(f"{name}={str(path)!r} holds nothing but zeros")

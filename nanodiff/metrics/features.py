@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, get_dist, in_batches, make_generator, print0
+from nanodiff.common import UserError, at, get_dist, in_batches, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
 from nanodiff.dist import gather_batches, over_ranks
 from nanodiff.files import reading
@@ -65,7 +65,7 @@ def load_network(metric: str, data: str, device, weights: str = ""):
     if metric == "fd_simclr":
         weights = weights or SIMCLR
     if weights:
-        return load_classifier(Path(weights).expanduser(), device)
+        return load_classifier(at(weights), device)
     return get_classifier(image_set(data, "train"), image_set(data, "val"), device)
 
 
@@ -99,7 +99,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 def file_features(path: str, num_images: int = 0) -> Features | None:
     """Features (N, D) by any network, in an .npy: those of the first `num_images`, or all; see collect_features."""
     with reading(f"features {path!r}", "are no array"):
-        rows = np.load(Path(path).expanduser(), allow_pickle=False)[: num_images or None]
+        rows = np.load(at(path), allow_pickle=False)[: num_images or None]
         rows = torch.from_numpy(rows.astype(np.float32))
     if rows.ndim != 2 or len(rows) < 10 or not rows.isfinite().all():
         raise UserError(f"{path} has shape {tuple(rows.shape)}; accepted: finite numbers (N, D), N at least 10")
@@ -109,7 +109,7 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
 
 def load_stats(path: str, num_features: int) -> Features:
     """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files, and in ours `some`."""
-    with reading(path), np.load(Path(path).expanduser(), allow_pickle=False) as file:
+    with reading(path), np.load(at(path), allow_pickle=False) as file:
         mu = torch.from_numpy(file["mu"].astype(np.float64))
         sigma = torch.from_numpy(file["sigma"].astype(np.float64))
         some = None

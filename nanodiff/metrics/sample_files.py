@@ -1,11 +1,10 @@
 """Samples in a file or a folder, for base_eval to measure in place of a model's."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 
-from nanodiff.common import UserError, in_batches, print0
+from nanodiff.common import UserError, at, in_batches, print0
 from nanodiff.data.decode import decode
 from nanodiff.data.sources import Options, open_arrays, read_images
 from nanodiff.files import reading
@@ -22,7 +21,7 @@ class Samples:
     batches = staticmethod(in_batches)
 
     def __init__(self, name: str):
-        path = Path(name).expanduser()
+        path = at(name)
         self.path = path
         self.protocol = {"samples": str(path)}
         drawn = {}

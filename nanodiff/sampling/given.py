@@ -1,12 +1,10 @@
 """Samples that start from a given image (SDEdit) or keep a part of it (inpainting)."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import UserError
+from nanodiff.common import UserError, at
 from nanodiff.data.decode import center_crop, open_image, to_rgb
 from nanodiff.files import reading
 from nanodiff.sampling.draw import Given
@@ -46,7 +44,7 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
 def read_mask(path: str, side: int) -> np.ndarray:
     """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
     from an .npy of bools or numbers, up to 1 or 255."""
-    file = Path(path).expanduser()
+    file = at(path)
     with reading(file, "is no image"):
         if file.suffix == ".npy":
             levels = np.load(file)

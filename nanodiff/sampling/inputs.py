@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, at, print0
 from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
 from nanodiff.data.codec import load_codec
 from nanodiff.data.containers import is_image
@@ -101,7 +101,7 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
 
 def read_number_file(name: str, where: str, loaded, codec) -> Inputs:
     """Rows of an .npy or .npz, as prepare_data takes them; names in the file are ignored."""
-    _, array = read_numbers(name, Path(where).expanduser())
+    _, array = read_numbers(name, at(where))
     shape = row_shapes(loaded.model.config)[name]
     if array.shape[1:] != shape or not len(array):
         raise UserError(f"{name}={where!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
@@ -119,7 +119,7 @@ READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     """Images of an .npz, an .npy, a folder or an image file. Files become uint8; arrays of other numbers fp16 in
     [-1, 1]."""
-    path = Path(where).expanduser()
+    path = at(where)
     if is_image(path.name) and path.is_file():
         return Source(1, [], [Item(path.name, str(path), 0, False)])
     kind = "folder" if path.is_dir() else path.suffix[1:]
@@ -144,7 +144,7 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
             print0(f"note: {setting}={where!r} has no classes: unless some are given, samples take all classes in turn")
         return items, None
     labels = np.array([item.label for item in items])
-    if Path(where).expanduser().is_dir():  # classes go by name
+    if at(where).is_dir():  # classes go by name
         numbers = match_labels(names, known, f"{setting}={where!r}")
         labels = np.array(numbers)[labels]
     elif len(names) > len(known):
