@@ -112,6 +112,9 @@ ema_rates = "0.999"  # weight averages, comma-separated; the first is evaluated 
 ema_ramp = True  # rate <= (1 + step) / (10 + step), to forget the initial weights; published recipes: False
 # Evaluation
 eval_images = 1024  # >= 1: validation images
+fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision, recall of samples
+fid_images = 2000  # >= 10: samples for these
+fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t is in this interval
@@ -338,6 +341,10 @@ guidance = choose_guidance(cfg_scale, cfg_interval, fault, {} if teaches else co
 sample_settings = SampleSettings(sample_steps, sampler, *guidance)
 if not teaches:
     config |= sample_settings.guidance
+if fid_every >= 0:
+    from nanodiff.metrics.features import sample_quality  # a door: judges of samples
+
+    measure_samples = sample_quality(fid_metric, train_set, fid_images, codec, model_config, device)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
@@ -434,7 +441,7 @@ while True:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves
-    if not stopping and (due(eval_every) or due(sample_every)):
+    if not stopping and any(due(every) for every in (eval_every, fid_every, sample_every)):
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
@@ -447,6 +454,9 @@ while True:
                 if due(eval_every):
                     figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
+                if due(fid_every):
+                    measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
+                    figures |= {f"val/{name}": value for name, value in measured.items()}
                 if due(sample_every):  # the vibe check: the same noise and classes each time
                     shown = val_set or train_set
                     grid = sample_grid(raw_model, process, shown, codec, sample_settings, device_batch_size)

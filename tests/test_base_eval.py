@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 from PIL import Image
 from processes import on_ranks
-from tiny_runs import TIMELESS, TINY, make_data, make_run
+from tiny_runs import TIMELESS, TINY, logged, make_data, make_run
 
 from nanodiff.data import dataset
 from nanodiff.data.dataset import DatasetWriter, open_dataset
@@ -214,6 +214,21 @@ def test_fid(base, run_script, monkeypatch, tmp_path):
     assert itself["fid"] < 1e-6 and (itself["num_images"], itself["recall"]) == (12, 1)
     assert result["fid"] > itself["fid"] and result["inception_score"] >= 1 and 0 <= result["precision"] <= 1
     assert {"kid", "kid_std", "recall"} <= result.keys() and "class_accuracy" not in result
+
+
+def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier):
+    make_data()
+    same = ("--num_images=12", "--steps=3", "--cfg_scale=3", "--batch_size=8")
+    run_dir = run_script(
+        "base_train", *TINY, "--num_iterations=2", "--fid_every=1", "--fid_images=12", "--fid_metric=fd_classifier",
+        "--sample_steps=3", "--cfg_scale=3", "--model_tag=a", "--save_every=1",
+    )["run_dir"]  # fmt: skip
+    found = {line["step"]: line for line in logged(run_dir) if "val/fd_classifier" in line}
+    assert found.keys() == {1, 2}
+    for step, line in found.items():
+        result = evaluate(run_script, "fd_classifier", *same, f"--checkpoint_step={step}")
+        for name in ("fd_classifier", "kd_classifier", "precision", "recall"):
+            assert result[name] == pytest.approx(line[f"val/{name}"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow

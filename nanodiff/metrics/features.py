@@ -12,7 +12,7 @@ import torch
 
 from nanodiff.common import UserError, at, get_dist, in_batches, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
-from nanodiff.dist import gather_batches, over_ranks
+from nanodiff.dist import from_first_rank, gather_batches, over_ranks
 from nanodiff.files import reading
 from nanodiff.metrics.cache import cached
 from nanodiff.metrics.classifier import get_classifier, load_classifier
@@ -25,6 +25,8 @@ from nanodiff.metrics.distances import (
     precision_recall,
 )
 from nanodiff.metrics.inception import load_inception
+from nanodiff.sampling.draw import ModelSamples, SampleSettings
+from nanodiff.sampling.rows import inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
@@ -157,3 +159,23 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
     if metric == "fid":
         result["inception_score"], result["inception_score_std"] = inception_score(samples.logits)
     return result
+
+
+def sample_quality(metric: str, dataset, num_images: int, codec, model_config, device):
+    """Return measure(model, process, settings, batch_size) -> figures. It compares a model's samples in training, drawn
+    with seed 0, with its training images, as base_eval does. All ranks call both functions, and all get the figures.
+    """
+    if model_config.low_res or codec.undecodable:
+        raise UserError(f"no {metric} here: {codec.undecodable or 'low_res_size makes it super-resolution'}")
+    inputs = inputs_of(dataset, codec, model_config, device)
+    network = load_network(metric, dataset.name, device)
+    reference = reference_features(image_set(dataset.name, "train"), network)
+
+    def measure(model, process, settings: SampleSettings, batch_size: int) -> dict[str, float]:
+        codec.keep_loaded()
+        samples = ModelSamples(model, process, codec, settings, inputs=inputs)
+        batches = samples.batches(np.arange(num_images), batch_size)
+        found = collect_features(samples.images, batches, network, "samples")
+        return from_first_rank(found and compare(metric, found, reference), "samples' figures")
+
+    return measure

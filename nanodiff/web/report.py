@@ -273,7 +273,7 @@ def evaluation(result: dict, run: Run) -> str:
 def best(run: Run) -> dict:
     """The figures by which runs are compared: the lowest logged, each metric's last result by file name, minutes."""
     figures = {}
-    for key in ("val/loss", "val/loss_ema"):
+    for key in ("val/loss", "val/loss_ema", "val/fid", "val/fd_classifier", "val/fd_simclr"):
         if key in run.logged:
             figures[f"lowest {in_words(key)}"] = min(run.logged[key].values())
     for result in run.results:
