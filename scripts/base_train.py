@@ -119,6 +119,7 @@ sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
 sampler = "auto"  # auto|{SAMPLERS}: auto = the process's default
 cfg_interval = "0,1"  # guide only where t is in this interval
 save_every = 250  # >= -1: steps between checkpoints
+save_epochs = False  # save also after every pass over the data
 checkpoints_kept = 2  # >= 1 or -1: newest that stay; -1 = all
 log_every = 10  # >= 1: steps between log lines
 # Only arch=dit
@@ -377,6 +378,11 @@ def due(every):
     return every >= 0 and (step == num_iterations or (every > 0 and step > 0 and step % every == 0))
 
 
+def ends_epoch():
+    """With save_epochs: did the last step take the last image of a pass over the data?"""
+    return save_epochs and step > 0 and step * total_batch_size % len(train_set) < total_batch_size
+
+
 def lr_multiplier(s):
     """Linear warmup, constant, linear warmdown towards 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
@@ -437,7 +443,7 @@ while True:
     if faults:  # a damaged set ends the run before it is saved
         raise faults[0]
     # Save first: a crash in an evaluation loses nothing
-    if (due(save_every) or (stopping and save_every >= 0)) and step != saver.step:
+    if (due(save_every) or ends_epoch() or (stopping and save_every >= 0)) and step != saver.step:
         save()
 
     # Evaluate, not compiled: for a few batches, compiling costs more than it saves

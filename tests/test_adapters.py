@@ -84,10 +84,10 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
     assert load_run("b", "cpu").step == 1
 
 
-def test_epochs_and_what_is_saved(base, old, run_script):
-    """40 images in steps of 16: the fifth step ends the second epoch."""
+def test_epochs_and_what_is_saved_after_each(base, old, run_script):
+    """40 images in steps of 16: the third and the fifth step end an epoch."""
     args = [arg for arg in TINY if "iterations" not in arg]
-    done = run_script("base_train", *args, "--num_epochs=2", "--save_every=3", "--model_tag=a")
+    done = run_script("base_train", *args, "--num_epochs=2", "--save_epochs", "--model_tag=a")
     assert done["num_iterations"] == 5
     assert [path.stem for path in sorted((done["run_dir"] / "adapters").iterdir())] == ["step_000003", "step_000005"]
 
