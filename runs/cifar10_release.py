@@ -10,6 +10,7 @@ num_iterations = 14338
 total_batch_size = 128
 lr = 3e-3
 muon_lr = 0.02
+time_input = "1000t"
 warmup_ratio = 0.028  # 400 steps
 warmdown_ratio = 0.2441  # 3,500 steps
 guided_from = 0.7559  # likewise

@@ -9,6 +9,7 @@ timestep_shift = 1.3
 num_iterations = 400
 total_batch_size = 64
 lr = 3e-3
+time_input = "1000t"
 warmdown_ratio = 0.8
 eval_every = 200
 sample_every = 400

@@ -13,6 +13,7 @@ timestep_std = 0.7
 num_iterations = 700
 total_batch_size = 64
 lr = 3e-3
+time_input = "1000t"
 warmdown_ratio = 0.8
 eval_every = 350
 sample_every = 150

@@ -10,6 +10,7 @@ timestep_std = 0.7
 num_iterations = 600
 total_batch_size = 64
 lr = 3e-3
+time_input = "1000t"
 warmdown_ratio = 0.8
 eval_every = 300
 sample_every = -1

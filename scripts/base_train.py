@@ -39,14 +39,14 @@ from nanodiff.data.dataset import open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, choose_times, make_process  # noqa: F401 (a setting)
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (a setting)
 from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.batch import automatic_batch, choose_rate, cut_batch
+from nanodiff.training.batch import automatic_batch, cut_batch
 from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
@@ -97,8 +97,8 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
 #                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform; mixed =
-#                    logit-normal and a uniform tenth
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; mixed = logit-normal and a uniform tenth; auto = for
+#                    flow logit-normal or, from 256 images a step on, mixed; else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
@@ -127,7 +127,8 @@ fp8 = False  # the blocks' linear layers in fp8 but for their weights' gradients
 # Only optimizer=muon
 muon_lr = 0.0  # >= 0: Muon's learning rate; 0 = derived from the batch
 # Only objective=flow|flow_x0|flow_map|flow_map_x0
-time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; auto = 1000t; REPA's takes t, SiT's 1-t
+time_input = "auto"  # auto|1000t|62.5t|t|1-t: how the network sees t; REPA's takes t, SiT's 1-t; auto = 62.5t for
+#                      arch=dit, else 1000t
 # Latents
 autoencoder = ""  # path of a VAE, to encode images on the fly, or of a latent set's, if it was moved
 # Only arch=unet
@@ -202,8 +203,11 @@ if codec.undecodable:
 # What is learned, and the model that learns it
 
 before = meta.get("config", {})  # a resumed run's
-config |= choose_times(config, before)
-timesteps, time_input = config["timesteps"], config["time_input"]
+if before:
+    before.setdefault("time_input", "1000t")  # the run is older than the setting
+if time_input == "auto":
+    of_new = "62.5t" if arch == "dit" and not init_from else "1000t"
+    config["time_input"] = time_input = before.get("time_input", of_new)
 process = make_process(config, codec.description)  # noising, loss, samplers
 model_config = make_model_config(config, codec.description, process.num_outputs * codec.shape[0])
 fixed = asdict(source.model.config) if lora_rank else meta.get("model_config")
@@ -229,12 +233,12 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
 #     steps  = images / batch
-#     rates  = 0.003 (AdamW), 0.02 (Muon) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
-# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
+#     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's at most 0.003, of a DiT times 256 / width
+# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.001, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
-# of the batch was measured up to batch 128 and depth 2 (runs/LOG.md). And 256 / width? AdamW moves each weight by about
-# lr, and a wider layer adds up more such moves; Muon scales itself
+# of the batch was measured up to batch 128 and depth 2, that AdamW's should not at 512 in small (runs/LOG.md, 27). And
+# 256 / width? AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon
 tokens = model_config.num_tokens
@@ -249,10 +253,7 @@ elif num_epochs > 0:
 elif target_flops > 0:
     total_images, how_long = target_flops / flops_per_image, f"{target_flops:.3g} FLOPs"
 elif init_from and not checkpoint and "target_param_data_ratio" not in config.given:
-    raise UserError(
-        "init_from without a horizon, which a model to tune does not imply; accepted: --num_epochs=2, "
-        "--num_iterations=500 or the like"
-    )
+    raise UserError("init_from without a horizon; accepted: --num_epochs=2, --num_iterations=500 or the like")
 elif target_param_data_ratio > 0:
     total_images = target_param_data_ratio * num_trained / tokens
     how_long = f"{target_param_data_ratio:g} tokens per parameter that learns"
@@ -270,19 +271,27 @@ elif not total_batch_size:
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
     if total_batch_size % world:  # 3, 5, 6, 7 ranks take equally many
         total_batch_size = world * max(1, round(total_batch_size / world))
+if timesteps == "auto":
+    is_large = total_batch_size >= 256 and not process.is_gaussian
+    timesteps = before.get("timesteps", "mixed" if is_large else "auto")
 
-# 3) The rates. A resumed run keeps its own
-root = math.sqrt(total_batch_size / 64)
-by_width = 1 if arch == "unet" else 256 / model_config.width
-lr, why_lr = choose_rate(lr, before.get("lr"), 3e-3 * root * by_width)
-muon_lr, why_muon = choose_rate(muon_lr, before.get("muon_lr"), 0.02 * root)
-
-# 4) The steps
+# 3) The steps
 if num_iterations < 0:
     num_iterations = max(1, round(total_images / total_batch_size))
 epochs = num_iterations * total_batch_size / len(train_set)
 print0(f"run: {num_iterations:,} steps ({how_long}) x {total_batch_size:,} images: {epochs:.1f} epochs")
-print0(f"rates: lr {lr:.3g} ({why_lr}), muon_lr {muon_lr:.3g} ({why_muon})")
+
+# 4) The rates. A resumed run keeps its own
+why = "as before" if checkpoint else "by batch and width"
+root = math.sqrt(total_batch_size / 64)
+by_width = 1 if arch == "unet" else 256 / model_config.width
+part = 1
+if init_from and not lora_rank:  # few steps do not mend what high rates disturb
+    part = min(1, num_iterations / 500)
+    why += " and, of a model to tune, steps"
+lr = lr or before.get("lr") or part * 3e-3 * min(1, root) * by_width
+muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * root
+print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
 
 # 5) How often
 if val_set is None and eval_every >= 0:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from conftest import script_settings
 from figures import inputs
-from tiny_runs import TINY, make_data, randomise
+from tiny_runs import TINY, load, make_data, make_run, randomise
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models import build
 from nanodiff.models.build import build_model, make_model_config, model_settings
 from nanodiff.models.dit import DiTConfig
+from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 FACTS = dict(resolution=32, channels=3, num_classes=8)
 DIT = DiTConfig.from_depth(1, 16, in_channels=3, out_channels=6, num_classes=8, width=64, heads=2, block="classic")
@@ -69,3 +70,23 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     capsys.readouterr()
     assert load_run(str(tmp_path / "again.pt"), "cpu").model.config.heads == 2
     assert "does not hold" not in capsys.readouterr().out
+
+
+def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):
+    """Resumed, tuned, as a teacher; a new run's law of t depends on the batch, and a resume keeps it."""
+    make_data()
+    run_dir = make_run(run_script, "old")
+    checkpoint = run_dir / "checkpoints" / "step_000001"
+    meta = load_meta(checkpoint)
+    assert meta["config"].pop("time_input") == "62.5t"  # the setting is younger than some runs
+    tensors = {p.stem: load(p) for p in checkpoint.iterdir() if p.suffix != ".json"}
+    save_checkpoint(run_dir, 2, tensors, meta | {"step": 2})
+    tuned = ("--init_from=old", "--num_iterations=1")
+    arms = (["--model_tag=old"], tuned, (*tuned, "--objective=flow_map", "--model_tag=map"), ["--arch=unet"])
+    for more in arms:
+        done = run_script("base_train", *(arg for arg in TINY if "unet" not in more[0] or "patch" not in arg), *more)
+        assert (done["time_input"], done["timesteps"]) == ("1000t", "auto")
+    assert load_run("map", "cpu").process.time_input == "1000t"
+    for _ in range(2):
+        done = run_script("base_train", *TINY, "--total_batch_size=256", "--model_tag=large")
+        assert (done["time_input"], done["timesteps"], done["start_step"]) == ("62.5t", "mixed", 0)

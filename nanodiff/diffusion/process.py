@@ -35,18 +35,6 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
     return kind(**settings | others)
 
 
-def choose_times(config: dict, before: dict) -> dict:
-    """How t is drawn and how the network sees it, where the settings leave that open.
-
-    A resumed run keeps what it had `before`, and a tuned model sees t as its source does. Older ones have logit-normal
-    t, seen as 1000t.
-    """
-    times = {"timesteps": "auto", "time_input": "1000t"}
-    if before:
-        times |= {name: before[name] for name in times if name in before}
-    return times | {name: config[name] for name in times if config[name] != "auto"}
-
-
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
     """Resolve "auto"; refuse now what process.sample would fail on later. `steps`: a number, or a respacing."""
     if sampler == "auto":

@@ -1,4 +1,4 @@
-"""A step's rates, and how its images are dealt out: to ranks, to micro-steps, as many at a time as fit into memory."""
+"""How a step's images are dealt out: to ranks, to micro-steps, as many at a time as fit into memory."""
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,6 @@ from nanodiff.dist import over_ranks
 # Fraction of a GPU's memory that the search may take. The rest is for gradients in exchange and the optimizer's
 # temporaries
 MEMORY_TRIED = 0.95
-
-
-def choose_rate(given: float, before: float | None, rule: float) -> tuple[float, str]:
-    """(a learning rate, where it comes from). `before`: a resumed run's own."""
-    if given:
-        return given, "as given"
-    if before:
-        return before, "as before"
-    return rule, "by batch and width"
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
