@@ -152,7 +152,7 @@ def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
         default = known.get(name)
         if isinstance(default, tuple):  # a field's
             default = cast(str, default)
-        if isinstance(default, bool | int | float | str) and not name.startswith("_"):
+        if isinstance(default, bool | int | float | str) and re.match("[a-z]", name):
             comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
             rule = RULE.match(comment)
             if heading:
