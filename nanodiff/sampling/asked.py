@@ -1,5 +1,7 @@
 """Which classes and which size samples are asked for."""
 
+from numbers import Real
+
 import numpy as np
 
 from nanodiff.common import UserError, print0
@@ -17,7 +19,7 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
         classes = [int(text[:9]) if text.isdecimal() and text not in known else text for text in texts]
     chosen = []
     for given in np.array(classes, object).ravel():
-        if given not in known:
+        if isinstance(given, bool) or not isinstance(given, str | Real) or given not in known:
             names = ", ".join(class_names)[:200]
             has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
             raise UserError(f"classes: {str(given)!r} is unknown; this model has {has}")
