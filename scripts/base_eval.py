@@ -185,8 +185,6 @@ else:
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
         drawn = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
         in_proportion(drawn, loaded, name, reference_split, num_images)
-        if drawn.codec.undecodable:
-            raise UserError(f"metric={metric}: {drawn.codec.undecodable}")
         plan = []
         for chosen in sampler.split(","):
             for count in counts:

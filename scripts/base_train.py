@@ -196,8 +196,8 @@ class_names = codec.description["class_names"] if class_cond else []
 num_classes = len(class_names)  # also the null class's label
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
 print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {num_classes or 'no'} classes")
-if codec.undecodable:
-    print0(f"grids will show latents, not pixels: {codec.undecodable}")
+if sample_every >= 0:
+    codec.decoder()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from configurator import configure
 from nanodiff.common import UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, GIVEN
-from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, write_shard
+from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, open_npy, verify, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.data.pixels import from_stored, to_model_range
 from nanodiff.device import init_device
-from nanodiff.dist import gather_batches, leave_together, wait_for_first_rank
+from nanodiff.dist import collective, gather_batches, leave_together, wait_for_first_rank
 from nanodiff.files import read_json, sha256_of
 from nanodiff.models.autoencoder import open_autoencoder
 
@@ -67,8 +67,10 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
     note is on the disk."""
     name = f"{dataset.split}_images_{rows[0]:08d}"
     note = writer.parts / "notes" / f"{name}.json"
-    if note.is_file():
-        return read_json(note)
+    with contextlib.suppress(UserError):  # there is none, or it or its shard is damaged
+        facts = read_json(note)
+        open_npy(writer.parts / facts["shard"]["file"])
+        return facts
     encoded = []  # (B, channels, h, w) fp16
     sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel
     for ids in in_batches(rows, batch_size):
@@ -91,7 +93,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
         which = f"{dataset.split} {rows[0]}..{rows[-1]}"
         raise UserError(f"{encoder.name} gives latents beyond fp16 for images of {which}")
     facts = {
-        "shard": write_shard(writer.parts / f"{name}.npy", latents, dataset.captions(rows)),
+        "shard": write_npy(writer.parts / f"{name}.npy", latents),
         "sums": sums.tolist(),
         "count": latents[:, 0].size * copies,
     }
@@ -109,7 +111,9 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
         writer.resume(plan)
         finished = len([*writer.parts.glob("notes/*[0-9].json")])
         print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
-    wait_for_first_rank()
+    verify(source)  # else the new set's hashes would hide that it is damaged
+    with collective("the wait for the first rank"):
+        wait_for_first_rank()
     sums = np.zeros((2, encoder.latent_channels))
     count = 0
     for split in source.meta["splits"]:

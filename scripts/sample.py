@@ -116,7 +116,7 @@ if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
 output = Path(f"{stem}.npz") if npz else png
-latents = {} if codec.undecodable else codec.description.get("latents", {})
+latents = codec.description.get("latents", {})
 protocol = loaded.described() | samples.protocol
 protocol |= {
     "data": loaded.data["name"],

@@ -165,7 +165,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     for ids in samples.batches(np.arange(n), n):
         with autocast_to(device, compute_dtype):
             images += samples.images(ids, on_step)
-    warning = codec.undecodable
+    warning = ""
     if samples.not_finite:
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     classes = []  # classes of the grid's columns

@@ -120,7 +120,7 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
     )
     assert load_run("pixels_lora", "cpu").data["class_names"] == [*"01234", *CLASS_NAMES]
     latents = (*end, f"--init_from={tmp_path / 'latents.pt'},heads=1", "--data=tiny")
-    refused("which autoencoder made its latents", run_script, "base_train", *latents)
+    refused("which autoencoder made these latents", run_script, "base_train", *latents)
 
 
 def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_script):

@@ -48,5 +48,10 @@ def test_latents_of_latents_are_refused_and_a_set_is_replaced(vae, run_script):
     cache(run_script, vae, "whole")
     of_latents = ("cache_latents", "--data=whole", f"--autoencoder={vae}")
     refused("holds latents, 6 channels, sides of 4 px; accepted: images", run_script, *of_latents)
+    with open(open_dataset("tiny").path / "train_images_000.npy", "r+b") as shard:
+        shard.seek(-1, 2)
+        shard.write(b"~")
+    refused("train_images_000.npy is damaged", cache, run_script, vae, "other")
+    make_data(train=200, val=24, overwrite=True)
     cache(run_script, vae, "whole", "--overwrite", "--flip")
     assert open_dataset("whole").channels == 12

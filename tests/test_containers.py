@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import tarfile
 import tracemalloc
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from conftest import refused
 from image_helpers import archive, noise, prepare, report, write
-from tiny_runs import make_autoencoder
 
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.sources import Options, open_source
@@ -85,18 +85,18 @@ def test_the_same_sixty_images_make_equal_bytes_however_they_are_packed(tmp_path
     for number, (facts, kind) in enumerate(PACKED):
         folder = images(tmp_path / str(number) / "in")
         facts(folder)
-        out = report(pack(folder, kind), captions=tmp_path / f"{number}.tsv", seed=3, resolution=16)
+        out = report(pack(folder, kind), captions=tmp_path / f"{number}.tsv", seed=3, resolution=8)
         assert "captions: 60 of 60" in out and "ignored" not in out
         lines = (tmp_path / f"{number}.tsv").read_text().splitlines()
         assert lines == [f"{name}.png\t{caption}" for name, caption in zip(NAMES, CAPTIONS)]
         path = open_dataset("toy").path
         sets.append({file.name: file.read_bytes() for file in path.iterdir()})
     assert all(made == sets[0] for made in sets[1:])
-    assert verify(open_dataset("toy"))[0] == 6
+    assert verify(open_dataset("toy"))[0] == 4
+    drawn = [noise(8, 8, i).tobytes() for i in range(60)]
     for split, num in (("train", 57), ("val", 3)):
         data = open_dataset("toy", split)
-        numbers = [CAPTIONS.index(caption) for caption in data.captions(range(num))]
-        assert data.captions([2, 0]) == [CAPTIONS[numbers[2]], CAPTIONS[numbers[0]]]
+        numbers = [drawn.index(image.transpose(1, 2, 0).tobytes()) for image in data.images(range(num))]
         assert data.class_names == [str(i) for i in range(12)]
         assert data.labels(range(num)).tolist() == [int(LABELS[i]) for i in numbers]
 
@@ -110,7 +110,7 @@ def test_what_lacks_is_named_and_what_is_not_used_counted(tmp_path, kind):
     for name in ("0.xml", "003.xml", "README", "005.npy", ".DS_Store", "._003.png"):  # macOS leaves the last two
         write(folder / name, "")
     path = pack(folder, kind)
-    refused(r"no class .* for 1 of 60 images, such as '017\.png'", prepare, path)
+    refused(r"no class for 1 of 60 images, such as '017\.png'", prepare, path)
     out = report(path, labels="none")
     assert "ignored: 2 .xml, " in out and all(f"1 {name}" in out for name in (".npy", ".DS_Store", "README"))
     assert "captions: 59 of 60 images have one" in out
@@ -126,14 +126,44 @@ def test_columns_by_name(tmp_path):
     folder = images(tmp_path / "train")
     write(folder / "metadata.csv", "file_name,split,words\n" + "".join(f"{n}.png,a{n[2]},w{n}\n" for n in NAMES))
     out = report(tmp_path)
-    assert "unlabelled, as the table beside the images has no classes" in out and "captions" not in out
-    prepare(tmp_path, label_column="split", caption_column="words", val_fraction=0)
+    assert "metadata.csv gives no class or caption: [{'file_name': 'file_name', 'split': 'split'" in out
+    assert "unlabelled, as the table has no classes" in out and "captions:" not in out
+    columns = {"label_column": "split", "caption_column": "words"}
+    prepare(tmp_path, **columns, captions=tmp_path / "out.tsv")
     assert open_dataset("toy").class_names == [f"a{i}" for i in range(10)]
-    assert open_dataset("toy").captions([0, 59]) == ["w000", "w059"]
+    assert (tmp_path / "out.tsv").read_text().startswith("train/000.png\tw000\ntrain/001.png\tw001\n")
     for setting in ("label_column", "caption_column"):
         refused(f"{setting}='labl': .* has none in a table or beside", prepare, tmp_path, **{setting: "labl"})
     (folder / "metadata.csv").unlink()
     refused("captions='x.tsv': .* has none in a table or beside an image", prepare, tmp_path, captions="x.tsv")
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "tar"])
+def test_names_as_windows_macos_and_webdataset_write_them(tmp_path, kind):
+    png, folder = encode_png(noise(8, 8)), tmp_path / "in"
+    for name in ("caf\u00e9\\a.x.png", "cafe\u0301\\b.png", "cat\\c.png", "cat\\c.seg.png"):
+        write(folder / name, png)
+    write(folder / "caf\u00e9\\a.text.txt", "words")
+    path = folder if kind == "folder" else archive(folder, kind, tmp_path / f"a.{kind}")
+    os.mkfifo(folder / "pipe.png")  # reading it would wait for ever
+    out = report(path, captions=tmp_path / "out.tsv", val_fraction=0)
+    assert open_dataset("toy").class_names == ["caf\u00e9", "cat"] and "1 keys of several images" in out
+    assert "caf\u00e9/a.x.png\twords\n" in (tmp_path / "out.tsv").read_text()
+    assert ("1 .png (no file, or over 256 MB)" in out) == (kind == "folder")
+
+
+def test_what_a_table_leaves_open_is_refused(tmp_path):
+    folder = images(tmp_path / "in")
+    for second, line in (
+        ({"conditioning_image": "001.png"}, "no class for 59 of 60 images, such as '001.png' .*--pairs"),
+        ({"text": ["x", "y"]}, r"text of an image is .\['x', 'y'\].; accepted: one text or number"),
+        ({"label": [1.0, 0.0]}, r"label of an image is '\[1.0, 0.0\]'"),
+    ):
+        write(folder / "metadata.jsonl", json.dumps({"file_name": "000.png", "text": "a"} | second))
+        refused(line, prepare, folder)
+    write(folder / "metadata.json", json.dumps({f"{n}.png": {"caption": "kohya's"} for n in NAMES}))
+    (folder / "metadata.jsonl").unlink()
+    assert "captions: 60 of 60" in report(folder)
 
 
 @pytest.mark.parametrize(("code", "called"), [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16"), ("latin-1", "Latin-1")])
@@ -144,21 +174,6 @@ def test_codes_other_than_utf8_are_named(tmp_path, code, called):
     (folder / "003.txt").unlink()
     write(tmp_path / "a.csv", "file,label\n003.png,größe\n".encode(code))
     refused(rf"a\.csv is in {called}.*accepted: UTF-8", prepare, folder, labels=tmp_path / "a.csv")
-
-
-def test_captions_stay_with_their_images_in_buckets_and_latents(tmp_path, run_script):
-    folder = tmp_path / "in"
-    for i, name in enumerate(NAMES):
-        write(folder / f"{name}.png", encode_png(np.full((12 + 12 * (i % 2), 18, 3), 4 * i, np.uint8)))
-        write(folder / f"{name}.txt", str(i) if i != 7 else "")
-    prepare(folder, aspect_buckets=True, resolution=16, side_unit=8, val_fraction=0)
-    run_script("cache_latents", "--data=toy", f"--autoencoder={make_autoencoder(tmp_path / 'vae')}", "--name=latents")
-    found = open_dataset("toy").captions(range(60))
-    assert len(open_dataset("toy").buckets) == 2 and found == open_dataset("latents").captions(range(60))
-    of_latents = {(h // 4, w // 4): bucket for (h, w), bucket in open_dataset("toy").buckets.items()}
-    assert open_dataset("latents").buckets == of_latents
-    for i, caption in enumerate(found):
-        assert open_dataset("toy").images([i])[0, 0, 0, 0] == 4 * int(caption or 7)
 
 
 def peak_mb(tmp_path, num):

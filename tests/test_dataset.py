@@ -71,12 +71,15 @@ def test_an_existing_set_is_replaced_only_when_asked_and_as_a_whole(base):
         writer.append("train", IMAGES[:2], [0, 1])
         1 / 0  # noqa: B018
     assert not (base / "data" / "toy").exists() and not leftovers(base)
-    for name in (".toy.tmp-killed", ".toy2.tmp-other"):
+    for name in (".toy.tmp-killed_1", ".toy2.tmp-other", ".toy.tmp-b.parts"):  # the last is of a set "toy.tmp-b"
         (base / "data" / name).mkdir()
     write()
-    assert leftovers(base) == [".toy2.tmp-other"]
-    (base / "data" / ".toy2.tmp-other").rmdir()
+    assert sorted(leftovers(base)) == [".toy.tmp-b.parts", ".toy2.tmp-other"]
+    for name in leftovers(base):
+        (base / "data" / name).rmdir()
+    (base / "data" / "toy" / "notes").mkdir()  # left by a kill at the very end
     refused("exists already", write)
+    assert not (base / "data" / "toy" / "notes").exists()
     write(class_names=[], overwrite=True)
     assert open_dataset("toy").num_classes == 0 and not leftovers(base)
     assert open_dataset("toy").labels([3, 2]).tolist() == [0, 0]
@@ -135,7 +138,9 @@ def test_one_flipped_bit_or_another_set_is_found_by_verify(monkeypatch):
 def test_a_shard_is_checked_when_it_is_first_used(base):
     replace(write() / "train_images_000.npy", b"(40, 3", b"(39, 3")
     data = open_dataset("toy")
-    refused(r"train_images_000\.npy is damaged: it has 39 rows, meta.json says 40", data.images, [0])
+    refused(r"train_images_000\.npy is damaged: its shape is \(39, 3, 4, 4\), meta.json says \(40,", data.images, [0])
+    replace(write(overwrite=True) / "meta.json", b'"channels": 3', b'"given_channels": 2, "channels": 3')
+    refused(r"damaged: its shape is .* meta.json says \(40, 5, 4, 4\)", open_dataset("toy").images, [0])
     write(overwrite=True)
     data = open_dataset("toy")
     write(overwrite=True)

@@ -3,13 +3,15 @@
 import io
 import json
 import os
+import resource
 import zipfile
 
 import numpy as np
 import pytest
 from conftest import refused
-from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report
+from image_helpers import archive, chw, everything, make_folder, noise, prepare, reference_crop, report, write
 from PIL import Image, ImageOps
+from processes import FORK, run_process
 
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.decode import aspect_ratio, decode
@@ -123,7 +125,7 @@ FLAT = ["cat_2.png", "dog_1.png", "dog_3_x.png"]
 )
 def test_classify(names, labels, class_names, numbers, splits):
     places = [Place(os.path.dirname(name), name.split("_")[0] if labels == "file" else "", name) for name in names]
-    assert classify(places, labels, has_table=False) == class_names
+    assert classify(places, labels) == class_names
     assert [place.split for place in places] == splits
     assert [place.number for place in places if place.split is not None] == numbers
 
@@ -149,13 +151,14 @@ CSV = {
 }
 WRONG_CSV = {
     "0.png,owl\n2.png,bat\n0.png,bat": r"a\.csv, line 3: '0\.png' has \('bat', ''\) here and \('owl', ''\) before",
-    "0.png,owl\n2.png, ": r"no class .* for 2 of 3 images, such as '2\.png'",
+    "0.png,owl\n2.png, ": r"no class for 1 of 3 images, such as 'x/1\.png'",
+    "0.png,owl\n2.png, \nx/1.png,": r"no class for 2 of 3 images, such as '2\.png'",
     "file,label\n0.png,owl, brown": "line 2: found '0.png,owl, brown'",
     "0.png;owl": r"line 1: found '0\.png;owl'; accepted: rows of file,class",
     "owl,0.png": r"line 1: found 'owl,0\.png'",
     "filename,class\n0.png,owl": "line 1: found 'filename,class'.*columns file and label",
     "file,label,label\n0.png,owl,bat": "line 1: found 'file,label,label'",
-    "0.png,owl\n2.png,owl": r"no class .* for 1 of 3 images, such as 'x/1\.png'",
+    "in/0.PNG,owl\n2.png,owl": r"for 2 of 3 images, such as '0\.png' .* a row of the table: 'in/0\.PNG'",
 }
 
 
@@ -172,3 +175,25 @@ def test_labels_from_a_table(tmp_path):
     for text, line in WRONG_CSV.items():
         file.write_text(text)
         refused(line, prepare, three, labels=str(file))
+
+
+def peak_mb(path):
+    """Of the memory of a process that prepares this at 256 pixels."""
+
+    def work():
+        prepare(path, resolution=256, val_fraction=0)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+
+    return int(run_process(work, context=FORK).stdout.split()[-1])
+
+
+def test_small_files_of_many_pixels_or_bytes_take_little_memory(tmp_path):
+    """A line of 75 bytes; zeros that a zip packs into little."""
+    write(tmp_path / "in" / "a.png", encode_png(noise(8, 8)))
+    plain = peak_mb(tmp_path / "in")
+    Image.new("1", (10_000, 1)).save(tmp_path / "in" / "line.png", optimize=True)
+    assert peak_mb(tmp_path / "in") < plain + 200
+    assert "10000x1 pixels, too thin for 256x256" in (open_dataset("toy").path / "skipped.txt").read_text()
+    with zipfile.ZipFile(archive(tmp_path / "in", "zip", tmp_path / "a.zip"), "a", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("bomb.png", bytes(300 * 2**20))
+    assert peak_mb(tmp_path / "a.zip") < plain + 200

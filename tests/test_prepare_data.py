@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import refused
-from image_helpers import archive, everything, idx, make_folder, prepare, report, write, write_cifar, write_mnist
+from image_helpers import archive, chw, everything, idx, make_folder, prepare, report, write, write_cifar, write_mnist
 from processes import FORK, Started
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset, verify
@@ -87,7 +87,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
     "not square": (lambda t: sized(t, [(8, 9)]), "is 9x8; without prepare_data's --resolution"),
-    "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class .* for 1 of 9"),
+    "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class for 1 of 9"),
     "CIFAR-10 lacks a batch": (lambda t: cifar(t, leave_out=["data_batch_4.bin"]), r"lacks data_batch_4\.bin"),
     "tar.gz truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar.gz", t / "a.tar.gz")), "truncated"),
     "tar truncated": (lambda t: cut(archive(sized(t, [(8, 8)]), "tar", t / "a.tar")), "truncated"),
@@ -95,9 +95,9 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "IDX magic": (lambda t: bad_mnist(t, "labels-idx1", bytes([0, 0, 13, 1] * 9)), "000008"),
     "IDX truncated": (lambda t: bad_mnist(t, "images-idx3", idx(ZEROS)[:-1]), "truncated"),
     "too few labels": (lambda t: bad_mnist(t, "labels-idx1", idx(ZEROS[:6, 0, 0])), r"6\] labels for \["),
-    "two tables": (lambda t: zipped(t, metadata_csv="file,text\na.png,b", metadata_jsonl=ROW), "in another table"),
+    "two tables": (lambda t: zipped(t, metadata_csv="file,text\na.png,b", metadata_jsonl=ROW), "here and .* before"),
     "no images in an array": (lambda t: array(t, ZEROS[:0]), r"uint8 of shape \(0, 8, 8\)"),
-    "npz without arr_0": (lambda t: npz(t, x=IMAGES), "has no array arr_0"),
+    "npz without arr_0": (lambda t: npz(t, x=IMAGES), "has the arrays x; accepted: arr_0"),
     "labels of an unknown kind": (lambda t: {"path": sized(t, [(8, 8)]), "labels": "a.txt"}, "auto, folder, file"),
     "tar with a damaged header": (lambda t: middle(t), "damaged"),
     "labels=file of arrays": (lambda t: {"path": npz(t, arr_0=IMAGES), "labels": "file"}, "accepted: auto, none"),
@@ -176,12 +176,21 @@ def test_a_killed_preparation_resumes_and_makes_the_same_set(tmp_path, base):
 
 def test_parts_of_other_images_are_made_again(tmp_path, base, monkeypatch):
     arrays = make_folder(tmp_path / "in", per_class=70)
-    monkeypatch.setattr(DatasetWriter, "_finish", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepare(tmp_path / "in", val_fraction=0)
-    monkeypatch.undo()
-    monkeypatch.setenv("NANODIFF_BASE_DIR", str(base))
+
+    def stop_at_the_end():
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(DatasetWriter, "_finish", lambda self: 1 / 0)
+            prepare(tmp_path / "in", val_fraction=0)
+
+    stop_at_the_end()
     assert (base / "data" / ".toy.parts" / "notes" / "00002.json").is_file()
+    parts = base / "data" / ".toy.parts"  # damaged ones are made again
+    os.truncate(parts / "train_images_00000_0.npy", 1000)
+    (parts / "train_images_00001_0.npy").unlink()
+    (parts / "notes" / "00002.json").write_text("{")
+    prepare(tmp_path / "in", val_fraction=0)
+    np.testing.assert_array_equal(everything()[0], chw([arrays[k] for k in sorted(arrays)]))
+    stop_at_the_end()
     changed = tmp_path / "in" / "cat" / "0.png"
     changed.write_bytes(encode_png(255 - arrays["cat/0.png"]))
     assert "other images or settings; starting again" in report(tmp_path / "in", val_fraction=0)

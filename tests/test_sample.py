@@ -213,9 +213,9 @@ def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, 
     given, _, _ = draw(*some, f"--from_images={tmp_path / 'given.npz'}", "--strength=0")
     decoded = to_uint8(autoencoder.decode(autoencoder.encode(to_model_range(torch.from_numpy(images)))[0]))
     assert_same(given, decoded.permute(0, 2, 3, 1).numpy())
-    vae.rename(tmp_path / "moved")  # then latents are shown as they are
-    shown, _, protocol = draw(*some)
-    assert shown.shape == (5, 4, 4, 3) and protocol["autoencoder"] is None
+    vae.rename(tmp_path / "moved")
+    refused("no such file: .*vae; samples need --autoencoder=PATH", draw, *some)
+    assert_same(draw(*some, f"--autoencoder={tmp_path / 'moved'}")[0], one)
 
 
 def test_autoguidance(draw):
@@ -330,8 +330,10 @@ def test_meta_files(draw, tmp_path):
     meta_file(tmp_path / "dit.pt", width=64, heads=4)
     own = settings_for(load_run(f"{tmp_path / 'dit.pt'},heads=4", "cpu")).named
     assert own == {"sampler": "ddim", "steps": 50, "cfg_scale": 2, "cfg_interval": "0,1"}  # a file has no settings
-    images, labels, protocol = draw(f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
-    assert images.shape == (6, 8, 8, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
+    some = (f"--model={tmp_path / 'dit.pt'},heads=4", "--num_images=6", "--cfg_channels=3")
+    refused("it is not known which autoencoder made these latents; samples need --autoencoder=PATH", draw, *some)
+    images, labels, protocol = draw(*some, f"--autoencoder={make_autoencoder(tmp_path / 'vae', latent_channels=4)}")
+    assert images.shape == (6, 32, 32, 3) and labels.tolist() == [0, 1, 2, 3, 4, 0] and protocol["cfg_scale"] == 2
 
 
 def test_improved_diffusion_files_that_need_to_be_told(draw, run_script, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from figures import assert_figures, rule_weights, wave
-from tiny_runs import TINY, make_data, randomise
+from tiny_runs import TINY, make_autoencoder, make_data, randomise
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
@@ -58,10 +58,11 @@ def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
         if kind == "Linear":
             assert load_run(f"{trained},heads=4", "cpu").config["objective"] == "flow"
     refused("of GVP, velocity; accepted: Linear", load_run, f"{trained},heads=4", "cpu")
+    vae = str(make_autoencoder(tmp_path / "vae", latent_channels=4))
     drawn = []
     for objective in ("flow", "eps"):
         loaded = load_run(f"{file},objective={objective},heads=4", "cpu")
-        drawn.append(loaded.sample(num_images=2, steps=4, cfg_scale=2, classes="1"))
+        drawn.append(loaded.sample(num_images=2, steps=4, cfg_scale=2, classes="1", autoencoder=vae).astype(float))
     assert np.abs(drawn[0] - drawn[1]).max() > 0.1
     told = f"{file},objective=flow,num_timesteps=100"
     refused("read without num_timesteps=100; accepted: heads, label_drop, objective, time_input", load_run, told, "cpu")

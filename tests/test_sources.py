@@ -25,7 +25,7 @@ def test_idx_round_trip(tmp_path, pack, suffix):
     for split, (images, labels) in sets.items():
         found, found_labels = everything(split=split)
         np.testing.assert_array_equal(found, images[:, None])
-        np.testing.assert_array_equal(found_labels, labels)
+        assert [int(open_dataset("toy").class_names[label]) for label in found_labels] == labels.tolist()
     next((tmp_path / "m").glob("train-labels*")).unlink()
     refused("6. labels for .20, 6. images", prepare, tmp_path / "m")
     prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0)  # one file, without labels
@@ -42,11 +42,14 @@ def test_arrays_are_scaled_like_image_files(tmp_path):
 @pytest.mark.parametrize("key", ["arr_1", "labels", None])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_round_trip(tmp_path, key, save):
-    images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), RNG.integers(0, 7, 30).astype(np.int32)
-    save(tmp_path / "a.npz", arr_0=images, **({key: labels} if key else {}))
-    prepare(tmp_path / "a.npz", val_fraction=0)
+    """A number that no image has is no class."""
+    images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), np.arange(30, dtype=np.int32) % 7
+    save(tmp_path / "a.npz", arr_0=images, **({key: 3 * labels + 1} if key else {}))
+    out = report(tmp_path / "a.npz", val_fraction=0)
     np.testing.assert_array_equal(everything()[0], images.transpose(0, 3, 1, 2))
     assert everything()[1].tolist() == (labels.tolist() if key else [0] * 30)
+    assert open_dataset("toy").class_names == (["1", "4", "7", "10", "13", "16", "19"] if key else [])
+    assert ("7 class numbers from 1 to 19 have images: others are no classes" in out) == bool(key)
     prepare(tmp_path / "a.npz", labels="none")
     assert open_dataset("toy").num_classes == 0
 

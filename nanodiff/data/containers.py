@@ -5,7 +5,9 @@ import glob
 import gzip
 import os
 import posixpath
+import re
 import tarfile
+import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,18 @@ from nanodiff.files import reading
 
 SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+MAX_BYTES = 2**28  # of a file in an archive: 11 MB of zip may hold 2.5 GB of zeros
+NO_FILE = " (no file, or over 256 MB)"  # behind a name: then it is no image's, but one of those that are ignored
+
+
+def cleaned(name: str) -> str:
+    """A path with / between folders, though Windows writes \\, and é as one character, though macOS writes two."""
+    return unicodedata.normalize("NFC", posixpath.normpath(name.replace("\\", "/")))
+
+
+def key_of(name: str) -> str:
+    """WebDataset's key of a sample: the path up to the first dot in the file's name."""
+    return re.match(r"(.*/)?[^/.]*", name)[0]
 
 
 def is_image(name: str) -> bool:
@@ -30,7 +44,7 @@ def is_image(name: str) -> bool:
 
 def open_folder(path: Path):
     """A folder of images or, if it holds tars and no images, its shards."""
-    names = []
+    found = {}  # name -> path
     seen = set()
 
     def fail(error):
@@ -46,9 +60,13 @@ def open_folder(path: Path):
                 continue
             seen.add(real_folder)
             for file in files:
-                names.append(os.path.relpath(os.path.join(folder, file), path))
-    names.sort(key=posixpath.splitext)
-    files = [os.path.join(path, name) for name in names]
+                file = os.path.join(folder, file)
+                name = cleaned(os.path.relpath(file, path))
+                if not os.path.isfile(file):  # a named pipe would block its reader
+                    name += NO_FILE
+                found[name] = file
+    names = sorted(found)  # so that a sample's files are neighbours
+    files = [found[name] for name in names]
     tars = [file for file in files if file.endswith(TAR_SUFFIXES)]
     if tars and not any(is_image(name) for name in names):
         if len(tars) < len(files):
@@ -74,14 +92,14 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
     """The files of a .tar or .tar.gz as a stream; nothing is extracted to disk. Names begin with the folder `below`."""
     with reading(path), open_unzipped(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         while (member := tar.next()) is not None:
-            name = posixpath.normpath(posixpath.join(below, member.name))
-            if member.isreg():
-                content = None
-                if name.lower().endswith(suffixes):
-                    content = tar.extractfile(member).read()
+            name = cleaned(posixpath.join(below, member.name))
+            if not member.isreg() or member.size > MAX_BYTES:
+                name += NO_FILE
+            content = None
+            if name.lower().endswith(suffixes):
+                content = tar.extractfile(member).read()
+            if not member.isdir():
                 yield name, content
-            elif not member.isdir():
-                yield f"{name} (a link)", None  # no image, by its suffix: one of the files that are ignored
             tar.members.clear()  # else the list of a large archive fills the memory
         # tarfile takes a damaged header or a truncation for the end, but only zeros mark it
         tail = file.read(2**20)
@@ -107,14 +125,17 @@ def open_pattern(path: Path):
 def open_zip(path: Path):
     with reading(path):
         archive = zipfile.ZipFile(path)
-    names = sorted({name for name in archive.namelist() if not name.endswith("/")}, key=posixpath.splitext)
+    infos = {cleaned(info.filename): info for info in archive.infolist() if not info.is_dir()}
 
     def stream(suffixes):
         with reading(path):
-            for name in names:
+            for name in sorted(infos):
+                info = infos[name]
+                if info.file_size > MAX_BYTES:
+                    name += NO_FILE
                 content = None
                 if name.lower().endswith(suffixes):
-                    content = archive.read(name)
+                    content = archive.read(info)
                 yield name, content
 
     return [str(path)], [stream]

@@ -1,5 +1,6 @@
 """Which images a rank trains on, and when: a deterministic stream, read ahead by a thread."""
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -36,6 +37,13 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
         found[beyond] = left << half | right
         beyond = beyond[found[beyond] >= num]
     return found.astype(np.int64)
+
+
+@functools.lru_cache(1)  # 70 ms for 1e8 images, once an epoch
+def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.ndarray:
+    """The bucket that each batch of an epoch draws from, given the batches of each bucket."""
+    bucket_of = np.repeat(np.arange(len(num_batches)), num_batches)
+    return bucket_of[shuffled(np.arange(len(bucket_of)), len(bucket_of), key)]
 
 
 class DataLoader:
@@ -121,12 +129,10 @@ class DataLoader:
         while batches(epoch + 1).sum() <= step:
             epoch += 1
         before = batches(epoch)
-        bucket_of = np.repeat(np.arange(len(counts)), batches(epoch + 1) - before)  # of each batch, in no order yet
-        places = np.arange(step - before.sum() + 1)  # of this epoch's batches up to this step's
-        drawn = shuffled(places, len(bucket_of), (self.seed, epoch, len(counts)))
-        order = bucket_of[drawn]
-        number = order[-1]
-        earlier = np.sum(order[:-1] == number)
+        order = shuffled_buckets(tuple(batches(epoch + 1) - before), (self.seed, epoch, len(counts)))
+        place = step - before.sum()  # among this epoch's batches
+        number = order[place]
+        earlier = np.count_nonzero(order[:place] == number)
         return int(number), int(before[number] + earlier)
 
     def _read_ahead(self) -> None:

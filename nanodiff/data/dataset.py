@@ -3,7 +3,6 @@
 $NANODIFF_BASE_DIR/data/<name>/
     train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file.
                                Second images, if any, add their channels after the image's
-    train_captions_000.npy ... (n,) texts in UTF-8, if the images have captions
     train_labels.npy           (N,) int64; absent if the set is unlabelled
     train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
     val_images_000.npy ...     the held-out split, if there is one
@@ -25,7 +24,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +80,7 @@ class Dataset:
             self.num_classes = len(self.class_names)
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
+            self._depth = self.channels + self.meta.get("given_channels", 0)
             if split not in self.meta["splits"]:
                 hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
                 splits = ", ".join(self.meta["splits"])
@@ -121,7 +120,8 @@ class Dataset:
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]
-        shard = open_npy(self.path / entry["file"], entry["num_images"])
+        shape = entry["num_images"], self._depth, *entry.get("size", (self.resolution, self.resolution))
+        shard = open_npy(self.path / entry["file"], *shape)
         if self.path.stat().st_ino != self._folder:
             raise UserError(f"{self.path} was replaced while it was in use")
         return shard
@@ -148,12 +148,16 @@ class Dataset:
     def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16, and the
         conditions; second images among them, "given" (n, C, H, W)."""
+        indices = np.asarray(indices, np.int64)
+        shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
+        order = np.argsort(indices, kind="stable")  # to read the disk forwards
         stored = None
-        for k, places, rows in self._by_shard(indices):
+        for k in np.unique(shard_of):
             shard = self._shard(k)
             if stored is None:
                 stored = np.empty((len(indices), *shard.shape[1:]), shard.dtype)
-            stored[places] = shard[rows]
+            places = order[shard_of[order] == k]
+            stored[places] = shard[indices[places] - self._ends[k] + len(shard)]
         cond = self.cond(indices)
         if "given_channels" in self.meta:
             cond["given"] = stored[:, self.channels :]
@@ -169,24 +173,6 @@ class Dataset:
     def labels(self, indices) -> np.ndarray:
         """(n,) integers -> (n,) int64; zeros if the set is unlabelled."""
         return self._rows["y"][indices]
-
-    def captions(self, indices) -> list[str]:
-        """The text beside each image (n,), "" if there is none."""
-        found = np.full(len(indices), b"", object)
-        for k, places, rows in self._by_shard(indices):
-            entry = self._shards[k].get("captions")
-            if entry:
-                found[places] = open_npy(self.path / entry["file"], entry["num_images"])[rows]
-        return [caption.decode() for caption in found]
-
-    def _by_shard(self, indices) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Each shard that holds some of the indices: its number, their places in `indices`, their rows in the shard."""
-        indices = np.asarray(indices, np.int64)
-        shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
-        order = np.argsort(indices, kind="stable")  # to read the disk forwards
-        for k in np.unique(shard_of):
-            places = order[shard_of[order] == k]
-            yield k, places, indices[places] - self._ends[k] + self._shards[k]["num_images"]
 
     def relabelled(self, numbers: list[int]) -> "Dataset":
         """The same images with numbers[k] for label k."""
@@ -249,7 +235,8 @@ def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | No
         raise UserError(
             f"no data set {name!r}; nearest in {data_dir()}: {known}; "
             f"drawn on first use: {', '.join(SHAPES)}; "
-            "prepare another with `python -m scripts.prepare_data --path=... --name=...`"
+            "prepare another with `python -m scripts.prepare_data --path=... --name=...`, "
+            "cifar10 with --source=cifar10 --name=cifar10"
         )
     dataset = Dataset(path, split)
     if like:
@@ -270,9 +257,7 @@ def make_shapes(name: str) -> None:
 
 def files_of(part: dict) -> list[dict]:
     """The entries in meta.json of a split's files."""
-    captions = [shard["captions"] for shard in part["shards"] if "captions" in shard]
-    rows = [part[key] for key in FILES.values() if part.get(key)]
-    return part["shards"] + captions + rows
+    return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
 def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
@@ -317,12 +302,12 @@ def start_verifying(dataset: Dataset) -> list[UserError]:
     return faults
 
 
-def open_npy(path: Path, rows: int) -> np.ndarray:
-    """The array in a file, read as it is used; UserError unless it has `rows` rows."""
+def open_npy(path: Path, *shape: int) -> np.ndarray:
+    """The array in a file, read as it is used; UserError unless its shape begins so."""
     with reading(path):
         array = np.asarray(np.load(path, mmap_mode="r"))
-        if len(array) != rows:
-            raise UserError(f"{path} is damaged: it has {len(array):,} rows, meta.json says {rows:,}")
+        if array.shape[: len(shape)] != shape:
+            raise UserError(f"{path} is damaged: its shape is {array.shape}, meta.json says {shape}")
         return array
 
 
@@ -360,16 +345,6 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     return entry
 
 
-def write_shard(path: Path, images: np.ndarray, captions: list[str]) -> dict:
-    """A shard of images, with a file of their captions, if there are any -> its entry in meta.json."""
-    entry = write_npy(path, images)
-    if any(captions):
-        file = path.with_name(path.name.replace("images", "captions"))
-        texts = [caption.encode(errors="replace") for caption in captions]
-        entry["captions"] = write_npy(file, np.array(texts))
-    return entry
-
-
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
@@ -403,7 +378,9 @@ class DatasetWriter:
             raise UserError(f"name={path.name!r} is an embedded set, drawn on first use; choose another --name")
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
-        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(f"{tmp}*",))
+        self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
+        if is_set(path):
+            shutil.rmtree(path / "notes", ignore_errors=True)  # of a writer killed as it ended
         may_replace = is_set(path) and (self.overwrite or wait)
         if path.exists() and not may_replace:
             self._lock.close()
@@ -418,7 +395,9 @@ class DatasetWriter:
         shutil.rmtree(self.folder)
         self.folder = self.parts
         plan_file = self.folder / "notes" / "plan.json"
-        has_this_plan = plan_file.is_file() and read_json(plan_file) == plan
+        has_this_plan = False
+        with contextlib.suppress(UserError):  # there is none, or it is damaged
+            has_this_plan = read_json(plan_file) == plan
         if self.folder.exists() and not has_this_plan:
             print0(f"{self.folder} was begun with other images or settings; starting again")
             shutil.rmtree(self.folder)
@@ -428,8 +407,6 @@ class DatasetWriter:
     def append(self, split: str, images: np.ndarray, y: np.ndarray | None = None, **cond) -> None:
         """Write (n, C, H, W) images, n > 0, of one bucket, and n rows of each condition: labels y (n,)
         below len(class_names), vectors (n, D) or (n, L, D). A condition is given for all images or for none."""
-        dtype = np.uint8 if self.meta["kind"] == "images" else np.float16
-        assert images.dtype == dtype
         if y is not None:
             cond["y"] = y
         per_shard = max(1, (MAX_SHARD_BYTES - 128) // images[0].nbytes)  # without the header
@@ -444,7 +421,6 @@ class DatasetWriter:
         if not self.meta["class_names"]:
             cond.pop("y", None)
         rows = {name: to_stored(name, x, self.meta) for name, x in cond.items()}
-        assert all(len(x) == shard["num_images"] for x in rows.values())
         self._parts[split].append((shard, rows))
 
     def _finish(self) -> None:
@@ -455,7 +431,7 @@ class DatasetWriter:
         if not self._parts["train"]:
             raise UserError(f"data set {self.path.name!r} would hold no image to train on")
         first, _ = self._parts["train"][0]
-        _, channels, height, _ = np.load(self.folder / first["file"], mmap_mode="r").shape
+        _, channels, height, _ = open_npy(self.folder / first["file"]).shape
         self.meta["channels"] = channels - self.meta.get("given_channels", 0)
         self.meta["resolution"] = self.meta["resolution"] or height
         for split, parts in self._parts.items():

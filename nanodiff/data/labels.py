@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, at, print0
-from nanodiff.data.containers import SUFFIXES, is_image
+from nanodiff.data.containers import SUFFIXES, cleaned, is_image, key_of
 from nanodiff.files import reading
 
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, upper or lower case; the first that exists
@@ -47,8 +47,11 @@ def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
     if column:
         usual = (column,)
     for key in usual:
-        if row.get(key) is not None:
-            return " ".join(str(row[key]).split())
+        value = row.get(key)
+        if isinstance(value, (list, dict)):
+            raise UserError(f"{key} of an image is {str(value)[:80]!r}; accepted: one text or number")
+        if value is not None:
+            return " ".join(str(value).split())
     return ""
 
 
@@ -56,12 +59,12 @@ def class_and_caption(row: dict, options) -> tuple[str, str]:
     return pick(row, options.label_column, LABEL_COLUMNS), pick(row, options.caption_column, CAPTION_COLUMNS)
 
 
-def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str, str]]:
-    """A .csv, .jsonl or .json, given its path or content -> {file: (class, caption)}.
+def read_table(table: dict, payload: str | bytes, where: str, options, folder: str = "") -> None:
+    """Add the rows of a .csv, .jsonl or .json, given its path or content, to {file: (class, caption)}.
 
-    Rows are read by column; those of a .csv without a header are file,class. EDM's dataset.json has pairs of these."""
+    Rows are read by column; those of a .csv without a header are file,class. EDM's dataset.json has pairs of these,
+    kohya's metadata.json a row for each file."""
     text = text_of(payload, where)
-    table = {}
     with reading(where, "is not a table"):
         if where.endswith(".csv"):
             lines = list(csv.reader(io.StringIO(text, newline="")))
@@ -74,8 +77,10 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
             rows = [json.loads(line or "{}") for line in text.split("\n")]
         else:
             rows = json.loads(text)
-            if isinstance(rows, dict):
+            if isinstance(rows, dict) and "labels" in rows:
                 rows = [{"file": file, "label": label} for file, label in rows["labels"] or []]
+            elif isinstance(rows, dict):
+                rows = [{"file": file, **row} for file, row in rows.items()]
         for number, row in enumerate(rows, 1):
             values = list(row.values())
             if not any(values) or values == list(row):  # empty, or the header
@@ -86,10 +91,11 @@ def read_table(payload: str | bytes, where: str, options) -> dict[str, tuple[str
                 found = ",".join(str(value) for value in values if value is not None)
                 accepted = "rows of file,class or a header with the columns file and label, or text"
                 raise UserError(f"{where}, line {number}: found {found!r}; accepted: {accepted}")
-            before = table.setdefault(posixpath.normpath(file), facts)
+            before = table.setdefault(cleaned(posixpath.join(folder, file)), facts)
             if before != facts:
                 raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
-    return table
+        if not any(map(any, table.values())):
+            print0(f"{where} gives no class or caption: {rows[:1]}; see --label_column and --caption_column")
 
 
 def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
@@ -98,50 +104,54 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
         file = at(options.labels)
         if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
             raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .jsonl or .json file")
-        return read_table(str(file), str(file), options)
+        table = {}
+        read_table(table, str(file), str(file), options)
+        return table
     table = None
     for stream in streams:
         for name, payload in stream(TABLES):
             if posixpath.basename(name) in TABLES:
                 table = table or {}
-                folder = posixpath.dirname(name)
-                for file, facts in read_table(payload, name, options).items():
-                    file = posixpath.normpath(posixpath.join(folder, file))
-                    before = table.setdefault(file, facts)
-                    if before != facts:
-                        raise UserError(f"{name}: {file!r} has {facts} here and {before} in another table")
+                read_table(table, payload, name, options, posixpath.dirname(name))
     return table
 
 
 def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tuple) -> Iterator[tuple]:
-    """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes.
+    """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes. The class
+    is "" if none is given, None if there is a table without the image.
 
-    Neighbours that share their path up to the last suffix are an image and what lies beside it. Files that are not
-    used are `ignored`, counted by suffix."""
+    Neighbours of one key are an image and what lies beside it; of several images, each has what shares its path up to
+    the last dot. Files that are not used are `ignored`, counted by suffix."""
+    unlisted = None if table else ""
     for stream in streams:
         members = stream((*BESIDE, ".json", *suffixes))
-        for stem, group in itertools.groupby(members, lambda member: posixpath.splitext(member[0])[0]):
+        for _, group in itertools.groupby(members, lambda member: key_of(member[0])):
             group = dict(group)
             images = [name for name in group if is_image(name)]
-            row = {}
-            for name in group.keys() - images:
-                suffix = name.removeprefix(stem)
+            rows = {posixpath.splitext(name)[0]: {} for name in images}
+            if len(rows) > 1:
+                ignored["keys of several images, such as x.jpg and x.seg.png"] += 1
+            for name in sorted(group.keys() - images):
+                stem, suffix = posixpath.splitext(name)
                 base = posixpath.basename(name)
-                if images and suffix in BESIDE:
+                if len(rows) == 1:
+                    (stem,) = rows
+                row = rows.get(stem)
+                if row is not None and suffix in BESIDE:
                     row[BESIDE[suffix]] = text_of(group[name], name)
                     continue
-                if images and suffix == ".json":
+                if row is not None and suffix == ".json":
                     with reading(name):
                         found = json.loads(text_of(group[name], name))
                     if isinstance(found, dict) and any(class_and_caption(found, options)):
-                        row = found | row
+                        rows[stem] = found | row
                         continue
                 if base not in TABLES:
                     ignored[suffix or base] += 1
-            label_beside, caption_beside = class_and_caption(row, options)
             for name in images:
-                label, caption = table.get(name, ("", ""))
-                if options.labels == "auto":
+                label_beside, caption_beside = class_and_caption(rows[posixpath.splitext(name)[0]], options)
+                label, caption = table.get(name, (unlisted, ""))
+                if options.labels == "auto" and label_beside:
                     label = label or label_beside
                 yield name, group[name], label, caption or caption_beside
 
@@ -155,7 +165,7 @@ class Place:
     """Images of one folder and one class."""
 
     folder: str
-    label: str  # "" if nothing gives it
+    label: str | None  # "" if nothing gives it, None if there is a table without it
     example: str  # the name of one
     count: int = 0
     split: str | None = ""  # "train", "val", "" if there are no splits, None outside them
@@ -195,20 +205,21 @@ def split_folders(places: list[Place]) -> list[Place]:
     return [place for place in places if place.split]
 
 
-def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
-    """Find the split and the class of places -> class_names.
+def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
+    """Find the split and the class of places -> class_names. `row`: a file that the table names; None without one.
 
     labels     an image's class
     "folder"   its first folder, below a split's
     "none"     there are no classes
-    "auto"     place.label, if any place has one; else "none" with a table, "folder" if there are folders
-    others     place.label
+    "file"     place.label
+    others     place.label, if any place has one or lacks a row; else "none" with a table, "folder" if there are folders
     """
     places = split_folders(places)
-    if labels == "auto" and not any(place.label for place in places):
+    given = {place.label for place in places}
+    if labels not in LABELS[1:] and given == {""}:
         labels = "none"
-        if has_table:
-            print0("unlabelled, as the table beside the images has no classes (--labels=folder takes the folders')")
+        if row is not None:
+            print0("unlabelled, as the table has no classes (--labels=folder takes the folders')")
         elif any(place.folder for place in places):
             labels = "folder"
     if labels == "none":
@@ -216,11 +227,13 @@ def classify(places: list[Place], labels: str, has_table: bool) -> list[str]:
     if labels == "folder":
         for place in places:
             place.label = place.folder.partition("/")[0]
-    absent = [place for place in places if not place.label]
+    absent = [place for place in places if place.label is None] or [place for place in places if not place.label]
     if absent:
         of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
-        missing = f"labels={labels!r} gives no class (--labels=none ignores classes)"
-        raise UserError(f"{missing} for {of_all}, such as {absent[0].example!r}")
+        missing = f"labels={labels!r} gives no class for {of_all}, such as {absent[0].example!r}"
+        raise UserError(
+            f"{missing} (--labels=none needs none; --pairs takes second images; a row of the table: {row!r})"
+        )
     class_names = sorted({place.label for place in places})
     if all(name.isdecimal() for name in class_names):
         class_names.sort(key=int)

@@ -24,13 +24,8 @@ class Latents(Pixels):
         self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
         self.autoencoder = autoencoder
         self.path = path or self.info["path"]
-        if autoencoder is None:
-            try:
-                open_matching(self.path, self.info)
-            except UserError as error:
-                if path:
-                    raise
-                self.undecodable = f"{error}; give --autoencoder=PATH"
+        if path:
+            self.decoder()
 
     def to_x0(self, stored, flip=None, randn_like=None):
         if stored.dtype == torch.uint8:
@@ -51,9 +46,7 @@ class Latents(Pixels):
         return (z - self.offset) / self.scale
 
     def to_pixels(self, x0):
-        if self.undecodable:
-            return self.preview(x0)
-        autoencoder = self._open()  # not kept: training needs the memory
+        autoencoder = self.decoder()  # not kept: training needs the memory
         z = x0.float().to(self.device) * self.scale + self.offset
         with torch.autocast(self.device.type, enabled=False):
             images = [to_uint8(autoencoder.decode(part)).cpu() for part in z.split(16)]
@@ -66,17 +59,19 @@ class Latents(Pixels):
         return to_uint8(visible(x0) / 2).cpu()
 
     def keep_loaded(self):
-        if not self.undecodable:
-            self.autoencoder = self._open()
+        self.autoencoder = self.decoder()
 
-    def _open(self):
-        return self.autoencoder or open_matching(self.path, self.info).to(self.device)
+    def decoder(self):
+        try:
+            return self.autoencoder or open_matching(self.path, self.info).to(self.device)
+        except UserError as error:
+            raise UserError(f"{error}; samples need --autoencoder=PATH") from None
 
 
 def open_matching(path: str, info: dict):
     """Open the autoencoder at `path`; raise UserError unless it made the latents that `info` describes."""
     if not path:
-        raise UserError("the model's file does not say which autoencoder made its latents (--autoencoder)")
+        raise UserError("it is not known which autoencoder made these latents")
     model = open_autoencoder(path)
     if info["sha256"] and model.sha256 != info["sha256"]:
         made_by = f"{info['autoencoder']} (SHA-256 {info['sha256'][:16]}...)"

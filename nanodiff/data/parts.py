@@ -6,6 +6,7 @@ data/.<name>.parts/            renamed to data/<name> at the end
     notes/plan.json            what the set is made from; parts of another plan are made again
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodiff.data.dataset import MAX_SHARD_BYTES, write_shard
+from nanodiff.common import UserError
+from nanodiff.data.dataset import MAX_SHARD_BYTES, open_npy, write_npy
 from nanodiff.data.decode import Item, decode_items
 from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, read_json, write_json
@@ -66,8 +68,11 @@ def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
 def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dict:
     """Decode, write and hash the items of a part, unless that is done -> its note."""
     file = folder / "notes" / f"{number:05d}.json"
-    if file.is_file():
-        return read_json(file)
+    with contextlib.suppress(UserError):  # there is none, or it or a shard of its is damaged
+        note = read_json(file)
+        for group in note["groups"]:
+            open_npy(folder / group["shard"]["file"])
+        return note
     done, skipped = decode_items(items, sizes)
     counts = {"items": len(items), "enlarged": 0, "dark": 0}
     alike = {}  # (split, shape) -> items
@@ -85,7 +90,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
             "name": members[0].name,
             "split": split,
             "shape": images.shape,
-            "shard": write_shard(path, images, [item.caption for item in members]),
+            "shard": write_npy(path, images),
             "y": [item.label for item in members],
             "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
         }

@@ -51,12 +51,8 @@ def visible(x):
 
 
 class Pixels:
-    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents.
+    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents."""
 
-    `undecodable`: why there are no pixels, or "".
-    """
-
-    undecodable = ""
     rounding = "round(127.5 (x + 1)), clamped to 0..255"
 
     def __init__(self, description: dict):
@@ -107,6 +103,9 @@ class Pixels:
 
     def keep_loaded(self) -> None:
         """Keep the decoder in memory, to decode batch after batch."""
+
+    def decoder(self):
+        """What makes pixels of x0, if that takes a model; UserError if it is not there."""
 
 
 class Arrays(Pixels):

@@ -18,7 +18,16 @@ import numpy as np
 from nanodiff.common import UserError, at, base_dir, print0
 from nanodiff.data import shapes
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import CONTAINERS, SUFFIXES, TAR_SUFFIXES, is_image, open_folder, open_unzipped, read_tar
+from nanodiff.data.containers import (
+    CONTAINERS,
+    SUFFIXES,
+    TAR_SUFFIXES,
+    cleaned,
+    is_image,
+    open_folder,
+    open_unzipped,
+    read_tar,
+)
 from nanodiff.data.decode import Item, aspect_ratio, decode_second, import_pillow
 from nanodiff.data.labels import Place, classify, find_table, samples, val_mask
 from nanodiff.files import download, reading, writing
@@ -89,9 +98,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif source != "shapes" and not is_there:
-        raise UserError(
-            f"path={path!r} is no file, folder or pattern of tars; only --source=shapes and cifar10 need none"
-        )
+        accepted = "a file, a folder, or a pattern of tars with * or ?; only --source=shapes and cifar10 need none"
+        raise UserError(f"there is no path={path!r}; accepted: {accepted}")
     if source == "auto":
         source = detect(file)
     if source in CONTAINERS:
@@ -170,7 +178,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
         print0("ignored: " + ", ".join(f"{number:,} {suffix}" for suffix, number in ignored.most_common(20)))
     if num_captions:
         print0(f"captions: {num_captions:,} of {len(place_of):,} images have one")
-    class_names = classify(places, options.labels, table is not None)
+    class_names = classify(places, options.labels, table and min(unknown or table))
     held_out = val_mask(len(place_of), options.val_fraction, options.seed)
     sizes = []
     if options.aspect_buckets:
@@ -186,25 +194,29 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
 
     if options.captions:
         with writing(at(options.captions)) as file:
+            names = []
             for item in items():
+                names.append(item.name)
                 file.write(f"{item.name}\t{item.caption}\n".encode(errors="replace"))
+            check_different(names, "captions")
     num_images = sum(place.count for place in places if place.split is not None)
     return Source(num_images, class_names, items(SUFFIXES), items, files, sizes)
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
-    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), labels (n,) or None); of split "" a share is
-    held out."""
+    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), classes (n,) by name, or None); of split "" a share
+    is held out."""
     held_out = val_mask(num_images, options.val_fraction, options.seed)
+    numbers = {name: number for number, name in enumerate(class_names)}
 
     def items():
-        numbers = itertools.count()
+        places = itertools.count()
         for split, images, labels in blocks:
             if labels is None:
-                labels = itertools.repeat(0)
-            for image, label, i in zip(images, labels, numbers):
+                labels = itertools.repeat("")
+            for image, label, i in zip(images, labels, places):
                 is_val = split == "val" if split else held_out[i]
-                yield Item(f"image {i}", np.atleast_3d(image), int(label), is_val)
+                yield Item(f"image {i}", np.atleast_3d(image), numbers.get(str(label), 0), is_val)
 
     return Source(num_images, class_names, items())
 
@@ -213,7 +225,7 @@ def read_shapes(path: Path, options: Options) -> Source:
     def blocks():
         for split in shapes.NUM_IMAGES:
             for images, labels in shapes.draw_split(split, options.seed, options.resolution or 16):
-                yield split, images.transpose(0, 2, 3, 1), labels
+                yield split, images.transpose(0, 2, 3, 1), np.array(shapes.CLASS_NAMES)[labels]
 
     return array_source(blocks(), sum(shapes.NUM_IMAGES.values()), shapes.CLASS_NAMES, options)
 
@@ -231,7 +243,7 @@ def read_cifar10(path: Path, options: Options) -> Source:
                     records = np.frombuffer(data, np.uint8).reshape(-1, 3073)
                 images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 split = "val" if name == "test_batch.bin" else "train"
-                yield split, images, records[:, 0]
+                yield split, images, np.array(CIFAR10_CLASSES)[records[:, 0]]
         if left:
             raise UserError(f"{path} lacks {', '.join(sorted(left))}; wanted: CIFAR-10's binary version")
 
@@ -239,9 +251,13 @@ def read_cifar10(path: Path, options: Options) -> Source:
 
 
 def class_numbers(labels: np.ndarray | None) -> list[str]:
+    """The numbers that images have."""
     if labels is None:
         return []
-    return [str(number) for number in range(labels.max() + 1)]
+    numbers = np.unique(labels)
+    if numbers[-1] >= len(numbers):
+        print0(f"{len(numbers):,} class numbers from {numbers[0]} to {numbers[-1]} have images: others are no classes")
+    return [*map(str, numbers)]
 
 
 def mnist_files(folder: Path) -> dict[str, Path]:
@@ -315,8 +331,10 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 
     An .npz may also have class numbers (N,) int64, in `labels` or, as ADM's and EDM's, `arr_1`; and scripts/sample.py's
     protocol."""
-    with reading(path, "is damaged or has no array arr_0"):
+    with reading(path):
         file = load_arrays(path, "arr_0")
+        if "arr_0" not in file:
+            raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
         images = file["arr_0"] if isinstance(file, dict) else mapped(path, "arr_0")
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
@@ -376,7 +394,7 @@ def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
     with reading(path, f"holds no {name}; accepted: an .npz with arrays names and {name}, or an .npy"):
         file = load_arrays(path, name)
         rows = file[name]
-        names = [posixpath.normpath(str(image)) for image in file.get("names", [])]
+        names = [cleaned(str(image)) for image in file.get("names", [])]
     if rows.dtype.kind != "f" or rows.ndim not in (2, 3):
         found = f"{rows.dtype} of shape {rows.shape}"
         raise UserError(f"{name}={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
@@ -395,6 +413,11 @@ def add_numbers(source: Source, name: str, where: str) -> None:
     source.items = (item._replace(rows=item.rows | {name: row}) for item, row in rows)
 
 
+def check_different(names: list[str], what: str) -> None:
+    if len(set(names)) < len(names):
+        raise UserError(f"{what}: several of the images have one name, such as two tars' 000.png")
+
+
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
     """Each item and its row: the one named key(item.name) or, for arrays, the one of the item's number."""
     what = f"{setting}={str(path)!r}"
@@ -404,10 +427,9 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
         return zip(source.items, range(num_rows))
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != num_rows:
-        raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}")
+        raise UserError(f"{what} has {len(rows):,} different names for {num_rows:,} {setting}; image files need names")
     images = [item.name for item in source.unread()]
-    if len(set(images)) < len(images):
-        raise UserError(f"{what}: several of the images have one name, such as two tars' 000.png")
+    check_different(images, what)
     absent = [name for name in images if key(name) not in rows]
     if absent:
         raise UserError(f"{what} has none for {len(absent):,} of {len(images):,} images, such as {absent[0]!r}")

@@ -22,8 +22,6 @@ def read_from_images(where: str, samples) -> np.ndarray:
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
     """Let ModelSamples start from images, which were read from `where`, and keep the white parts of `mask`, a file."""
     codec = samples.codec
-    if codec.undecodable:
-        raise UserError(f"from_images={where!r}: {codec.undecodable}")
     if images.shape[1:] != samples.shape:
         accepted = f"(channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
         raise UserError(f"from_images={where!r}: {accepted}")

@@ -146,10 +146,11 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
     labels = np.array([item.label for item in items])
     if at(where).is_dir():  # classes go by name
         numbers = match_labels(names, known, f"{setting}={where!r}")
-        labels = np.array(numbers)[labels]
-    elif len(names) > len(known):
-        raise UserError(f"{setting}={where!r} has {len(names)} classes, the model {len(known)}; see arr_1")
-    return items, labels
+    else:
+        numbers = [*map(int, names)]
+        if numbers[-1] >= len(known):
+            raise UserError(f"{setting}={where!r} has class {numbers[-1]}, the model {len(known)} classes; see arr_1")
+    return items, np.array(numbers)[labels]
 
 
 def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:

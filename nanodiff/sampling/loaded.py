@@ -50,8 +50,6 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     settings = settings_for(loaded, weak_model, **asked)
     asked = SimpleNamespace(**vars(taken) | asked)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
-    if codec.undecodable:
-        print0(f"latents are shown as they are: {codec.undecodable}")
     codec.keep_loaded()
     inputs = open_inputs(loaded, vars(asked), codec, asked.autoencoder)
     classes = parse_classes(asked.classes, loaded.class_names)
