@@ -1,93 +1,135 @@
 #!/usr/bin/env bash
-# The first quarter of an hour on a GPU: is it correct, how fast is it, does it train? Stages of at most 90 s, the last
-# of 5 minutes. Each prints one line; its log goes to OUT, by default in $NANODIFF_BASE_DIR.
+# Nine minutes on a GPU: is it correct, how fast is it, does it train? What is not timed runs side by side first; the rest
+# alone, by worth, each with a limit. Logs and results.jsonl (a line a stage) go to OUT, by default in $NANODIFF_BASE_DIR;
+# the last lines are a table beside an H100's figures. Needs no network if the data are there. The nine minutes as a
+# whole were not yet run on a GPU.
 #   bash runs/gpu.sh
-#   STAGES="step whole" OUT=/tmp/gpu IMAGES=cifar10.tar.gz bash runs/gpu.sh     some stages; IMAGES: what to train on last
-if [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
-    echo "error: nvidia-smi finds no GPU here; runs/gpu.sh checks and measures nanodiff on one" >&2
+#   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 bash runs/gpu.sh     some stages; what to train on,
+#                                                                     unless a set cifar10 is there; seconds; of training
+see='import sys, torch; sys.exit(not torch.cuda.is_available())'
+if ! python3 -c "$see" 2> /dev/null && [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
+    echo "error: there is no GPU here; runs/gpu.sh checks and measures nanodiff on one" >&2
     exit 2
 fi
 needs="pytest"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set +e  # a stage that fails does not end the others
 
-stages=${STAGES:-values step whole d24 save exchange small determinism prepare train}
+stages=${STAGES:-tests kinds data ceilings d12 d12_fp8 d24 d24_fp8 d12_tuned save exchange cifar10}
+total=${TOTAL:-540} minutes=${MINUTES:-5}
 base=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}
+export NANODIFF_BASE_DIR=$base
 out=${OUT:-$base/gpu_$(date +%Y%m%d_%H%M%S)}
-gpus=$(nvidia-smi -L | grep -c ^GPU)
-table=()
-failed=0
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 mkdir -p "$out"
+: > "$out/results.jsonl"
 
-# stage NAME SECONDS PATTERN COMMAND...: run it with its output in OUT/NAME.log; its verdict is the last line there that
-# matches PATTERN. At its limit it gets SIGTERM, which makes a training run save and leave, then SIGKILL
+# stage NAME SECONDS COMMAND...: run it with its output in OUT/NAME.log, then note its figures. At its limit it gets
+# SIGTERM, which makes a training run save and leave, then SIGKILL
 stage() {
-    local name=$1 limit=$2 pattern=$3 start=$SECONDS code end
-    shift 3
+    local name=$1 limit=$2 start=$SECONDS code
+    shift 2
     [[ " $stages " == *" $name "* ]] || return
+    [ $((total - SECONDS)) -ge "$limit" ] || limit=$((total - SECONDS))
+    [ "$limit" -ge 5 ] || { echo "$name: no time is left"; return; }
     echo "+ $*" >> "$out/$name.log"
-    timeout --kill-after=30 "$limit" "$@" >> "$out/$name.log" 2>&1
+    timeout --kill-after=20 "$limit" "$@" >> "$out/$name.log" 2>&1
     code=$?
-    case $code in
-        0) end=done ;;
-        124) end="stopped at its limit" ;;
-        *) end="FAILED with exit code $code, see $out/$name.log" failed=1 ;;
-    esac
-    table+=("$(printf '%-12s %4d s  %s: %s' "$name" $((SECONDS - start)) "$end" "$(grep -E "$pattern" "$out/$name.log" | tail -n 1)")")
-    echo "${table[-1]}"
+    python3 runs/gpu/figures.py note "$out" "$name" $code $((SECONDS - start)) "$base/runs/gpu_$name"
 }
 
-tests=(python3 -m pytest -m cuda -rs -x tests/test_cuda.py -k)
-train=(python3 -m scripts.base_train --device_type=cuda --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 --resume=never)
-d12=(--depth=12 --total_batch_size=512 --device_batch_size=256)
-line='^step .*img/s'
+# A training run of a stage: trial NAME arguments...
+trial() {
+    local name=$1
+    shift
+    python3 -m scripts.base_train --device_type=cuda --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 \
+        --resume=never --log_every=5 --model_tag="gpu_$name" "$@"
+}
+d12=(--depth=12 --total_batch_size=512 --device_batch_size=256 --lr=0.0028 --muon_lr=0.057)
+d24=(--depth=24 --total_batch_size=256 --device_batch_size=128 --lr=0.001 --muon_lr=0.03)
 
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $(python3 -c 'import torch; print("torch", torch.__version__)')"
+# Tiny runs of every kind: each ends
+kinds() {
+    local small=(--depth=2 --num_iterations=4 --total_batch_size=32) failures=0
+    for kind in "" "--objective=eps --timesteps=loss-second-moment" "--dtype=float16" "--dtype=float32 --guided_from=0" \
+        "--arch=unet --depth=1" "--arch=dit_classic --objective=eps --variance=learned_range" "--low_res_size=8 --checkpointing" \
+        "--deterministic" "--device_batch_size=0" "--optimizer=adamw" "--save_every=0"; do
+        trial kinds "${small[@]}" --compile=False $kind || { echo "FAILED: $kind"; failures=1; }
+    done
+    trial kinds_map "${small[@]}" --compile=False --objective=flow_map --init_from=gpu_kinds || failures=1
+    trial kinds_lora "${small[@]}" --compile=False --lora_rank=2 --init_from=gpu_kinds || failures=1
+    return $failures
+}
 
-# Values first: the same numbers as on a CPU; the compiled optimizer too
-stage values 90 'passed|failed|error|skipped' "${tests[@]}" "gradients or optimizer or rows or waits"
-# One step of DiT-B, compiled by blocks; recompiles and graph breaks are in the log
-stage step 90 "$line" env TORCH_LOGS=recompiles,graph_breaks "${train[@]}" "${d12[@]}" --num_iterations=60 --model_tag=gpu_step
-# The same step, compiled as a whole: a run of 3,000 steps, stopped at its limit
-stage whole 90 "$line" "${train[@]}" "${d12[@]}" --num_iterations=3000 --model_tag=gpu_whole
-stage d24 90 "$line" "${train[@]}" --depth=24 --total_batch_size=128 --device_batch_size=128 --num_iterations=20 --model_tag=gpu_d24
-# Save every 20 steps, stop by a signal, resume: the steps after a save are no slower
-stage save 90 'steps after a save|Error' bash -c '
-    run=("$@" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto --model_tag=gpu_save)
-    timeout 50 "${run[@]}"
-    timeout 20 "${run[@]}"
-    python3 - "$0/runs/gpu_save/metrics.jsonl" << "END"
-import json, pathlib, statistics, sys
-path = pathlib.Path(sys.argv[1])
-lines = [json.loads(line) for line in path.open()] if path.exists() else []
-ms = {after: [x["train/dt_ms"] for x in lines[20:] if (x["step"] % 20 in (1, 2)) == after] for after in (False, True)}
-if not all(ms.values()):
-    sys.exit(f"Error: only {len(lines)} steps were logged in 70 s, too few to compare: the first compiles, see above")
-print(f"steps after a save {statistics.median(ms[True]):.1f} ms, others {statistics.median(ms[False]):.1f} ms")
-END' "$base" "${train[@]}" "${d12[@]}"
-# NCCL: every collective on one rank, or training on all GPUs
-if [ "$gpus" = 1 ]; then
-    stage exchange 90 'passed|failed|error|skipped' "${tests[@]}" collective
-else
-    stage exchange 90 "$line" python3 -m torch.distributed.run --standalone --nproc_per_node="$gpus" \
-        -m "${train[@]:2:1}" -- "${train[@]:3}" --depth=12 --total_batch_size=512 --num_iterations=100 --model_tag=gpu_exchange
+# Save every 20 steps, stop by a signal, resume: figures.py compares the steps after a save with the others
+save() {
+    local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto)
+    timeout 30 "${shell[@]}" trial save "${run[@]}"
+    timeout 20 "${shell[@]}" trial save "${run[@]}"
+}
+
+# The set cifar10: there already, from IMAGES, or downloaded
+data() {
+    [ ! -d "$base/data/cifar10" ] || return 0
+    local from=(--source=cifar10)
+    [ -z "${IMAGES:-}" ] || from=(--path="$IMAGES" --resolution=32)
+    python3 -m scripts.prepare_data "${from[@]}" --name=cifar10
+}
+
+# Train for `seconds`, whose steps follow from 60 that were timed; then draw samples and judge them
+cifar10() {
+    local seconds=$1 set=cifar10 run=$base/runs/gpu_cifar10
+    [ -d "$base/data/cifar10" ] || set=shapes32
+    local args=(--data=$set --flip --depth=6 --total_batch_size=512 --device_batch_size=512 --lr=0.00566 --muon_lr=0.0566 --ema_rates=0.9995)
+    trial cifar10_step "${args[@]}" --num_iterations=60
+    local steps=$(python3 runs/gpu/figures.py steps "$base/runs/gpu_cifar10_step" $((seconds - 25)))
+    trial cifar10 "${args[@]}" --num_iterations="$steps" --save_every=0
+    for cfg in 1 1.5; do
+        python3 -m scripts.sample --model=gpu_cifar10 --num_images=5000 --sampler=heun --steps=13 --cfg_scale=$cfg \
+            --cfg_interval=0.3,0.7 --batch_size=500 --npz --out="$out/cifar10_$cfg.npz"
+        python3 -m scripts.base_eval --metric=fd_classifier --samples="$out/cifar10_$cfg.npz" --data=$set \
+            --judge=runs/records/judge_cifar10.safetensors && echo "judged: guided by $cfg"
+    done
+    cp "$run/metrics.jsonl" "$out/cifar10_metrics.jsonl"
+}
+shell=(bash -c 'eval "$(cat "$0")"; "$@"' "$out/functions")  # a stage's command may be one of these functions
+{ declare -f trial kinds save data cifar10; declare -p base out stages shell d12 d24; } > "$out/functions"
+
+python3 -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
+echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), at most $total s; logs: $out"
+
+# Side by side: what is not timed, and compiling what is timed below
+python3 -c 'import xdist' 2> /dev/null && workers=(-n 6) || workers=()
+stage tests 80 python3 -m pytest -m cuda -rs -q "${workers[@]}" tests/test_cuda.py &
+stage kinds 80 "${shell[@]}" kinds &
+stage data 80 "${shell[@]}" data &
+if [[ " $stages " == *" d12 "* ]]; then
+    stages="$stages warm" stage warm 60 "${shell[@]}" trial warm "${d12[@]}" --num_iterations=3 > /dev/null &
 fi
-# Steps so small that the host may be the limit
-stage small 90 "$line" "${train[@]}" --depth=4 --total_batch_size=64 --num_iterations=400 --model_tag=gpu_small
-stage determinism 90 'passed|failed|error|skipped' "${tests[@]}" "deterministic or save"
+wait
 
-# Five minutes of training
-data=shapes32
-if [ -n "${IMAGES:-}" ]; then
-    stage prepare 90 made python3 -m scripts.prepare_data --path="$IMAGES" --resolution=32 --name=gpu_images --overwrite
-    data=gpu_images
+# Alone
+stage ceilings 40 python3 runs/gpu/ceilings.py
+stage d12 60 "${shell[@]}" trial d12 "${d12[@]}" --num_iterations=60
+stage d12_fp8 80 "${shell[@]}" trial d12_fp8 "${d12[@]}" --num_iterations=60 --fp8=True
+stage d24 80 "${shell[@]}" trial d24 "${d24[@]}" --num_iterations=25
+stage d24_fp8 80 "${shell[@]}" trial d24_fp8 "${d24[@]}" --num_iterations=25 --fp8=True
+left=$((total - SECONDS))
+# What is below gives way to the training
+if [[ " $stages " != *" cifar10 "* ]] || [ $left -gt 240 ]; then
+    stage d12_tuned 90 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "${shell[@]}" trial d12_tuned "${d12[@]}" --num_iterations=60
+    stage save 60 "${shell[@]}" save
+    if [ "$gpus" = 1 ]; then
+        stage exchange 40 python3 -m pytest -m cuda -rs -q tests/test_cuda.py -k collective
+    else
+        stage exchange 80 python3 -m torch.distributed.run --standalone --nproc_per_node="$gpus" -m scripts.base_train -- \
+            --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 --resume=never --log_every=5 \
+            --model_tag=gpu_exchange --depth=12 --total_batch_size=512 --num_iterations=100
+    fi
 fi
-stage train 300 'val loss' python3 -m scripts.base_train --device_type=cuda --data=$data --depth=8 --num_epochs=100 --model_tag=gpu_train
+seconds=$((total - SECONDS - 45)) # 45: samples and judge
+[ $seconds -lt $((minutes * 60)) ] || seconds=$((minutes * 60))
+[ $seconds -lt 30 ] || stage cifar10 $((seconds + 60)) "${shell[@]}" cifar10 $seconds
 
 echo
-{
-    printf '%s\n' "${table[@]}"
-    grep -H "^compiled " "$out"/*.log # compiled code against eager
-} | tee "$out/summary.txt"
-exit $failed
+python3 runs/gpu/figures.py table "$out"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # An attempt at a record, by the rules of runs/RECORDS.md: train on CIFAR-10 within a time limit, then measure samples.
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record needs seeds 1, 2 and 3
-#   bash runs/record.sh gpu 1                        one GPU, 10 minutes. Not yet run
-# The GPU track's settings are guesses so far. Further arguments go to base_train.
+#   bash runs/record.sh gpu 1                        one GPU, 5 minutes. Not yet run
+# The GPU track's steps are for an H100: runs/gpu.sh counts those of another GPU. Further arguments go to base_train.
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
@@ -14,8 +14,9 @@ case $track in
         settings+=(--guided_from=0.4 --cfg_scale=4 --cfg_interval=0.3,0.7)
         ;;
     gpu)
-        limit=600 num_images=50000
-        settings=(--depth=8 --num_iterations=10000 --total_batch_size=512)
+        limit=300 num_images=5000
+        settings=(--depth=6 --num_iterations=5800 --total_batch_size=512 --device_batch_size=512)
+        settings+=(--lr=0.00566 --muon_lr=0.0566 --ema_rates=0.9995)
         ;;
 esac
 tag=record_${track}_$seed

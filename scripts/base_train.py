@@ -46,7 +46,7 @@ from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
 from nanodiff.safetensors import load_safetensors
 from nanodiff.sampling.draw import SampleSettings, sample_grid
-from nanodiff.training.batch import automatic_batch, cut_batch
+from nanodiff.training.batch import automatic_batch, cut_batch, memory_line
 from nanodiff.training.checkpoint import Saver, lock_run, resume_point, run_folder, way_back
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import Meter, RunLog, check_wandb, end
@@ -339,6 +339,7 @@ if device_batch_size == 0:
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devices x {grad_accum_steps} passes)")
+print0(memory_line(raw_model, optim, ema, device_batch_size))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples. A model that learns guidance is sampled without it from the start

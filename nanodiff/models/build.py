@@ -190,9 +190,9 @@ def compiled(
 ) -> nn.Module:
     """The model, compiled if `compile`, where torch.compile works here.
 
-    A run of at least COMPILE_WHOLE steps on one rank is compiled as a whole, any other by blocks. At depth 3 on two CPU
-    cores, the whole costs 28 s more in the first step and saves 9 to 18 ms in each of the others. Compiled as a whole,
-    gradients arrive only when backward ends; compiled by blocks, their exchange overlaps with backward.
+    By blocks, but on a CPU as a whole for COMPILE_WHOLE steps or more on one rank: at depth 3 on two cores that costs
+    28 s more in the first step and saves 9 to 18 ms in each of the others. On an H100 it saves nothing (d12: 197.6 ms a
+    step, by blocks 197.4). Only by blocks do gradients arrive, and their exchange start, before backward ends.
     """
     if not compile:
         return model
@@ -202,9 +202,8 @@ def compiled(
     if obstacle:
         print0(f"not compiled: {obstacle}")
         return model
-    whole = num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
-    rule = f"{COMPILE_WHOLE:,} steps or more on one rank: as a whole"
-    print0(f"compiling {'as a whole' if whole else 'by blocks'} ({rule}): the first step takes 5 to 60 s")
+    whole = device.type == "cpu" and num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
+    print0(f"compiling {'as a whole' if whole else 'by blocks'}: the first step takes 5 to 60 s")
     from nanodiff.models.checked import Checked  # a door
 
     return Checked(model, compile_model(model, whole))
