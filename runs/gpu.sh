@@ -4,8 +4,9 @@
 # the last lines are a table beside an H100's figures. Needs no network if the data are there. The nine minutes as a
 # whole were not yet run on a GPU.
 #   bash runs/gpu.sh
-#   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 bash runs/gpu.sh     some stages; what to train on,
-#                                                                     unless a set cifar10 is there; seconds; of training
+#   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
+#     some stages; images to train on, unless a set cifar10 is there; seconds in all; minutes of training; a factor on
+#     each stage's limit
 see='import sys, torch; sys.exit(not torch.cuda.is_available())'
 if ! python3 -c "$see" 2> /dev/null && [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
     echo "error: there is no GPU here; runs/gpu.sh checks and measures nanodiff on one" >&2
@@ -27,7 +28,7 @@ mkdir -p "$out"
 # stage NAME SECONDS COMMAND...: run it with its output in OUT/NAME.log, then note its figures. At its limit it gets
 # SIGTERM, which makes a training run save and leave, then SIGKILL
 stage() {
-    local name=$1 limit=$2 start=$SECONDS code
+    local name=$1 limit=$(($2 * ${STRETCH:-1})) start=$SECONDS code
     shift 2
     [[ " $stages " == *" $name "* ]] || return
     [ $((total - SECONDS)) -ge "$limit" ] || limit=$((total - SECONDS))

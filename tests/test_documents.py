@@ -61,7 +61,7 @@ STAND_INS = {
 }  # fmt: skip
 NOT_RUN = {
     # measures for minutes, serves until it is stopped (both have tests of their own), downloads
-    "bench --archs=dit --optimizers=muon", "sample_web", "base_train --fid_every=5000",
+    "bench", "sample_web", "base_train --fid_every=5000",
     "prepare_data --source=cifar10 --name=cifar10",
     # words in a text, to be completed by a path, a run or a set
     "prepare_data", "prepare_data --path=FOLDER", "prepare_data --vectors=FILE.npz", "prepare_data --pairs=MASKS",

@@ -74,7 +74,8 @@ def figures(text, run):
 def note(out, stage, code, seconds, run):
     text = Path(out, f"{stage}.log").read_text(errors="replace")
     found = figures(text, run)
-    failed = int(code) not in (0, 124) or " failed" in text or "FAILED" in text or found.get("loss", 0) is None
+    # At its limit a training run saves and leaves: its figures count
+    failed = (code != "0" and not (code == "124" and found)) or " failed" in text or "FAILED" in text
     line = {"stage": stage, "code": int(code), "seconds": int(seconds), "failed": failed} | found
     with open(Path(out, "results.jsonl"), "a") as file:
         file.write(json.dumps(line) + "\n")
