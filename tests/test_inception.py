@@ -1,6 +1,5 @@
 """The FID network equals the published one's figures, and resizes as TensorFlow 1 does; its weights are checked."""
 
-import functools
 import hashlib
 from unittest.mock import Mock
 
@@ -19,8 +18,9 @@ golden = conftest.golden("inception.json")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64])
 def test_layers_equal_torch_fidelity(size):
-    model = Inception().eval()
-    model.load_state_dict(rule_weights(golden["parameters"], 1.5, golden["salt"]))
+    weights = rule_weights(golden["parameters"], 1.5, golden["salt"])
+    model = Inception(weights).eval()
+    model.load_state_dict(weights)
     x = (127.5 + wave((2, 3, size, size), 0, 127.5, golden["salt"])).round().clamp(0, 255).byte().numpy()
     layers = {}
     for name, module in {"64": model.Conv2d_3b_1x1, "192": model.Mixed_5b, "768": model.Mixed_7a}.items():
@@ -45,8 +45,8 @@ def test_weights_are_downloaded_once_and_checked_or_it_is_said_where_to_put_them
     """By a smaller network, and a file without counters, as old torch wrote it."""
     published = tmp_path / "published.pth"
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(inception, "Inception", functools.partial(inception.Conv, 3, 8, 3))
-    weights = {k: v for k, v in inception.Inception().state_dict().items() if not k.endswith("num_batches_tracked")}
+    monkeypatch.setattr(inception, "Inception", lambda weights: inception.Conv(3, 8, 3))
+    weights = {k: v for k, v in inception.Conv(3, 8, 3).state_dict().items() if not k.endswith("num_batches_tracked")}
     torch.save(weights, published)
     monkeypatch.setattr(inception, "NUM_BYTES", published.stat().st_size)
     monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.read_bytes()).hexdigest())

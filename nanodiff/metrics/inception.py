@@ -4,6 +4,8 @@ It differs from torchvision's network: 1008 outputs, average pools that ignore t
 block, and TensorFlow 1's resize. Other weights or another resize give figures that do not compare with published ones.
 """
 
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -31,7 +33,8 @@ class Inception(Network):
     title = "Inception-v3 of 2015, pytorch-fid's weights"
     num_features = 2048
 
-    def __init__(self):
+    def __init__(self, weights: dict[str, torch.Tensor]):
+        """`weights`: the published file's, whose names and shapes say what is in each block."""
         super().__init__()
         # In the order of the forward pass
         self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, padding=0)
@@ -41,17 +44,12 @@ class Inception(Network):
         self.Conv2d_3b_1x1 = Conv(64, 80, 1)
         self.Conv2d_4a_3x3 = Conv(80, 192, 3, padding=0)
         self.pool_2 = nn.MaxPool2d(3, stride=2)  # (N, 192, 35, 35)
-        self.Mixed_5b = Mixed(192, A, pool_width=32)
-        self.Mixed_5c = Mixed(256, A, pool_width=64)
-        self.Mixed_5d = Mixed(288, A, pool_width=64)
-        self.Mixed_6a = Mixed(288, B, HALVING_POOL, 0)  # (N, 768, 17, 17)
-        self.Mixed_6b = Mixed(768, C(128))
-        self.Mixed_6c = Mixed(768, C(160))
-        self.Mixed_6d = Mixed(768, C(160))
-        self.Mixed_6e = Mixed(768, C(192))
-        self.Mixed_7a = Mixed(768, D, HALVING_POOL, 0)  # (N, 1280, 8, 8)
-        self.Mixed_7b = Mixed(1280, E)
-        self.Mixed_7c = Mixed(2048, E, MAX_POOL)  # a slip of 2015, now part of the FID's definition
+        shapes = defaultdict(dict)  # block -> {name of a convolution: shape of its kernels}
+        for block, conv in re.findall(r"(Mixed\w+)\.(\w+)\.conv", " ".join(weights)):
+            shapes[block][conv] = weights[f"{block}.{conv}.conv.weight"].shape
+        for block, convs in shapes.items():  # from 6a on (N, 768, 17, 17), from 7a on (N, 1280, 8, 8), at last 2048
+            self.add_module(block, Mixed(convs))
+        self.Mixed_7c.pool = nn.MaxPool2d(3, stride=1, padding=1)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,77 +87,36 @@ class Conv(nn.Module):  # with batch normalisation and ReLU
         return F.relu(self.bn(self.conv(x)), inplace=True)
 
 
-AVERAGE_POOL = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
-MAX_POOL = nn.MaxPool2d(3, stride=1, padding=1)
-HALVING_POOL = nn.MaxPool2d(3, stride=2)
-
-
 class Mixed(nn.Module):
     """Branches side by side, concatenated along channels, the pooled input last.
 
-    `branches`: name -> chain of (n_out, kernel[, stride, padding]); kernel "fork" is a 1x3 and a 3x1 convolution side
-    by side.
-    `pool_width`: channels of a 1x1 convolution after the pool, 0 = none.
+    `shapes`: name of a convolution -> (n_out, n_in, height, width). "branch3x3dbl_2" is step 2 of the branch "3x3dbl";
+    "_3a" and "_3b" are step 3, side by side; "branch_pool" follows the pool. A block without it halves the image.
     """
 
-    def __init__(self, n_in, branches, pool=AVERAGE_POOL, pool_width=192):
+    def __init__(self, shapes):
         super().__init__()
-        self.pool = pool
-        self.chains = []  # one per branch: a list of steps, each the names of its convolutions
-        for branch, chain in branches.items():
-            width = n_in
-            steps = []
-            for i, (n_out, kernel, *moves) in enumerate(chain, start=1):
-                name = f"branch{branch}_{i}" if len(chain) > 1 else f"branch{branch}"
-                kernels = {name: kernel}
-                if kernel == "fork":
-                    kernels = {name + "a": (1, 3), name + "b": (3, 1)}
-                for key, size in kernels.items():
-                    self.add_module(key, Conv(width, n_out, size, *moves))
-                steps.append(list(kernels))
-                width = n_out
-            self.chains.append(steps)
-        self.branch_pool = Conv(n_in, pool_width, 1) if pool_width else nn.Identity()
+        halves = "branch_pool" not in shapes
+        self.pool = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+        if halves:
+            self.pool = nn.MaxPool2d(3, stride=2)
+        self.chains = defaultdict(lambda: defaultdict(list))  # branch -> step -> names of its convolutions
+        last = {name.split("_")[0]: name for name in shapes}  # of each branch
+        for name, (n_out, n_in, *kernel) in shapes.items():
+            branch, _, step = name.partition("_")
+            self.chains[branch][step[:1]].append(name)
+            moves = (2, 0) if halves and name == last[branch] else ()
+            self.add_module(name, Conv(n_in, n_out, kernel, *moves))
+        self.chains.setdefault("branch", {})  # the pool's, if no convolution follows it
 
     def forward(self, x):
         outputs = []
-        for steps in self.chains:
-            y = x
-            for names in steps:
+        for branch, steps in self.chains.items():
+            y = self.pool(x) if branch == "branch" else x
+            for names in steps.values():
                 y = torch.cat([getattr(self, name)(y) for name in names], 1)
             outputs.append(y)
-        pooled = self.pool(x)
-        outputs.append(self.branch_pool(pooled))
         return torch.cat(outputs, 1)
-
-
-# The branches of each kind of block
-ROW = (1, 7)
-COLUMN = (7, 1)
-A = {
-    "1x1": [(64, 1)],
-    "5x5": [(48, 1), (64, 5)],
-    "3x3dbl": [(64, 1), (96, 3), (96, 3)],
-}
-B = {
-    "3x3": [(384, 3, 2, 0)],
-    "3x3dbl": [(64, 1), (96, 3), (96, 3, 2, 0)],
-}
-D = {
-    "3x3": [(192, 1), (320, 3, 2, 0)],
-    "7x7x3": [(192, 1), (192, ROW), (192, COLUMN), (192, 3, 2, 0)],
-}
-E = {
-    "1x1": [(320, 1)],
-    "3x3": [(384, 1), (384, "fork")],
-    "3x3dbl": [(448, 1), (384, 3), (384, "fork")],
-}
-
-
-def C(width):
-    single = [(width, 1), (width, ROW), (192, COLUMN)]
-    double = [(width, 1), (width, COLUMN), (width, ROW), (width, COLUMN), (192, ROW)]
-    return {"1x1": [(192, 1)], "7x7": single, "7x7dbl": double}
 
 
 def load_inception(path: str = "", device="cpu") -> Inception:
@@ -172,6 +129,6 @@ def load_inception(path: str = "", device="cpu") -> Inception:
     weights = load_tensors(path)
     if sha256_of(path) != SHA256:
         raise UserError(f"{path} is not the published file of Inception's weights, {URL}")
-    model = Inception()
+    model = Inception(weights)
     model.load_state_dict(weights, strict=False)  # files older than torch 0.4.1 lack batch normalisation's counters
     return model.to(device).eval()
