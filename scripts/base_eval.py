@@ -289,7 +289,7 @@ for row in result.get("rows", [result]):
             figures.append(figure)
     how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
     print0(how + ", ".join(figures))
-    if metric in metrics.DISTANCES and row[metric] < real.get(metric, 0):
+    if metric in metrics.DISTANCES and row.get(metric, 0) < real.get(metric, 0):  # on the first rank
         print0("closer than real images of the other split: too few images, or copies of the reference")
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:
