@@ -62,10 +62,9 @@ def satisfies(value, rule: str) -> bool:
 
 def satisfies_part(value, part: str) -> bool:
     signs = re.findall(r"[<>]=?|[\[\]()]", part)
-    if not signs:  # a plain value
-        if isinstance(value, str):
-            return value == part.strip('"')
-        return value == literal(part)
+    if not signs:
+        plain = part.strip('"')
+        return value in (plain, literal(plain))
     if isinstance(value, str) and not value.isdecimal():  # a word; else a number in a setting of words
         return False
     number = float(value)
@@ -123,23 +122,17 @@ class Config(dict):
     given: dict
 
 
-def module_settings(name: str) -> str:
-    """The settings of nanodiff/NAME.py as assignments: its fields and parameters under "# Only ..."."""
-    text = (Path(__file__).parent / f"nanodiff/{name}.py").read_text(encoding="utf-8")
-    found = re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M)
-    text = re.sub(r"^ +", "", "".join(found), flags=re.M)
-    return re.sub(r": .* = (.*?),?  #", r" = \1  #", text)
-
-
 def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
     """The settings of the calling script in file order: its plain assignments up to the call of configure. Then those
-    of `modules`, such as models/dit."""
+    of `modules`, such as models/dit: fields and parameters under "# Only ...", rewritten as assignments."""
     source = Path(globals_["__file__"]).read_text(encoding="utf-8").partition("configure(globals()")[0]
     known = dict(globals_)
     for module in modules:
-        lines = module_settings(module)
-        source += f"\n{lines}"
-        known |= {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(lines).body}
+        text = (Path(__file__).parent / f"nanodiff/{module}.py").read_text(encoding="utf-8")
+        for group in re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M):
+            lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
+            source += f"\n{lines}"
+            known |= {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(lines).body}
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
@@ -152,7 +145,7 @@ def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
         default = known.get(name)
         if isinstance(default, tuple):  # a field's
             default = cast(str, default)
-        if isinstance(default, bool | int | float | str) and re.match("[a-z]", name):
+        if type(default) in KINDS and re.match("[a-z]", name):
             comment = re.sub(r"\{(\w+)\}", table, rest.partition("  # ")[2])
             rule = RULE.match(comment)
             if heading:
@@ -249,7 +242,7 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
             if is_first:
                 print(help_text(settings, globals_, "--help=all" in argv), flush=True)
         except BrokenPipeError:  # --help | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout = open(os.devnull, "w")
         sys.exit(0)
     config = Config({name: setting.default for name, setting in settings.items()})
     config.defaults = dict(config)

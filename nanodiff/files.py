@@ -187,8 +187,6 @@ def reading(path: str | Path, fault: str = "is damaged or truncated"):
 
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
-        if hasattr(os, "posix_fadvise"):  # read once: what others read stays in the page cache
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NOREUSE)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

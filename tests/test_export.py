@@ -200,7 +200,7 @@ def test_a_unet_trained_here_in_openais_form(base, export, capsys):
     [
         (dataclasses.replace(CLASSIC, num_classes=0), "eps", "meta", "with classes"),
         (dataclasses.replace(UNET, low_res=4), "eps", "openai", "low_res=4.* read as .*low_res=2"),
-        (CLASSIC, "flow", "meta", "read as objective=eps.* not as flow"),
+        (CLASSIC, "flow", "meta", "read as objective=eps.* not flow"),
     ],
 )
 def test_what_a_form_cannot_hold_is_refused(base, export, model_config, objective, form, named):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from configurator import check, read_settings
-from nanodiff.common import UserError, base_dir, nearest, print0
+from nanodiff.common import UserError, at, base_dir, nearest, print0
 from nanodiff.conditions import droppable
 from nanodiff.data.pixels import Pixels
 from nanodiff.diffusion.guidance import why_unguided
@@ -30,6 +30,7 @@ from nanodiff.training.checkpoint import find_weights, list_checkpoints, load_me
 
 WEIGHTS = Path(__file__).parents[2] / "runs" / "weights"  # in a clone
 DIFFUSERS = "diffusion_pytorch_model.safetensors"  # beside a config.json
+OTHER_VERSION = "describes no model of this version"
 OPTIONS = read_settings(vars(options))
 OPTION = re.compile(f",({'|'.join(OPTIONS)})=([^,]*)$")
 
@@ -50,7 +51,9 @@ class Loaded:
 
     @property
     def run_dir(self) -> Path | None:
-        return run_of(self.path)
+        """The run's folder, if the file lies in one of its checkpoints."""
+        folder = self.path.parent.parent
+        return folder.parent if folder.name == "checkpoints" else None
 
     @property
     def num_classes(self) -> int:
@@ -105,7 +108,7 @@ def find_run(run: str) -> Path:
     """The folder of a run, or a file, by its path or tag, or shipped weights by their name; "" is the run that was
     written to last or, if there is none, the first of the shipped weights."""
     known = known_runs()
-    places = [os.path.expanduser(run), base_dir() / "runs" / run, shipped().get(run, "")]
+    places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
         places = [*known, *shipped().values()]
     for path in places:
@@ -156,21 +159,6 @@ def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, di
     return find_weights(path, **told), {}
 
 
-def try_out(meta: dict) -> None:
-    """Raise anything unless a file's description has what its readers take."""
-    data = meta["data"]
-    objective = meta["config"]["objective"]
-    if objective not in OBJECTIVES:
-        raise UserError(f"{meta['source']} was trained with objective={objective!r}; known: {', '.join(OBJECTIVES)}")
-    make_process(meta["config"], data)
-    model_config = empty_model(stored_config(meta)).config
-    if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):
-        raise ValueError("its data and model_config differ in shape")
-    lora = meta.get("lora", {"base": "", "sha256": "", "classes": [], "alpha": 1, "rank": 1})
-    "".join([meta["ema"], data["name"], lora["base"], lora["sha256"]] + lora["classes"] + data["class_names"])
-    sum([meta["step"], lora["alpha"] / lora["rank"]])
-
-
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
     """(meta, tensors in fp32) of a file of weights, or of adapters alone. `told`: what a published file lacks."""
     metadata = {}
@@ -178,17 +166,27 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
         tensors, metadata = load_safetensors(path)
     else:
         tensors = load_tensors(path)
-    if told and "model_config" in metadata:
-        raise UserError(f"{path} describes itself; accepted: no {', '.join(told)}")
     with reading(path, NO_MODEL):
-        if "model_config" in metadata:
-            meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
-        else:
+        if "model_config" not in metadata:
             meta, tensors = read_published(path, tensors, told)
+        elif told:
+            raise UserError(f"{path} describes itself; accepted: no {', '.join(told)}")
+        else:
+            meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
     meta["path"] = path
     meta["source"] = with_options(path, told)
-    with reading(path, "describes no model of this version"):
-        try_out(meta)
+    with reading(path, OTHER_VERSION):  # what later readers take must be there
+        data = meta["data"]
+        objective = meta["config"]["objective"]
+        if objective not in OBJECTIVES:
+            known = ", ".join(OBJECTIVES)
+            raise UserError(f"{meta['source']} was trained with objective={objective!r}; known: {known}")
+        make_process(meta["config"], data)
+        model_config = empty_model(stored_config(meta)).config
+        if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):
+            raise ValueError("its data and model_config differ in shape")
+        "".join([meta["ema"], data["name"]] + data["class_names"])
+        sum([meta["step"]])
     return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 
@@ -197,15 +195,16 @@ def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0)
     meta, tensors = read_file(path, told)
     if note := meta.pop("note", ""):
         print0(note)
-    if "lora" in meta:
-        _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
-    if lora:
-        adapters, added = read_file(Path(lora), {})
-        if "lora" not in adapters:
-            raise UserError(f"{lora} holds no adapters of base_train")
-        meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
-    elif lora_scale != 1 and "lora" not in meta:
+    if not lora and lora_scale != 1 and "lora" not in meta:
         raise UserError(f"lora_scale={lora_scale} would do nothing: {path} has no adapters")
+    with reading(lora or path, OTHER_VERSION):
+        if "lora" in meta:
+            _, tensors = read(*find(meta["lora"]["base"]), path, 1.0 if lora else lora_scale)
+        if lora:
+            adapters, added = read_file(Path(lora), {})
+            if "lora" not in adapters:
+                raise UserError(f"{lora} holds no adapters of base_train")
+            meta, tensors = merge(meta, tensors, adapters, added, lora_scale)
     return meta, tensors
 
 
@@ -231,12 +230,6 @@ def load_run(
     path, told = find(run, step, ema)
     meta, tensors = read(path, told, lora, lora_scale)
     return build(meta, tensors, device)
-
-
-def run_of(path: Path) -> Path | None:
-    """The run's folder, if the file lies in one of its checkpoints."""
-    folder = path.parent.parent
-    return folder.parent if folder.name == "checkpoints" else None
 
 
 def newest_meta(run_dir: Path) -> dict:

@@ -17,30 +17,30 @@ from nanodiff.models.build import model_settings
 from nanodiff.models.dit import DiTConfig, sincos_table
 from nanodiff.models.unet import UNetConfig
 
-# (our part of a name, theirs), applied in this order, and in reverse on the way back
-META = (
-    ("final.", "final_layer."),
-    (".ada.", ".adaLN_modulation.1."),
-    (".fc", ".mlp.fc"),
-    (".proj.", ".attn.proj."),
-    (".qkv.", ".attn.qkv."),
-    ("y_embed.", "y_embedder.embedding_table."),
-    ("t_embed.", "t_embedder.mlp."),
-    ("patch_embed.", "x_embedder.proj."),
-)
-DIFFUSERS = (
-    (".proj.", ".attn1.to_out.0."),
-    (".fc1.", ".ff.net.0.proj."),
-    (".fc2.", ".ff.net.2."),
-    ("final.ada.", "proj_out_1."),
-    ("final.linear.", "proj_out_2."),
-    (".ada.", ".norm1.linear."),
-    ("blocks.", "transformer_blocks."),
-    ("patch_embed.", "pos_embed.proj."),
-    ("t_embed.0.", "timestep_embedder.linear_1."),
-    ("t_embed.2.", "timestep_embedder.linear_2."),
-    ("y_embed.", "class_embedder.embedding_table."),
-)
+# Our part of a name: theirs. Replaced in this order, and in reverse on the way back
+META = {
+    "final.": "final_layer.",
+    ".ada.": ".adaLN_modulation.1.",
+    ".fc": ".mlp.fc",
+    ".proj.": ".attn.proj.",
+    ".qkv.": ".attn.qkv.",
+    "y_embed.": "y_embedder.embedding_table.",
+    "t_embed.": "t_embedder.mlp.",
+    "patch_embed.": "x_embedder.proj.",
+}
+DIFFUSERS = {
+    ".proj.": ".attn1.to_out.0.",
+    ".fc1.": ".ff.net.0.proj.",
+    ".fc2.": ".ff.net.2.",
+    "final.ada.": "proj_out_1.",
+    "final.linear.": "proj_out_2.",
+    ".ada.": ".norm1.linear.",
+    "blocks.": "transformer_blocks.",
+    "patch_embed.": "pos_embed.proj.",
+    "t_embed.0.": "timestep_embedder.linear_1.",
+    "t_embed.2.": "timestep_embedder.linear_2.",
+    "y_embed.": "class_embedder.embedding_table.",
+}
 CONV1D = ("qkv.weight", "proj_out.weight")  # in OpenAI's UNet, whose names are ours; here linear layers
 GAUSSIAN = ("noise_schedule", "num_timesteps", "rescale_timesteps")
 OPTIONS = {  # the settings that each form lacks (options.py)
@@ -52,20 +52,16 @@ OPTIONS = {  # the settings that each form lacks (options.py)
 NO_MODEL = "holds no model or adapters of ours and no published model"
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
 # Of each form a name, behind a prefix such as DDP's
-FIRST = re.compile(r"(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight")
-KIND = re.compile("(?<![a-z])(dit|sit|repa)(?![a-z])")
+FIRST = re.compile(r"(?m)^(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight$")
+SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))")  # in a path, with no DiT behind it
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
 
-def renamed(state_dict: dict, pairs) -> dict:
-    for old, new in pairs:
-        state_dict = {name.replace(old, new): x for name, x in state_dict.items()}
+def to_ours(state_dict: dict, names: dict) -> dict:
+    for ours, theirs in reversed(names.items()):
+        state_dict = {name.replace(theirs, ours): x for name, x in state_dict.items()}
     return state_dict
-
-
-def to_ours(state_dict: dict, pairs) -> dict:
-    return renamed(state_dict, [(theirs, ours) for ours, theirs in reversed(pairs)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,7 +84,9 @@ def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **other
 
 def to_meta(state_dict: dict, config: DiTConfig) -> dict:
     """Turn the state dict of a classic DiT into that of facebookresearch/DiT."""
-    theirs = renamed(state_dict, META)
+    theirs = state_dict
+    for ours, published in META.items():
+        theirs = {name.replace(ours, published): x for name, x in theirs.items()}
     patches = theirs["x_embedder.proj.weight"].unflatten(1, (-1, config.patch_size, config.patch_size))
     return {"pos_embed": sincos_table(config)[None]} | theirs | {"x_embedder.proj.weight": patches}
 
@@ -239,19 +237,18 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     tensors = saved
     for key in ("ema", "model", "state_dict"):
         tensors = tensors.get(key, tensors)
-    names = [*map(str, tensors)]
-    found = [match for match in map(FIRST.fullmatch, names) if match]
+    names = "\n".join(map(str, tensors))
+    found = FIRST.search(names)
     if not found:
-        raise UserError(f"{path} {NO_MODEL}; it has {', '.join(names[:5]) or 'nothing'}")
-    prefix, first = found[0].groups()
+        raise UserError(f"{path} {NO_MODEL}; it has {', '.join(names.split()[:5]) or 'nothing'}")
+    prefix, first = found.groups()
     tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
     args = saved.get("args")  # of Meta's training
     rows = len(tensors.get("y_embedder.embedding_table.weight", ()))
-    num_classes = getattr(args, "num_classes", rows == 1)
-    if rows and rows - num_classes in (0, 1):
-        told = {"label_drop": 0.1 * (rows - num_classes)} | told
+    if rows == getattr(args, "num_classes", 1):
+        told = {"label_drop": 0.0} | told  # no null class
     if hasattr(args, "path_type"):
-        if (args.path_type, args.prediction) not in (("Linear", "velocity"), ("linear", "v")):
+        if f"{args.path_type}, {args.prediction}".lower() not in ("linear, velocity", "linear, v"):
             raise UserError(f"{path} is SiT's, of {args.path_type}, {args.prediction}; accepted: Linear, velocity")
         told = {"objective": "flow"} | told
     told = saved.get("nanodiff", {}) | told
@@ -261,8 +258,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     if first == "x_embedder.proj":
         form = "meta"
         is_repa = "projectors.0.0.weight" in tensors
-        kinds = KIND.findall(str(path.absolute()).lower())
-        if "objective" not in told and (is_repa or kinds[-1:] in (["sit"], ["repa"])):
+        if "objective" not in told and (is_repa or SIT.search(str(path.absolute()))):
             accepted = "objective=flow (SiT, REPA), objective=eps (DiT)"
             raise UserError(f"{path} does not say what it predicts: {path.name},objective=...; accepted: {accepted}")
         if told.get("objective") == "flow":
@@ -290,18 +286,23 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
         config["variance"] = "fixed_large"
         if model_config.out_channels == 2 * channels:
             config["variance"] = "learned_range"
-    config["objective"] = "eps"
-    config["low_res_size"] = model_config.low_res
-    config |= {name: value for name, value in told.items() if name in config}
+    config |= {"objective": "eps", "low_res_size": model_config.low_res} | told
     fields = dataclasses.asdict(model_config)
-    settings = {"heads": fields.get("num_heads")} | config | fields
+    settings = config | fields | model_settings(model_config)
     settings["label_drop"] = f"{config['label_drop']} ({num_classes} classes and a null class)"
     assumed = [f"{name}={settings[name]}" for name in options if name not in told]
     note = ""
     if assumed:
-        told_here = f"to change: {path.name},{assumed[0].split('=')[0]}=..."
-        note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; {told_here}"
-    data = {
+        note = f"note: {path} does not hold {', '.join(assumed)}: taken as published; to change: {path.name},NAME=..."
+    meta = {
+        "step": 0,
+        "ema": "as published",
+        "arch": settings["arch"],
+        "config": config,
+        "model_config": fields,
+        "note": note,
+    }
+    meta["data"] = {
         "name": "",
         "kind": "images" if channels <= 3 else "latents",
         "channels": channels,
@@ -309,8 +310,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
         "num_classes": num_classes,
         "class_names": [str(i) for i in range(num_classes)],
     }
-    meta = {"step": 0, "ema": "as published", "arch": "unet" if form == "openai" else "dit_classic"}
-    return meta | {"config": config, "model_config": fields, "data": data, "note": note}, tensors
+    return meta, tensors
 
 
 def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
@@ -319,8 +319,7 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
     UserError if the form would be read as another model.
     """
     model_config = loaded.model.config
-    settings = loaded.config | model_settings(model_config) | {"image_size": model_config.image_size}
-    told = {name: settings[name] for name in OPTIONS[form] if name in settings}
+    settings = loaded.config | dataclasses.asdict(model_config) | model_settings(model_config)
     write = to_openai
     takes = "unet"
     if form == "meta":
@@ -330,14 +329,13 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
         raise UserError(f"form={form} takes arch={takes}; {loaded.source} is {settings['arch']}")
     if len({*loaded.data.get("latents", {}).get("scale", ())}) > 1:
         raise UserError(f"form={form} holds no statistics of latents; accepted: a set of --latent_norm=scale")
-    objective = settings["objective"]
-    variance = settings.get("variance", "")
-    if objective != "eps" or variance == "learned":  # else sampled wrongly
-        read_as = "objective=eps, variance fixed or learned_range"
-        raise UserError(f"form={form} is read as {read_as}, not as {objective}, {variance}")
+    process = f"{settings['objective']}, {settings.get('variance')}"
+    if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly
+        raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not {process}")
     theirs = write(tensors, model_config)
     if form == "meta" and not settings["label_drop"]:  # then theirs has no null class
         theirs["y_embedder.embedding_table.weight"] = theirs["y_embedder.embedding_table.weight"][:-1]
+    told = {name: settings[name] for name in OPTIONS[form]}
     again, _ = FORMS[form](theirs, **told)
     for name, value in dataclasses.asdict(model_config).items():
         if name not in NOT_HELD and getattr(again, name) != value:

@@ -1,6 +1,5 @@
 """Start a run from another model: base_train's init_from, trainable and lora_rank."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,7 @@ from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.guidance import learns_guidance
 from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
-from nanodiff.formats.load import (
-    Loaded,
-    build,
-    find,
-    newest_meta,
-    read,
-    read_file,
-    split_options,
-)
+from nanodiff.formats.load import Loaded, build, find, newest_meta, read, read_file, split_options
 from nanodiff.models.build import load_weights, model_settings, stored_config
 from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.checkpoint import run_folder
@@ -42,7 +33,7 @@ def inherited(config) -> dict:
     if not config["init_from"]:
         raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
     source, _ = split_options(config["init_from"])
-    base = re.sub(r"\.\w+$", "", Path(source).absolute().name)
+    base = Path(source).absolute().stem
     data = Path(config["data"]).absolute().name
     suffix = "_lora" if config["lora_rank"] else ""
     model_tag = config["model_tag"] or f"{base}_{data}{suffix}"
@@ -114,10 +105,8 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # the second image has no effect yet
         if name in weights:
             x = weights[name]
-            more = own[name].shape[1] - x.shape[1]
-            if more > 0:
-                zeros = x.new_zeros(len(x), more, *x.shape[2:])
-                weights[name] = torch.cat([x, zeros], dim=1)
+            more = torch.zeros_like(own[name][:, x.shape[1] :])  # often no channels
+            weights[name] = torch.cat([x, more], dim=1)
     note = ""
     table = None
     if loaded.num_classes:
@@ -234,5 +223,5 @@ def train_only(model: torch.nn.Module, patterns: str) -> None:
             raise UserError(f"trainable={patterns!r}: no parameter's name contains {pattern!r}; it has {modules}, ...")
     for name, p in model.named_parameters():
         p.requires_grad_(any(pattern in name for pattern in wanted))
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_trained = sum(p.numel() for p in trained(model).values())
     print0(f"trainable: {num_trained:,} parameters")

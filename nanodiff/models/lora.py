@@ -102,7 +102,4 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
     """(name, module) of a conditional model's class table."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            return name, module
-    raise UserError("the model has no classes")
+    return next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
