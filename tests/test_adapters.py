@@ -73,9 +73,10 @@ def test_a_run_of_adapters_is_a_run_like_any_other(base, old, run_script, draw):
         assert_identical(run.model.state_dict(), other.model.state_dict())
     assert run.data["class_names"] == by_hand.data["class_names"] == [*CLASS_NAMES, "star"]
     assert run.num_classes == 9 and run.step == 2 and run.data["name"] == "tuned"
-    images, labels, _ = draw("--model=a", "--num_images=9")
+    asked = ("--num_images=9", "--classes=0,1,2,3,4,5,6,7,star")
+    images, labels, _ = draw("--model=a", *asked)
     assert labels.tolist() == [*range(9)]
-    by_file = ("--model=flow", f"--lora={file}", "--num_images=9")
+    by_file = ("--model=flow", f"--lora={file}", *asked)
     assert np.array_equal(images, draw(*by_file)[0]) and not np.array_equal(images, draw(*by_file, "--lora_scale=0")[0])
     # and one can be fine-tuned again
     again = [arg for arg in TINY if "--init_from" not in arg]
