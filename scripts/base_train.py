@@ -237,7 +237,7 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.001, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
-# of the batch was measured up to batch 128 and depth 2, that AdamW's should not at 512 in small (runs/LOG.md, 27). And
+# of the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 27). And
 # 256 / width? AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon
