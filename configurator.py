@@ -44,7 +44,7 @@ COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
-ONLY = re.compile(r"Only (\w+)(=[\w|]+|=\"\"| [<>]=? \d+)")
+ONLY = re.compile(r"Only (\w+)(=[\w|-]+|=\"\"| [<>]=? \d+)")
 
 
 class Setting(NamedTuple):

@@ -33,7 +33,6 @@ from nanodiff.metrics import features as metrics
 from nanodiff.metrics.network import share_by_class
 from nanodiff.metrics.sample_files import Samples
 from nanodiff.metrics.well_formed import measure_form
-from nanodiff.sampling.asked import in_proportion
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.validation import bits_per_dim, validation_loss
@@ -184,7 +183,7 @@ else:
         if not all(count.isdecimal() for count in counts):
             raise UserError(f"steps={steps!r}; accepted: a whole number, or several, comma-separated")
         drawn = open_samples(loaded, seed=seed, low_res=low_res, autoencoder=autoencoder)
-        in_proportion(drawn, loaded, name, reference_split, num_images)
+        drawn.in_proportion(name, reference_split, num_images)
         plan = []
         for chosen in sampler.split(","):
             for count in counts:

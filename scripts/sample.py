@@ -13,6 +13,7 @@ Image i depends only on (seed, i) and its class. After a stop or a kill the same
 ranks, and writes the same bytes.
 """
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -29,7 +30,6 @@ from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_rank
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.asked import in_proportion
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
 from nanodiff.sampling.store import SampleStore
@@ -98,20 +98,18 @@ config.defaults |= settings_for(loaded, weak_model=weak_model).named
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if npz and not classes:
-    in_proportion(samples, loaded, loaded.data["name"], "train", num_images)
+    samples.in_proportion(loaded.data["name"], "train", num_images)
 if num_images > GRID_IMAGES and not npz:
     raise UserError(f"num_images={num_images}: a grid shows {GRID_IMAGES}; --npz keeps more")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Output path, and the protocol: everything an image depends on
 
-folder = Path()  # here
-if loaded.run_dir:
-    folder = loaded.run_dir / "samples"
 name = name_of_settings(f"sample_{loaded.step:06d}_seed{seed}", config, *APART)
-if not loaded.run_dir:
-    name = f"{loaded.path.stem}_{name}"
-stem = out.removesuffix(".png").removesuffix(".npz") or str(folder / name)
+place = f"{loaded.path.stem}_{name}"  # here
+if loaded.run_dir:
+    place = loaded.run_dir / "samples" / name
+stem = out.removesuffix(".png").removesuffix(".npz") or str(place)
 if out and (is_image(stem) or Path(stem).is_dir()):
     raise UserError(f"out={out!r} is a folder, or no PNG; accepted: the path of a file, without suffix, .png or .npz")
 png = Path(f"{stem}.png")
@@ -184,14 +182,10 @@ elif rank == 0:
     columns = samples.columns
     shown = samples.shown(range(num_shown))
     if shown:  # the second image, then the sample
-        pairs = zip(shown, images)
-        images = []
-        for pair in pairs:
-            images += pair
+        images = list(itertools.chain(*zip(shown, images)))
         columns = 8
     grid = make_grid(images, columns)
-    write_atomic(store.folder / "png", encode_png(grid, protocol=store.protocol))
-    store.publish("png", png)
+    write_atomic(png, encode_png(grid, protocol=store.protocol))
     order = " (given, sample, given, ...)" if shown else ""
     seconds = time.perf_counter() - start
     print0(f"{num_images - before:,} images in {seconds:,.1f} s; a grid of {num_shown}{order}: {png}")

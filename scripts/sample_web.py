@@ -35,10 +35,9 @@ from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
-from nanodiff.sampling.asked import parse_classes
 from nanodiff.sampling.draw import ModelSamples
 from nanodiff.sampling.given import start_from
-from nanodiff.sampling.loaded import open_samples, settings_for
+from nanodiff.sampling.loaded import open_samples, parse_classes, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer

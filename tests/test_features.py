@@ -19,7 +19,7 @@ from nanodiff.metrics import features as features_module
 from nanodiff.metrics.classifier import Classifier, get_classifier
 from nanodiff.metrics.distances import frechet_distance
 from nanodiff.metrics.features import collect_features, compare, image_set, load_network, load_stats, reference_features
-from nanodiff.sampling.asked import in_proportion
+from nanodiff.sampling.draw import ModelSamples
 
 
 def make_network(seed=0):
@@ -66,9 +66,10 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
             writer.append(split, images[part][kept[part]], labels[part][kept[part]])
     train, val = open_dataset("head"), open_dataset("head", "val")
     n, network, known = len(val), make_network(), val.labels(range(len(val)))
-    samples = SimpleNamespace(inputs={}, classes=None)
-    loaded = SimpleNamespace(num_classes=8, data={"class_names": CLASS_NAMES})
-    in_proportion(samples, loaded, "head", "train", n)
+    model = SimpleNamespace(config=SimpleNamespace(num_classes=8))
+    codec = SimpleNamespace(description={"class_names": CLASS_NAMES})
+    samples = ModelSamples(model, None, codec, None)
+    samples.in_proportion("head", "train", n)
     chosen = samples.classes
     assert np.abs(np.bincount(chosen) - np.bincount(train.labels(range(len(train)))) * n / len(train)).max() < 5
     pools = [np.flatnonzero(known == k) for k in range(8)]
@@ -78,7 +79,7 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     assert 1.5 * max(found[:2]) < found[2]
     samples.classes = None
     make_data()
-    in_proportion(samples, loaded, "tiny", "train", 9)
+    samples.in_proportion("tiny", "train", 9)
     assert samples.classes is None
 
 

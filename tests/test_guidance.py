@@ -9,8 +9,8 @@ from test_dit import golden, published_model
 
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import make_denoiser
-from nanodiff.sampling.asked import parse_classes
 from nanodiff.sampling.draw import SampleSettings
+from nanodiff.sampling.loaded import parse_classes
 
 
 class Counted:

@@ -91,6 +91,7 @@ class FlowMatching:
     #                           cfg_interval, so that samples need none and cost half; 1 = never
     # Only objective=flow|flow_x0|flow_map|flow_map_x0
     timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
+    # Only objective=flow|flow_x0|flow_map|flow_map_x0, Only timesteps=auto|logit-normal|mixed
     timestep_std: float = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; below 1 favours the middle
 
     kind = "flow matching"

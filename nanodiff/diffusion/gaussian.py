@@ -322,11 +322,8 @@ class GaussianDiffusion:
         """
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)
-        vb_scale = 1
-        if self.gaussian_loss == "rescaled_kl":
-            vb_scale = self.num_timesteps
-        if self.gaussian_loss == "rescaled_mse":
-            vb_scale = self.num_timesteps / 1000
+        scales = {"rescaled_kl": self.num_timesteps, "rescaled_mse": self.num_timesteps / 1000}
+        vb_scale = scales.get(self.gaussian_loss, 1)
         if self.gaussian_loss.endswith("kl"):
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}

@@ -25,12 +25,6 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
         kind = FlowMap if objective.startswith("flow_map") else FlowMatching
         prediction = "x0" if objective.endswith("x0") else "v"
         others = {"prediction": prediction, "cfg_interval": parse_interval(config.get("cfg_interval", "0,1"))}
-        std = config.get("timestep_std", 1)
-        timesteps = config.get("timesteps", "auto")
-        if std != 1 and timesteps not in ("auto", "logit-normal", "mixed"):
-            raise UserError(
-                f"timestep_std={std} would do nothing with timesteps={timesteps}; accepted: logit-normal, mixed"
-            )
     settings = {field.name: config[field.name] for field in fields(kind) if field.name in config}
     return kind(**settings | others)
 

@@ -25,9 +25,7 @@ from nanodiff.metrics.distances import (
     precision_recall,
 )
 from nanodiff.metrics.inception import load_inception
-from nanodiff.sampling.asked import in_proportion
-from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.rows import inputs_of
+from nanodiff.sampling.draw import ModelSamples, SampleSettings, inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
 KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
@@ -169,14 +167,13 @@ def sample_quality(metric: str, dataset, num_images: int, codec, model_config, d
     if model_config.low_res:
         raise UserError(f"no {metric} here: low_res_size makes it super-resolution")
     inputs = inputs_of(dataset, codec, model_config, device)
-    classes = SimpleNamespace(num_classes=model_config.num_classes, data=codec.description)
     network = load_network(metric, dataset.name, device)
     reference = reference_features(image_set(dataset.name, "train"), network)
 
     def measure(model, process, settings: SampleSettings, batch_size: int) -> dict[str, float]:
         codec.keep_loaded()
         samples = ModelSamples(model, process, codec, settings, inputs=inputs)
-        in_proportion(samples, classes, dataset.name, "train", num_images)
+        samples.in_proportion(dataset.name, "train", num_images)
         batches = samples.batches(np.arange(num_images), batch_size)
         found = collect_features(samples.images, batches, network, "samples")
         return from_first_rank(found and compare(metric, found, reference), "samples' figures")

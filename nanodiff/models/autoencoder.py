@@ -35,9 +35,7 @@ class Autoencoder(nn.Module):
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Images (N, 3, H, W) in [-1, 1] -> mean and std of the latents, each (N, C, H/8, W/8) in fp32."""
-        H, W = x.shape[2:]
-        if H % self.downsample or W % self.downsample:
-            raise UserError(f"image of {W}x{H} px: {self.name} needs multiples of {self.downsample} px")
+        H, W = x.shape[2:]  # multiples of downsample: see data/latents.check_sides
         x = x.contiguous(memory_format=torch.channels_last)
         out = in_slices(self.encoder, x, H * W)
         if self.parts == 1:
@@ -242,9 +240,7 @@ RENAMES = [  # from CompVis' names, TAESD's, diffusers', and diffusers' before 0
     (r"\.(mid\.attn_1|mid_block\.attentions\.0)\.", ".middle.1."),
     (r"\.(mid\.block_2|mid_block\.resnets\.1)\.", ".middle.2."),
     (r"\.group_norm\.", ".norm."),
-    (r"\.(query|to_q)\.", ".q."),
-    (r"\.(key|to_k)\.", ".k."),
-    (r"\.(value|to_v)\.", ".v."),
+    (r"\.(?:to_)?([qkv])(?:uery|ey|alue)?\.", r".\1."),
     (r"\.(proj_attn|proj_out|to_out\.0)\.", ".out."),
     (r"\.(nin|conv)_shortcut\.", ".shortcut."),
     (r"\.norm([12])\.", r".layer\1.0."),

@@ -1,19 +1,21 @@
-"""Model -> images: settings of the samples, a batch of them, a grid. The caller enters autocast."""
+"""Model -> images: settings of the samples, their conditions, a batch of them, a grid. The caller enters autocast."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanodiff.common import StackedGenerator, get_dist, in_batches
-from nanodiff.conditions import IMAGES, some_conditions
-from nanodiff.data.pixels import to_uint8, visible
+from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
+from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
+from nanodiff.data.dataset import open_dataset
+from nanodiff.data.pixels import from_stored, to_uint8, visible
 from nanodiff.diffusion.guidance import make_denoiser
 from nanodiff.dist import gather_batches
 from nanodiff.png import make_grid
-from nanodiff.sampling.rows import Inputs, inputs_of
 
 
 @dataclass(frozen=True)
@@ -41,26 +43,61 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class Known:
-    """The images that a batch of samples starts from, and the part to keep.
+    """The images that samples start from, and the part to keep: sample i starts from image i, modulo their number.
 
     At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
     arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that
     each step reaches, is put back after the step (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
     """
 
-    x0: torch.Tensor  # (N, C, H, W)
-    strength: float
-    mask: torch.Tensor  # (1, 1, H, W) bool
-
-
-@dataclass(frozen=True)
-class Given:
-    """Images as a data set stores them: sample i starts from image i, modulo their number."""
-
-    images: np.ndarray  # (n, C, H, W)
+    x0: torch.Tensor  # (N, C, H, W); in ModelSamples as a data set stores them, and as many as there are
     strength: float
     mask: torch.Tensor  # (1, 1, H, W) bool, of x0
-    described: dict  # for protocols
+    described: dict = field(default_factory=dict)  # for protocols
+
+
+@dataclass
+class Inputs:
+    """Rows of one condition: sample i takes row i, modulo their number, and that row's label (int64), if there are any.
+
+    With aspect buckets it takes a row of the bucket nearest in shape. `buckets`: (H, W) -> range of rows.
+    `read`: numbers (n,) of rows, (C, H, W) of the samples -> (n, ...) as models take them. `described`: for protocols.
+    """
+
+    read: Callable
+    buckets: dict[tuple[int, int], range]
+    labels: np.ndarray | None
+    described: str
+
+    def rows(self, ids, shape) -> np.ndarray:
+        def difference(size):
+            height, width = size
+            return abs(height / width - shape[1] / shape[2])
+
+        nearest = min(self.buckets, key=difference)
+        bucket = self.buckets[nearest]
+        return bucket.start + np.asarray(ids) % len(bucket)
+
+    def __call__(self, ids, shape) -> torch.Tensor:
+        return self.read(self.rows(ids, shape), shape)
+
+
+def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
+    """Inputs of a model's conditions besides classes, from a set, with labels. Those in FILES need no images."""
+
+    def read(name, rows, shape):
+        if name in FILES:
+            return from_stored(dataset.cond(rows), codec.description)[name]
+        x0, given = codec.read(dataset, rows, device)
+        return conditioning(config, given, x0)[name]
+
+    labels = dataset.labels(np.arange(len(dataset)))
+    inputs = {}
+    for name in row_shapes(config):
+        if name != "y":
+            reader = functools.partial(read, name)
+            inputs[name] = Inputs(reader, dataset.buckets, labels, dataset.described)
+    return inputs
 
 
 def in_words(protocol: dict) -> str:
@@ -69,13 +106,9 @@ def in_words(protocol: dict) -> str:
     if "sampler" in protocol:
         words.append("{sampler}, {steps} steps ({network_evaluations} evaluations in all)".format(**protocol))
     if "cfg_scale" in protocol:
-        scale = protocol["cfg_scale"]
-        interval = protocol["cfg_interval"].replace(",", " to ")
         guidance = "no guidance"
-        if scale != 1:
-            guidance = f"guidance {scale:g}"
-            if interval != "0 to 1":
-                guidance += f" at t {interval}, which counts double"
+        if protocol["cfg_scale"] != 1:
+            guidance = "guidance {cfg_scale:g} at t in [{cfg_interval}], which counts double".format(**protocol)
         words += [guidance, f"seed {protocol['seed']}"]
     return ", ".join(words)
 
@@ -93,7 +126,7 @@ class ModelSamples:
     classes: list[int] | None = None  # taken in turn; None = those of the inputs below, or all
     inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
     size: tuple[int, int, int] | None = None  # (C, H, W) of x0; None = as the data's
-    given: Given | None = None  # images to start from
+    given: Known | None = None  # images to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
     @property
@@ -142,10 +175,7 @@ class ModelSamples:
         config = self.model.config
         stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
-        known = None
-        if self.given:
-            nothing = torch.zeros(1, dtype=torch.bool)
-            known = Known(noise, self.given.strength, nothing)
+        known = self.given and replace(self.given, x0=noise)
         settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
         dummy = replace(self, model=stand_in, settings=settings)
         dummy.sample(noise, some_conditions(config, 1), known=known)
@@ -175,6 +205,26 @@ class ModelSamples:
         rows = [turns.rows(i, self.shape_of(i)) for i in ids]
         return turns.labels[rows]
 
+    def in_proportion(self, name: str, split: str, n: int) -> None:
+        """Give n samples the classes that a set, by its name, has in its proportions.
+
+        Not if they follow the rows of an input, nor if the set has about as many of each, as random labels have: their
+        counts have a variance like their mean. Samples then take all in turn.
+        """
+        num_classes = self.num_classes
+        if self.inputs or not num_classes:
+            return
+        try:
+            dataset = open_dataset(name, split, self.codec.description)
+        except UserError:
+            print0(f"samples take all classes in turn: there is no set {name!r} here to take proportions from")
+            return
+        labels = dataset.labels(np.arange(len(dataset)))
+        labels = labels[labels < num_classes]
+        counts = np.bincount(labels, minlength=num_classes)
+        if counts.var() > 4 * counts.mean():
+            self.classes = labels[np.arange(n) * len(labels) // n].tolist()  # evenly, as they may be sorted
+
     def batches(self, ids: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Consecutive ids from 0 on, in batches of one shape."""
         if self.is_mixed:
@@ -199,13 +249,11 @@ class ModelSamples:
             cond["y"] = torch.from_numpy(self.labels(ids)).to(device)
         for name, inputs in self.inputs.items():
             cond[name] = inputs(ids, shape).to(device)
-        known = None
-        given = self.given
-        if given:
-            rows = np.asarray(ids) % len(given.images)
-            stored = torch.from_numpy(given.images[rows])
-            x0 = self.codec.to_x0(stored.to(device))
-            known = Known(x0, given.strength, given.mask.to(device))
+        known = self.given
+        if known:
+            rows = np.asarray(ids) % len(known.x0)
+            x0 = self.codec.to_x0(known.x0[rows].to(device))
+            known = replace(known, x0=x0, mask=known.mask.to(device))
         generator = StackedGenerator((self.seed << 32) + int(i) for i in ids)
         noise = generator.randn((len(ids), *shape), device)
         x0 = self.sample(noise, cond, generator=generator, progress=on_step, known=known)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nanodiff.common import UserError, at
 from nanodiff.data.decode import center_crop, open_image, to_rgb
 from nanodiff.files import reading
-from nanodiff.sampling.draw import Given
+from nanodiff.sampling.draw import Known
 from nanodiff.sampling.inputs import decoded_items, open_images, with_hash
 
 
@@ -16,7 +16,7 @@ def read_from_images(where: str, samples) -> np.ndarray:
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))
     sizes = [] if "range" in source.meta else [(side, side)]
-    return decoded_items("from_images", where, list(source.items), sizes)
+    return decoded_items("from_images", where, source.items, sizes)
 
 
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
@@ -35,7 +35,7 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
         is_known = share == 1  # a latent is known where all its pixels are
         if not is_known.any():
             raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
-    samples.given = Given(images, strength, is_known, described)
+    samples.given = Known(torch.tensor(images), strength, is_known, described)
     samples.size = codec.shape
 
 
@@ -50,7 +50,6 @@ def read_mask(path: str, side: int) -> np.ndarray:
             image = to_rgb(open_image(str(file)), "black")
             gray = center_crop(image, side, side).convert("L")
             levels = np.asarray(gray)
-        is_kept = levels >= (128 if levels.max() > 1 else 0.5)
-    if is_kept.shape != (side, side):
-        raise UserError(f"mask={path!r} is of shape {is_kept.shape}; accepted: {(side, side)}")
-    return is_kept
+        if levels.shape != (side, side):
+            raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
+        return levels >= (128 if levels.max() > 1 else 0.5)

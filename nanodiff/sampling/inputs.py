@@ -17,35 +17,33 @@ from nanodiff.data.decode import Item, decode_items, decode_second
 from nanodiff.data.pixels import from_stored
 from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
-from nanodiff.sampling.rows import Inputs, inputs_of
+from nanodiff.sampling.draw import Inputs, inputs_of
 
 
-def open_inputs(loaded, where: dict[str, str], codec, autoencoder: str) -> dict[str, Inputs]:
+def open_inputs(loaded, where: dict[str, str], codec) -> dict[str, Inputs]:
     """Open the conditions that a Loaded model takes besides classes.
 
     `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
     """
     config = loaded.model.config
     own = loaded.data["name"]
-    taken = row_shapes(config)
     inputs = {}
-    taken.pop("y", None)
-    for name in READERS | taken:
-        place = where.get(name, "")
-        if name not in taken:
+    for name, read in READERS.items():
+        place = where[name]
+        if name not in row_shapes(config):
             if place:
                 raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
-        elif place in ("", "val"):
-            if not own:
-                raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
+        elif place not in ("", "val"):
+            inputs[name] = read(place, loaded, codec)
+        elif own:
             dataset = open_dataset(own, "train", loaded.data)
             if place or "val" in dataset.meta["splits"]:
                 dataset = open_dataset(own, "val", loaded.data)
             if name not in FILES:
-                codec = load_codec(loaded.data, loaded.device, autoencoder, dataset)
+                codec = load_codec(loaded.data, loaded.device, where["autoencoder"], dataset)
             inputs[name] = inputs_of(dataset, codec, config, loaded.device)[name]
         else:
-            inputs[name] = READERS[name](place, loaded, codec)
+            raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
     return inputs
 
 

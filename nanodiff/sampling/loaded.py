@@ -1,24 +1,65 @@
 """A loaded model's samples: by default with the run's own settings; for scripts/sample.py, pages and Python."""
 
 import tempfile
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from configurator import check, read_settings
-from nanodiff.common import UserError, in_batches, print0
-from nanodiff.conditions import FIELDS
+from nanodiff.common import UserError, print0
+from nanodiff.conditions import FIELDS, IMAGES
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
 from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.asked import parse_classes, parse_size
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
 from nanodiff.sampling.given import read_from_images, start_from
 from nanodiff.sampling.inputs import READERS, open_inputs
+
+
+def parse_classes(classes, class_names: list[str]) -> list[int] | None:
+    """Class numbers; None for none. In text, "ring,3", what is no name may be a number; elsewhere strings are names."""
+    known = {key: number for number, name in enumerate(class_names) for key in (number, name)}
+    if classes is None:
+        classes = ()
+    if isinstance(classes, str):
+        texts = classes.split(",") if classes else ()
+        classes = [int(text[:9]) if text.isdecimal() and text not in known else text for text in texts]
+    chosen = []
+    for given in np.array(classes, object).ravel():
+        if isinstance(given, bool) or not isinstance(given, str | Real) or given not in known:
+            names = ", ".join(class_names)[:200]
+            has = f"{len(class_names)} classes; accepted: {names}, or numbers from 0" if names else "no classes"
+            raise UserError(f"classes: {str(given)!r} is unknown; this model has {has}")
+        chosen.append(known[given])
+    return chosen or None
+
+
+def parse_size(size: str, side_unit: int, codec, inputs) -> tuple[int, int, int] | None:
+    """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for "".
+
+    `side_unit`: the model's. `inputs`: of the conditions besides classes.
+    """
+    if not size:
+        return None
+    pixels = codec.image_size // codec.shape[1]  # per latent
+    unit = side_unit * pixels
+    largest = 4 * codec.image_size
+    allowed = range(unit, largest + 1, unit)
+    texts = size.replace(",", "x").split("x")
+    sides = [int(text) if text.isdecimal() else 0 for text in texts]
+    if len(sides) > 2 or any(side not in allowed for side in sides):
+        accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
+        raise UserError(f"size={size!r}; accepted: {accepted}")
+    shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
+    if shape not in codec.shapes and inputs.keys() & IMAGES:
+        accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
+        raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
+    return shape
 
 
 def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
@@ -51,9 +92,9 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     asked = SimpleNamespace(**vars(taken) | asked)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
-    inputs = open_inputs(loaded, vars(asked), codec, asked.autoencoder)
+    inputs = open_inputs(loaded, vars(asked), codec)
     classes = parse_classes(asked.classes, loaded.class_names)
-    size = parse_size(asked.size, loaded.model.config, codec)
+    size = parse_size(asked.size, loaded.model.config.side_unit, codec, inputs)
     samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
     if asked.from_images:
         images = read_from_images(asked.from_images, samples)
@@ -72,13 +113,15 @@ def as_file(value, path: Path) -> str:
         return str(value)
     with reading(path.name, "is no array"):
         if isinstance(value, tuple):
-            np.savez(f"{path}.npz", *value)
-            return f"{path}.npz"
-        if hasattr(value, "save"):
-            value.save(f"{path}.png")
-            return f"{path}.png"
-        np.save(f"{path}.npy", value)
-    return f"{path}.npy"
+            path = path.with_suffix(".npz")
+            np.savez(path, *value)
+        elif hasattr(value, "save"):
+            path = path.with_suffix(".png")
+            value.save(path)
+        else:
+            path = path.with_suffix(".npy")
+            np.save(path, value)
+    return str(path)
 
 
 def sample(loaded, classes=(), **given) -> np.ndarray:
@@ -102,7 +145,7 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     samples.size = samples.size or samples.codec.shape
     autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
     images = []
-    for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
+    for ids in samples.batches(np.arange(asked["num_images"]), asked["batch_size"]):
         with autocast:
             x0 = samples.draw(ids)
         images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))

@@ -1,8 +1,8 @@
 """Resumable sampling: one .npy per batch, merged into one .npz."""
 
 import hashlib
+import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -64,12 +64,8 @@ class SampleStore:
 
     def first(self, n: int) -> list[np.ndarray]:
         """The first n images (H, W, C), or as many as there are."""
-        images = []
-        for k in range(len(self.parts)):
-            if len(images) >= n:
-                break
-            images.extend(self.read(k))
-        return images[:n]
+        images = itertools.chain.from_iterable(map(self.read, range(len(self.parts))))
+        return list(itertools.islice(images, n))
 
     def write_npz(self, labels: np.ndarray) -> None:
         """Write `output`: arr_0 (N, H, W, C) and arr_1 = labels (N,), as ADM's scripts read them, and protocol (JSON).
@@ -82,16 +78,11 @@ class SampleStore:
             for k in range(len(self.parts)):
                 file.write(self.read(k).data)
         images = np.memmap(raw, first.dtype, "r", shape=(self.num_images, *first.shape[1:]))
-        with writing(self.folder / "npz") as file:
+        with writing(self.output) as file:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
-        self.publish("npz", self.output)
-
-    def publish(self, name: str, path: Path) -> None:
-        """Move a finished file out of the folder."""
-        os.replace(self.folder / name, path)
-        fsync_dir(path.parent)
 
     def close(self) -> None:
         """Remove the parts; call it once the file is there."""
+        fsync_dir(self.output.parent)
         shutil.rmtree(self.folder)
         self.lock.close()
