@@ -130,7 +130,7 @@ MISTAKES = [
     ((*SAMPLE, "--out=."), "is a folder, or no PNG; accepted: the path of a file"),
     ((*SAMPLE, "--low_res=val"), "low_res='val' would do nothing: "),
     ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),
-    ((*SAMPLE, "--model=sr", "--low_res=small.npz"), "9 classes"),
+    ((*SAMPLE, "--model=sr", "--low_res=small.npz"), "has class 8, the model 8 classes"),
     ((*SAMPLE, "--vectors=s.npz"), "trained without vectors"),
     ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
     ((*SAMPLE, "--guide_model=x0"), "they differ in objective"),
