@@ -86,7 +86,7 @@ if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container
     cores = len(os.sched_getaffinity(0))
 if not name:
     name = source
-    if path and source not in ("cifar10", "mnist"):
+    if path and source != "cifar10":
         stem = os.path.basename(os.path.abspath(path))
         name = stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
@@ -124,7 +124,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         raise UserError(f"the images need {need_mb:,.0f} MB, {writer.path.parent} has {free_mb:,.0f} MB free")
     skipped = []
     counts = Counter()
-    per_class = Counter()
+    per_class = Counter()  # training images
     first = None
     with Progress(images_in.num_images, "images", "preparing") as bar:
         for note in make_parts(images_in, resolution, writer.folder, workers or cores):
@@ -132,7 +132,8 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
                 first = first or group
                 if not images_in.sizes:
                     check_size(group["name"], group["shape"][1:], first["name"], first["shape"][1:])
-                per_class.update(group["y"])
+                if group["split"] == "train":
+                    per_class.update(group["y"])
                 cond = {condition: images_in.arrays[condition][rows] for condition, rows in group["rows"].items()}
                 writer.add(group["split"], group["shard"], y=group["y"], **cond)
             skipped += note["skipped"]
@@ -149,8 +150,9 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if class_names:
-        found = [f"{one} {per_class[label]:,}" for label, one in enumerate(class_names)]
-        print0(f"classes: {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}")
+        found = sorted((per_class[label], label) for label, _ in enumerate(class_names))
+        rarest = [f"{class_names[label]} {number:,}" for number, label in found[:20]]
+        print0(f"training images of classes: {', '.join(rarest)}{', ...' if len(found) > 20 else ''}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made

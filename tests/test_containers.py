@@ -166,14 +166,13 @@ def test_what_a_table_leaves_open_is_refused(tmp_path):
     assert "captions: 60 of 60" in report(folder)
 
 
-@pytest.mark.parametrize(("code", "called"), [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16"), ("latin-1", "Latin-1")])
-def test_codes_other_than_utf8_are_named(tmp_path, code, called):
+@pytest.mark.parametrize("code", ["utf-16", "utf-16-le", "latin-1"])
+def test_codes_other_than_utf8_are_refused(tmp_path, code):
     folder = images(tmp_path / "in")
-    write(folder / "003.txt", "größe".encode(code))
-    refused(rf"003\.txt is in {called}.*accepted: UTF-8", prepare, folder)
-    (folder / "003.txt").unlink()
     write(tmp_path / "a.csv", "file,label\n003.png,größe\n".encode(code))
-    refused(rf"a\.csv is in {called}.*accepted: UTF-8", prepare, folder, labels=tmp_path / "a.csv")
+    refused(r"a\.csv is in .*accepted: UTF-8", prepare, folder, labels=tmp_path / "a.csv")
+    write(folder / "003.txt", "größe".encode(code))
+    refused(r"003\.txt is in .*accepted: UTF-8", prepare, folder)
 
 
 def peak_mb(tmp_path, num):

@@ -108,17 +108,14 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "range of nothing": (lambda t: array(t, np.eye(8)[None], range="5,9"), "from 0 to 1; range=5,9 has none of them"),
     "floats to be scaled": (lambda t: array(t, np.eye(8)[None], resolution=4), "only uint8 .* be scaled, not float16"),
     "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"looks like \(N, C, H, W\)"),
-    "complex numbers": (lambda t: array(t, np.ones((4, 8, 8), np.complex64)), "complex64 of shape"),
     "oblong arrays": (lambda t: array(t, np.ones((4, 8, 6))), r"float64 of shape \(4, 8, 6\); accepted: squares"),
     "flat arrays": (lambda t: array(t, np.ones((4, 8))), r"accepted: numbers of shape \(N, H, W\)"),
     "too many vectors": (lambda t: many_vectors(t), "9 vectors for 8 images"),
     "a name missing": (lambda t: vectors(t, names=FILES[:1], vectors=np.ones((1, 2))), "none for 7 .* 'cat/1.png'"),
     "a name twice": (lambda t: vectors(t, names=["a"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
-    "vectors of no shape": (lambda t: vectors(t, names=["a"], vectors=np.ones(1)), r"float64 of shape \(1,\)"),
     "integer vectors": (lambda t: vectors(t, names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),
     "no vectors": (lambda t: vectors(t, names=["a"]), "vectors.*not a file in the archive"),
     "NaN in vectors": (lambda t: vectors(t, names=FILES, vectors=np.full((8, 2), np.nan)), "vectors hold NaN, inf"),
-    "beyond fp16": (lambda t: vectors(t, names=FILES, vectors=np.full((8, 2), 1e5)), "beyond 65,504"),
     "vectors of zeros": (lambda t: vectors(t, names=FILES, vectors=np.zeros((8, 2))), "nothing but zeros"),
 }  # fmt: skip
 

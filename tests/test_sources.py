@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("base")
 @pytest.mark.parametrize(("pack", "suffix"), [(gzip.compress, ".gz"), (bytes, "")])
 def test_idx_round_trip(tmp_path, pack, suffix):
     sets = write_mnist(tmp_path / "m", pack=pack, suffix=suffix)
-    prepare(tmp_path / "m", source="mnist")
+    prepare(tmp_path / "m")
     for split, (images, labels) in sets.items():
         found, found_labels = everything(split=split)
         np.testing.assert_array_equal(found, images[:, None])
@@ -30,11 +30,7 @@ def test_idx_round_trip(tmp_path, pack, suffix):
     refused("6. labels for .20, 6. images", prepare, tmp_path / "m")
     prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0)  # one file, without labels
     assert open_dataset("toy").num_classes == 0 and len(everything()[0]) == 20
-
-
-def test_arrays_are_scaled_like_image_files(tmp_path):
-    sets = write_mnist(tmp_path / "m")
-    prepare(tmp_path / "m", resolution=5)
+    prepare(next((tmp_path / "m").glob("train-images*")), val_fraction=0, resolution=5)  # scaled like image files
     expected = [reference_crop(Image.fromarray(image), 5) for image in sets["train"][0]]
     np.testing.assert_array_equal(everything()[0][:, 0], expected)
 
@@ -42,9 +38,9 @@ def test_arrays_are_scaled_like_image_files(tmp_path):
 @pytest.mark.parametrize("key", ["arr_1", "labels", None])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_round_trip(tmp_path, key, save):
-    """A number that no image has is no class."""
+    """Also behind 64 KB of another array. A number that no image has is no class."""
     images, labels = RNG.integers(0, 256, (30, 8, 8, 3), np.uint8), np.arange(30, dtype=np.int32) % 7
-    save(tmp_path / "a.npz", arr_0=images, **({key: 3 * labels + 1} if key else {}))
+    save(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images, **({key: 3 * labels + 1} if key else {}))
     out = report(tmp_path / "a.npz", val_fraction=0)
     np.testing.assert_array_equal(everything()[0], images.transpose(0, 3, 1, 2))
     assert everything()[1].tolist() == (labels.tolist() if key else [0] * 30)
@@ -52,12 +48,6 @@ def test_npz_round_trip(tmp_path, key, save):
     assert ("7 class numbers from 1 to 19 have images: others are no classes" in out) == bool(key)
     prepare(tmp_path / "a.npz", labels="none")
     assert open_dataset("toy").num_classes == 0
-
-
-def test_an_array_behind_64_kb_of_an_npz_is_found(tmp_path):
-    images = np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3)
-    np.savez(tmp_path / "a.npz", protocol="x" * 2**14, arr_0=images)
-    np.testing.assert_array_equal(sources.open_arrays(tmp_path / "a.npz")[0], images)
 
 
 def test_cifar10_round_trip(tmp_path):
@@ -87,18 +77,16 @@ def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
 
 ARRAYS = {
     "12 bits": RNG.integers(0, 4096, (30, 8, 8)).astype(np.uint16),
-    "signed": RNG.integers(-1000, 3000, (30, 8, 8, 1)).astype(np.int16),
-    "Fortran's order": np.asfortranarray(RNG.normal(size=(30, 8, 8))),
+    "signed, in Fortran's order": np.asfortranarray(RNG.integers(-1000, 3000, (30, 8, 8, 1)).astype(np.int16)),
     "five bands": RNG.normal(size=(30, 8, 8, 5)).astype(np.float32),
     "bytes in four bands": RNG.integers(0, 256, (30, 8, 8, 4), np.uint8),
 }
 
 
-@pytest.mark.parametrize("what", ARRAYS)
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_arrays_come_back_in_their_range(tmp_path, what, suffix):
+def test_arrays_come_back_in_their_range(tmp_path, array, suffix):
     """To fp16's 11 bits of the range; bytes exactly."""
-    array = ARRAYS[what]
     file = tmp_path / f"a.{suffix}"
     np.save(file, array) if suffix == "npy" else np.savez(file, arr_0=array)
     line = report(file, val_fraction=0)

@@ -101,13 +101,3 @@ def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):
     again, first = load_run(str(tmp_path / "a.safetensors"), "cpu"), load_run("a", "cpu")
     assert_identical(again.model.state_dict(), first.model.state_dict())
     np.testing.assert_array_equal(again.sample(num_images=2, steps=2), first.sample(num_images=2, steps=2))
-
-
-def test_a_model_without_vectors_does_not_silently_ignore_those_of_a_set(base, run_script):
-    make_data("plain", class_names=())
-    make_data(class_names=(), vectors_of=one_hot)
-    make_run(run_script, "a", "--data=plain")
-    args = [arg for arg in TINY if not arg.startswith(("--depth", "--patch_size"))]
-    said = "data='tiny' has vector_dim 8, the model wants 0"
-    refused(said, run_script, "base_train", *args, "--init_from=a", "--model_tag=b")
-    refused(said, run_script, "base_eval", "--model=a", "--metric=loss", "--data=tiny", "--device_type=cpu")

@@ -83,9 +83,8 @@ def open_unzipped(path: str | Path):
     """A binary file, decompressed as it is read if it is gzipped."""
     with open(path, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    if is_gzip:
-        return gzip.open(path, "rb")
-    return open(path, "rb")
+    opener = gzip.open if is_gzip else open
+    return opener(path, "rb")
 
 
 def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> Iterator:

@@ -45,12 +45,6 @@ def data_dir() -> Path:
     return base_dir().absolute() / "data"
 
 
-def set_path(name: str) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name):
-        raise UserError(f"name={name!r} cannot name a data set; accepted: letters, digits and _ . + - (no /)")
-    return data_dir() / name
-
-
 def is_set(folder: Path) -> bool:
     return os.path.isfile(folder / "meta.json")  # False for overlong names
 
@@ -88,13 +82,10 @@ class Dataset:
             part = self.meta["splits"][split]
             self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
             self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
-            self.num_images = part["num_images"]
             self._shards = part["shards"]
             # (shards,) the index after the last image of each
             self._ends = np.cumsum([entry["num_images"] for entry in self._shards])
-            if self._ends[-1] != len(self):
-                shards = f"{self._ends[-1]:,} images in shards of {split}"
-                raise UserError(f"{path}/meta.json is damaged: {shards}, {len(self):,} in all")
+            self.num_images = int(self._ends[-1])
             self.buckets = {}  # shards of one size follow each other
             for entry, end in zip(self._shards, self._ends.tolist()):
                 size = tuple(entry.get("size", (self.resolution, self.resolution)))
@@ -105,8 +96,9 @@ class Dataset:
                 with reading(file):
                     found = file.stat().st_size
                 if found != entry["bytes"]:
-                    wanted = f"{found:,} bytes, meta.json says {entry['bytes']:,}"
-                    raise UserError(f"{file} is damaged or truncated: it has {wanted}")
+                    raise UserError(
+                        f"{file} is damaged or truncated: it has {found:,} bytes, meta.json says {entry['bytes']:,}"
+                    )
             self._folder = path.stat().st_ino
             self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
             self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
@@ -213,10 +205,8 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
 
 def same_order(names: list[str], known: list[str]) -> bool:
     """Can equally many classes be matched by order, since one side's are called "0", "1", ...?"""
-    if len(names) != len(known):
-        return False
-    numbers = [str(i) for i in range(len(known))]
-    return numbers in (list(names), list(known))
+    numbers = [*map(str, range(len(names)))]
+    return len(names) == len(known) and numbers in ([*names], [*known])
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
@@ -331,8 +321,7 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
     array = np.ascontiguousarray(array)
     manifest = {}
     with writing(path, manifest) as file:
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data)  # np.save would not say which error stopped it
+        np.save(file, array)
     written = manifest[path.name]
     entry = {
         "file": path.name,
@@ -357,8 +346,10 @@ class DatasetWriter:
     """
 
     def __init__(self, name, class_names=(), overwrite=False, wait=False):
-        self.path = path = set_path(name)
-        self.parts = path.with_name(f".{path.name}.parts")  # see resume
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name):
+            raise UserError(f"name={name!r} cannot name a data set; accepted: letters, digits and _ . + - (no /)")
+        self.path = data_dir() / name
+        self.parts = data_dir() / f".{name}.parts"  # see resume
         self.overwrite = overwrite
         self.wait = wait
         self.meta = {
@@ -379,12 +370,14 @@ class DatasetWriter:
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
+        hint = "it is no data set"
+        may_replace = False
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # of a writer killed as it ended
-        may_replace = is_set(path) and (self.overwrite or wait)
+            hint = "--overwrite replaces it"
+            may_replace = self.overwrite or wait
         if path.exists() and not may_replace:
             self._lock.close()
-            hint = "--overwrite replaces it" if is_set(path) else "it is no data set"
             raise UserError(f"{path} exists already ({hint}); choose another --name")
         self.folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=tmp))
         return self

@@ -4,11 +4,11 @@ import csv
 import io
 import itertools
 import json
-import posixpath
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from posixpath import basename, dirname, join, splitext
 
 import numpy as np
 
@@ -34,12 +34,12 @@ def text_of(payload: str | bytes, where: str) -> str:
     if isinstance(payload, str):
         with reading(where):
             content = Path(payload).read_bytes()
-    if b"\0" in content:
-        raise UserError(f"{where} is in UTF-16; accepted: UTF-8")
     try:
-        return content.decode("utf-8-sig")
+        if b"\0" not in content:  # else it is in UTF-16
+            return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{where} is in Latin-1 or another code; accepted: UTF-8") from None
+        pass
+    raise UserError(f"{where} is in UTF-16, Latin-1 or another code; accepted: UTF-8")
 
 
 def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
@@ -89,9 +89,11 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
             facts = class_and_caption(row, options)
             if row.get(None) or not file.lower().endswith(SUFFIXES):  # None: more cells than columns
                 found = ",".join(str(value) for value in values if value is not None)
-                accepted = "rows of file,class or a header with the columns file and label, or text"
-                raise UserError(f"{where}, line {number}: found {found!r}; accepted: {accepted}")
-            before = table.setdefault(cleaned(posixpath.join(folder, file)), facts)
+                raise UserError(
+                    f"{where}, line {number}: found {found!r}; "
+                    "accepted: rows of file,class or a header with the columns file and label, or text"
+                )
+            before = table.setdefault(cleaned(join(folder, file)), facts)
             if before != facts:
                 raise UserError(f"{where}, line {number}: {file!r} has {facts} here and {before} before")
         if not any(map(any, table.values())):
@@ -110,9 +112,9 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
     table = None
     for stream in streams:
         for name, payload in stream(TABLES):
-            if posixpath.basename(name) in TABLES:
+            if basename(name) in TABLES:
                 table = table or {}
-                read_table(table, payload, name, options, posixpath.dirname(name))
+                read_table(table, payload, name, options, dirname(name))
     return table
 
 
@@ -128,28 +130,26 @@ def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tup
         for _, group in itertools.groupby(members, lambda member: key_of(member[0])):
             group = dict(group)
             images = [name for name in group if is_image(name)]
-            rows = {posixpath.splitext(name)[0]: {} for name in images}
+            rows = {splitext(name)[0]: {} for name in images}
             if len(rows) > 1:
                 ignored["keys of several images, such as x.jpg and x.seg.png"] += 1
             for name in sorted(group.keys() - images):
-                stem, suffix = posixpath.splitext(name)
-                base = posixpath.basename(name)
+                stem, suffix = splitext(name)
+                base = basename(name)
                 if len(rows) == 1:
                     (stem,) = rows
-                row = rows.get(stem)
-                if row is not None and suffix in BESIDE:
-                    row[BESIDE[suffix]] = text_of(group[name], name)
-                    continue
-                if row is not None and suffix == ".json":
+                found = {}
+                if stem in rows and suffix == ".json":
                     with reading(name):
                         found = json.loads(text_of(group[name], name))
-                    if isinstance(found, dict) and any(class_and_caption(found, options)):
-                        rows[stem] = found | row
-                        continue
-                if base not in TABLES:
+                if stem in rows and suffix in BESIDE:
+                    rows[stem][BESIDE[suffix]] = text_of(group[name], name)
+                elif isinstance(found, dict) and any(class_and_caption(found, options)):
+                    rows[stem] = found | rows[stem]
+                elif base not in TABLES:
                     ignored[suffix or base] += 1
             for name in images:
-                label_beside, caption_beside = class_and_caption(rows[posixpath.splitext(name)[0]], options)
+                label_beside, caption_beside = class_and_caption(rows[splitext(name)[0]], options)
                 label, caption = table.get(name, (unlisted, ""))
                 if options.labels == "auto" and label_beside:
                     label = label or label_beside
@@ -182,27 +182,27 @@ def val_mask(num: int, val_fraction: float, seed: int) -> np.ndarray:
 
 
 def split_folders(places: list[Place]) -> list[Place]:
-    """Find the splits of places, and cut their names off the folders -> the places in a split.
+    """Find the splits of places, and the first folder below a split's -> the places in a split.
 
     A train/ folder with val/ or test/ beside it is a split. One folder around all others, as in many archives, is
     cut off, too.
     """
-    tops = {place.folder.partition("/")[0] for place in places}
-    below = {place.folder.partition("/")[2].partition("/")[0].lower() for place in places}
-    if len(tops) == 1 and ("" not in below or "train" in below):
-        for place in places:
-            place.folder = place.folder.partition("/")[2]
-    tops = [place.folder.partition("/")[0].lower() for place in places]
+    paths = [[*place.folder.split("/"), ""] for place in places]
+    below = {path[1].lower() for path in paths}
+    if len({path[0] for path in paths}) == 1 and ("" not in below or "train" in below):
+        paths = [path[1:] for path in paths]
+    tops = [path[0].lower() for path in paths]
     val = next((folder for folder in VAL_FOLDERS if folder in tops), None)
-    if val is None or "train" not in tops:
-        return places
-    for place, top in zip(places, tops):
-        place.split = {"train": "train", val: "val"}.get(top)
-        place.folder = place.folder.partition("/")[2]
+    if val and "train" in tops:
+        paths = [path[1:] for path in paths]
+        for place, top in zip(places, tops):
+            place.split = {"train": "train", val: "val"}.get(top)
     num_beside = sum(place.count for place in places if place.split is None)
     if num_beside:
         print0(f"left out {num_beside:,} images beside train/ and {val}/")
-    return [place for place in places if place.split]
+    for place, path in zip(places, paths):
+        place.folder = "".join(path[:1])
+    return [place for place in places if place.split is not None]
 
 
 def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
@@ -226,13 +226,14 @@ def classify(places: list[Place], labels: str, row: str | None = None) -> list[s
         return []
     if labels == "folder":
         for place in places:
-            place.label = place.folder.partition("/")[0]
+            place.label = place.folder
     absent = [place for place in places if place.label is None] or [place for place in places if not place.label]
     if absent:
         of_all = f"{sum(place.count for place in absent):,} of {sum(place.count for place in places):,} images"
-        missing = f"labels={labels!r} gives no class for {of_all}, such as {absent[0].example!r}"
+        hint = f"; a row of the table: {row!r}" if row else ""
         raise UserError(
-            f"{missing} (--labels=none needs none; --pairs takes second images; a row of the table: {row!r})"
+            f"labels={labels!r} gives no class for {of_all}, such as {absent[0].example!r} "
+            f"(--labels=none needs none; --pairs takes second images{hint})"
         )
     class_names = sorted({place.label for place in places})
     if all(name.isdecimal() for name in class_names):

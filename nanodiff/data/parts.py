@@ -86,15 +86,16 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
     for (split, _), members in sorted(alike.items()):
         images = np.stack([item.payload for item in members])
         path = folder / f"{split}_images_{number:05d}_{len(groups)}.npy"
-        group = {
-            "name": members[0].name,
-            "split": split,
-            "shape": images.shape,
-            "shard": write_npy(path, images),
-            "y": [item.label for item in members],
-            "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
-        }
-        groups.append(group)
+        groups.append(
+            {
+                "name": members[0].name,
+                "split": split,
+                "shape": images.shape,
+                "shard": write_npy(path, images),
+                "y": [item.label for item in members],
+                "rows": {name: [item.rows[name] for item in members] for name in members[0].rows},
+            }
+        )
     note = {"counts": counts, "skipped": skipped, "groups": groups}
     write_note(file, note)
     return note

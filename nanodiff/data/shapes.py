@@ -21,18 +21,15 @@ RADII = 0.34, 0.46  # least and largest, of the circumscribed circle; the image'
 SUPERSAMPLES = 4  # per pixel and axis
 
 
-def draw_shapes(num: int, seed, resolution: int = 16, classes=None) -> tuple[np.ndarray, np.ndarray]:
+def draw_shapes(num: int, seed, resolution: int = 16) -> tuple[np.ndarray, np.ndarray]:
     """Images (num, 3, resolution, resolution) uint8 and labels (num,) int64, a function of the arguments.
 
-    `seed`: an integer >= 0 or a tuple of them. `classes` (num,) sets the labels; else, like colour, size and place
-    within the image, they are uniform.
+    `seed`: an integer >= 0 or a tuple of them. Label, colour, size and place within the image are uniform.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(CLASS_NAMES), size=num)
     colours = COLOURS[rng.integers(len(COLOURS), size=num)]  # (num, 3)
     poses = draw_poses(num, rng)
-    if classes is not None:
-        labels = np.array(classes, np.int64)
     return paint(labels, colours, poses, resolution), labels
 
 
@@ -76,11 +73,11 @@ def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
     """Random radius, x and y of the centre of shapes within the image: (num, 3) float64."""
-    u_radius, u_x, u_y = rng.uniform(size=(3, num))
+    u_radius, *u_place = rng.uniform(size=(3, num))
     smallest, largest = radii
     radius = smallest + (largest - smallest) * u_radius
     room = 1 - 2 * radius
-    return np.stack([radius, radius + room * u_x, radius + room * u_y], 1)
+    return np.stack([radius, *(radius + room * u for u in u_place)], 1)
 
 
 def within(poses: np.ndarray, radii) -> np.ndarray:

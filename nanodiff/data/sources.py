@@ -5,13 +5,13 @@ import glob
 import hashlib
 import itertools
 import os
-import posixpath
 import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from posixpath import basename, dirname, relpath, splitext
 
 import numpy as np
 
@@ -75,10 +75,8 @@ class Source:
 
 def detect(path: Path) -> str:
     if path.is_dir():
-        if mnist_files(path):
-            return "idx"
-        return "folder"
-    if path.name == posixpath.basename(CIFAR10_URL):
+        return "idx" if mnist_files(path) else "folder"
+    if path.name == basename(CIFAR10_URL):
         return "cifar10"
     if path.suffix in (".npz", ".npy", ".zip"):
         return path.suffix[1:]
@@ -94,12 +92,14 @@ def open_source(source: str, path: str, options: Options) -> Source:
     file = at(path)
     is_there = path and (file.exists() or glob.glob(str(file)))
     if source == "cifar10" and not path:
-        file = base_dir() / "downloads" / posixpath.basename(CIFAR10_URL)
+        file = base_dir() / "downloads" / basename(CIFAR10_URL)
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif source != "shapes" and not is_there:
-        accepted = "a file, a folder, or a pattern of tars with * or ?; only --source=shapes and cifar10 need none"
-        raise UserError(f"there is no path={path!r}; accepted: {accepted}")
+        raise UserError(
+            f"there is no path={path!r}; accepted: a file, a folder, or a pattern of tars with * or ?; "
+            "only --source=shapes and cifar10 need none"
+        )
     if source == "auto":
         source = detect(file)
     if source in CONTAINERS:
@@ -153,9 +153,9 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     wanted = SUFFIXES if options.aspect_buckets else ()  # files whose content is read
     for name, payload, label, caption in read(wanted):
         if options.labels == "file":
-            start, underscore, _ = posixpath.basename(name).partition("_")
+            start, underscore, _ = basename(name).partition("_")
             label = start if underscore else ""
-        key = posixpath.dirname(name), label
+        key = dirname(name), label
         place = places.setdefault(key, Place(*key, name))
         place.count += 1
         place_of.append(place)
@@ -166,8 +166,11 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if not places:
         raise UserError(f"no images in {path}; looked for {', '.join(SUFFIXES)}")
     places = list(places.values())
-    has_labels = any(place.label for place in places)
-    needs = {"label_column": has_labels, "caption_column": num_captions, "captions": num_captions}
+    needs = {
+        "label_column": any(place.label for place in places),
+        "caption_column": num_captions,
+        "captions": num_captions,
+    }
     for setting, found in needs.items():
         value = getattr(options, setting)
         if value and not found:
@@ -236,7 +239,7 @@ def read_cifar10(path: Path, options: Options) -> Source:
     def blocks():
         left = set(CIFAR10_BATCHES)
         for member, data in read_tar(tuple(CIFAR10_BATCHES), path):
-            name = posixpath.basename(member)
+            name = basename(member)
             if name in left:
                 left.remove(name)
                 with reading(path):
@@ -293,8 +296,9 @@ def read_idx(path: Path, options: Options) -> Source:
         if beside != file:
             labels.append(open_idx(beside, 1))
     counts = [*map(len, images)]
-    if labels and [*map(len, labels)] != counts:
-        raise UserError(f"{path} has {[*map(len, labels)]} labels for {counts} images")
+    num_labels = [*map(len, labels)]
+    if labels and num_labels != counts:
+        raise UserError(f"{path} has {num_labels} labels for {counts} images")
     class_names = class_numbers(np.concatenate(labels) if labels else None)
     splits = files if len(files) > 1 else [""]
     blocks = zip(splits, images, labels or [None] * len(files))
@@ -303,27 +307,24 @@ def read_idx(path: Path, options: Options) -> Source:
 
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
     """The arrays of an .npz, or the one in an .npy under this name."""
-    file = np.load(path, mmap_mode="r", allow_pickle=False)
+    file = np.load(path, mmap_mode="r")
     if isinstance(file, np.ndarray):
         return {name: file}
     return file
 
 
-def mapped(path: Path, name: str) -> np.ndarray:
-    """Memory-map one array of an .npz, as 50,000 samples of 256 px are 10 GB. A compressed array is read whole."""
+def mapped(path: Path) -> np.ndarray:
+    """Memory-map `arr_0` of an .npz, as 50,000 samples of 256 px are 10 GB. A compressed array is read whole."""
     with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(f"{name}.npy")
+        info = archive.getinfo("arr_0.npy")
         if info.compress_type != zipfile.ZIP_STORED:
-            return load_arrays(path, name)[name]
+            return np.load(path)["arr_0"]
         with archive.open(info) as member:
+            start = archive.fp.tell()  # open has read what stands before the member's content
             np.lib.format.read_magic(member)
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-            npy_header = member.tell()
-    # A local header has 30 bytes, the last four of which are the lengths of a name and an extra field behind it
-    lengths = np.fromfile(path, "<u2", 2, offset=info.header_offset + 26)
-    start = info.header_offset + 30 + int(lengths.sum()) + npy_header
-    order = "F" if fortran else "C"
-    return np.memmap(path, dtype, "r", start, shape, order)
+            start += member.tell()
+    return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
 def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
@@ -335,12 +336,13 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
-        images = file["arr_0"] if isinstance(file, dict) else mapped(path, "arr_0")
+        images = file["arr_0"] if isinstance(file, dict) else mapped(path)
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
     if images.dtype.kind not in "uif" or images.ndim not in (3, 4) or not len(images):
-        given = f"{images.dtype} of shape {images.shape}"
-        raise UserError(f"{path} holds {given}; accepted: numbers of shape (N, H, W) or (N, H, W, C)")
+        raise UserError(
+            f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
+        )
     if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
         raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
     if labels is not None:
@@ -358,8 +360,10 @@ def read_arrays(path: Path, options: Options) -> Source:
     is_bytes = images.dtype == np.uint8
     is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
     if images.shape[1] != images.shape[2] and not is_picture:
-        given = f"{images.dtype} of shape {images.shape}"
-        raise UserError(f"{path} holds {given}; accepted: squares, or uint8 with 1 or 3 channels, which can be scaled")
+        raise UserError(
+            f"{path} holds {images.dtype} of shape {images.shape}; "
+            "accepted: squares, or uint8 with 1 or 3 channels, which can be scaled"
+        )
     facts = len(images), class_numbers(labels), options
     if is_bytes:
         return array_source([("", images, labels)], *facts)
@@ -396,8 +400,10 @@ def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
         rows = file[name]
         names = [cleaned(str(image)) for image in file.get("names", [])]
     if rows.dtype.kind != "f" or rows.ndim not in (2, 3):
-        found = f"{rows.dtype} of shape {rows.shape}"
-        raise UserError(f"{name}={str(path)!r} holds {found}; accepted: floats of shape (N, D) or (N, L, D)")
+        raise UserError(
+            f"{name}={str(path)!r} holds {rows.dtype} of shape {rows.shape}; "
+            "accepted: floats of shape (N, D) or (N, L, D)"
+        )
     return names, rows
 
 
@@ -447,12 +453,12 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
     """Give each item its second image: in a folder, the file of its path but for the suffix; for arrays, a row."""
 
     def stem(name):
-        return posixpath.splitext(name)[0]
+        return splitext(name)[0]
 
     if source.unread and path.is_dir():
         files, _ = open_folder(path)
         seconds = [file for file in files if is_image(file)]
-        names = [stem(posixpath.relpath(file, path)) for file in seconds]
+        names = [stem(relpath(file, path)) for file in seconds]
     elif not source.unread and path.suffix in (".npy", ".npz"):
         files = [path]
         names = []
@@ -473,7 +479,6 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
 READERS = {
     "shapes": read_shapes,
     "cifar10": read_cifar10,
-    "mnist": read_idx,
     "idx": read_idx,
     "npz": read_arrays,
     "npy": read_arrays,
