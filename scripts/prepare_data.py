@@ -145,14 +145,15 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if counts["enlarged"]:
         print0(f"enlarged {counts['enlarged']:,} images that are smaller than {resolution} pixels")
     if counts["dark"]:
-        number = f"{counts['dark']:,}"
-        print0(f"nearly black: {number} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)")
+        print0(
+            f"nearly black: {counts['dark']:,} images have no value above 63 of 255 (as of 12 bits in a 16-bit file)"
+        )
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if class_names:
         found = sorted((per_class[label], label) for label, _ in enumerate(class_names))
         rarest = [f"{class_names[label]} {number:,}" for number, label in found[:20]]
-        print0(f"training images of classes: {', '.join(rarest)}{', ...' if len(found) > 20 else ''}")
+        print0(f"training images of each class, rarest first: {', '.join(rarest)}{', ...' if len(found) > 20 else ''}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made

@@ -66,8 +66,9 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
         if dataset is not None and dataset.meta["kind"] == "latents":
             found = dataset.meta["latents"]
             if found["sha256"] != info["sha256"]:
-                made_by = found["autoencoder"]
-                raise UserError(f"{dataset.name!r} holds latents of {made_by}, the model wants {info['autoencoder']}'s")
+                raise UserError(
+                    f"{dataset.name!r} holds latents of {found['autoencoder']}, the model wants {info['autoencoder']}'s"
+                )
             info["parts"] = found["parts"]
             info["copies"] = found["copies"]
             wanted["channels"] *= info["parts"] * info["copies"]

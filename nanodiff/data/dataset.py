@@ -199,8 +199,10 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
     if same_order(names, known):
         return list(range(len(names)))
     unknown = next(name for name in names if name not in known)
-    counts = f"the {len(names)} classes here is not among the {len(known)} classes there"
-    raise UserError(f"{what}: {unknown!r} of {counts}; accepted: classes called {', '.join(known[:5])}, ...")
+    raise UserError(
+        f"{what}: {unknown!r} of the {len(names)} classes here is not among the {len(known)} classes there; "
+        f"accepted: classes called {', '.join(known[:5])}, ..."
+    )
 
 
 def same_order(names: list[str], known: list[str]) -> bool:

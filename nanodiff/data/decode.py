@@ -138,8 +138,10 @@ def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, 
         if not sizes or (height, width) in sizes:
             return payload.transpose(2, 0, 1), min(height, width)
         if payload.dtype != np.uint8 or channels not in (1, 3):
-            given = f"{payload.dtype} of {width}x{height} with {channels} channels"
-            raise UserError(f"resolution: only uint8 with 1 or 3 channels can be scaled, not {given}")
+            raise UserError(
+                "resolution: only uint8 with 1 or 3 channels can be scaled, "
+                f"not {payload.dtype} of {width}x{height} with {channels} channels"
+            )
         if channels == 1:
             payload = payload.squeeze(2)
         image = import_pillow().fromarray(payload)
@@ -220,5 +222,7 @@ def check_size(name: str, shape: tuple, first_name: str, first_shape: tuple) -> 
     """Raise UserError unless an image, by its name and shape (C, H, W), is a square of the first image's size."""
     _, height, width = shape
     if height != width or tuple(shape) != tuple(first_shape):
-        sizes = f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}"
-        raise UserError(f"{sizes}; without prepare_data's --resolution all images must be squares of one size")
+        raise UserError(
+            f"{first_name!r} is {first_shape[2]}x{first_shape[1]}, {name!r} is {width}x{height}; "
+            "without prepare_data's --resolution all images must be squares of one size"
+        )

@@ -74,8 +74,10 @@ def open_matching(path: str, info: dict):
         raise UserError("it is not known which autoencoder made these latents")
     model = open_autoencoder(path)
     if info["sha256"] and model.sha256 != info["sha256"]:
-        made_by = f"{info['autoencoder']} (SHA-256 {info['sha256'][:16]}...)"
-        raise UserError(f"these latents were made by {made_by}, not by {model.name} ({model.sha256[:16]}...)")
+        raise UserError(
+            f"these latents were made by {info['autoencoder']} (SHA-256 {info['sha256'][:16]}...), "
+            f"not by {model.name} ({model.sha256[:16]}...)"
+        )
     if model.latent_channels != len(info["offset"]):
         raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {len(info['offset'])}")
     return model
@@ -112,5 +114,7 @@ def check_sides(dataset, autoencoder) -> None:
     kind = dataset.meta["kind"]
     sides = {dataset.resolution}.union(*dataset.buckets)
     if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):
-        given = f"{kind}, {dataset.channels} channels, sides of {', '.join(map(str, sorted(sides)))} px"
-        raise UserError(f"data={dataset.name!r} holds {given}; accepted: images, 3 channels, multiples of {unit} px")
+        raise UserError(
+            f"data={dataset.name!r} holds {kind}, {dataset.channels} channels, sides of "
+            f"{', '.join(map(str, sorted(sides)))} px; accepted: images, 3 channels, multiples of {unit} px"
+        )

@@ -90,12 +90,11 @@ def detect(path: Path) -> str:
 def open_source(source: str, path: str, options: Options) -> Source:
     """The images of a source, one of SOURCES or "auto"."""
     file = at(path)
-    is_there = path and (file.exists() or glob.glob(str(file)))
     if source == "cifar10" and not path:
         file = base_dir() / "downloads" / basename(CIFAR10_URL)
         if not file.is_file():
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
-    elif source != "shapes" and not is_there:
+    elif source != "shapes" and not (path and (file.exists() or glob.glob(str(file)))):
         raise UserError(
             f"there is no path={path!r}; accepted: a file, a folder, or a pattern of tars with * or ?; "
             "only --source=shapes and cifar10 need none"
