@@ -97,7 +97,7 @@ def test_unreadable_files_are_skipped_and_named(tmp_path):
         assert reasons.keys() == {*files, "float.tif"}
         assert "PNG" in reasons["text.jpg"] and "unknown" in reasons["float.tif"]
         assert reasons["eps.jpg"] == reasons["text.jpg"]
-        assert "classes: cat 4, dog 4\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
+        assert "first: cat 4, dog 4\n" in out and "enlarged 8 images" in out and "skipped 5 unreadable" in out
 
 
 def test_values_that_fill_little_of_their_range_are_named(tmp_path):
