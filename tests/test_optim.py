@@ -215,12 +215,12 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
 def test_every_trainable_parameter_is_in_exactly_one_group(make, optimizer):
     model = make()
     opt = make_optimizer(model, optimizer, lr=1e-3, muon_lr=0.02, weight_decay=0.1)
-    names = [name for group in opt.param_groups for name in group["names"]]
+    names = [name for group in opt.param_groups for name in group["params"]]
     assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
     for group in opt.param_groups:
         assert group["lr"] == group["initial_lr"] == {"muon": 0.02, "adamw": 1e-3}[group["kind"]]
-        assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])
-    muon = [name for group in opt.param_groups if group["kind"] == "muon" for name in group["names"]]
+        assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"].values())
+    muon = [name for group in opt.param_groups if group["kind"] == "muon" for name in group["params"]]
     blocks = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")
     for name, p in model.named_parameters():
         block_matrix = p.ndim >= 2 and name.startswith(blocks) and not name.startswith("input_blocks.0.")

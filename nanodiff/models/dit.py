@@ -98,7 +98,7 @@ def token_angles(
     base: float,
     dim: int,
     device,
-) -> torch.Tensor:
+):
     """Each token's row and column times base^(-i / dim): (T, 2, dim), T = rows * cols.
 
     A square of G tokens on a side counts from 0 to G-1; rectangles are centred on the same point.
@@ -164,14 +164,6 @@ def run_block(config, block, *args):
 # Blocks
 
 
-def rms_norm(x):
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
-
-
-def layer_norm(x):
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6)
-
-
 def attention(q, k, v):
     """softmax(q k^T / sqrt(head_dim)) v; each (N, heads, T, head_dim)."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) <= 288:
@@ -183,8 +175,10 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def modulate(x, shift, scale):
-    return x * (1 + scale) + shift  # x (N, T, C); shift, scale (N, 1, C): one per image
+def modulate(norm, x, shift, scale):
+    """x (N, T, C), normalised by F.rms_norm or F.layer_norm, times 1 + scale, plus shift, both (N, 1, C)."""
+    h = norm(x.float(), x.shape[-1:], eps=1e-6)
+    return h * (1 + scale) + shift
 
 
 class Block(nn.Module):
@@ -196,11 +190,8 @@ class Block(nn.Module):
         hidden = config.mlp_hidden
         self.heads = config.heads
         self.modern = config.block == "modern"
-        self.norm = layer_norm
-        fc1_width = hidden
-        if self.modern:
-            self.norm = rms_norm
-            fc1_width = 2 * hidden  # gate and up in one matrix
+        self.norm = F.rms_norm if self.modern else F.layer_norm
+        fc1_width = 2 * hidden if self.modern else hidden  # gate and up in one matrix
         bias = not self.modern
         self.qkv = nn.Linear(C, 3 * C, bias=bias)
         self.proj = nn.Linear(C, C, bias=bias)
@@ -210,12 +201,12 @@ class Block(nn.Module):
 
     def forward(self, x, c, rotation):
         # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
-        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 6 C)
-        shift1, scale1, gate1, shift2, scale2, gate2 = ada.chunk(6, dim=-1)
+        ada = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C) each
+        shift1, scale1, gate1, shift2, scale2, gate2 = ada
         # Gates and sums are computed in fp32, then rounded to the stream's dtype
-        h = modulate(self.norm(x.float()), shift1, scale1)
+        h = modulate(self.norm, x, shift1, scale1)
         x = (x + gate1 * self.attention(h, rotation)).to(x.dtype)
-        h = modulate(self.norm(x.float()), shift2, scale2)
+        h = modulate(self.norm, x, shift2, scale2)
         return (x + gate2 * self.mlp(h)).to(x.dtype)
 
     def attention(self, x, rotation):
@@ -230,7 +221,8 @@ class Block(nn.Module):
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
         # split, not slices: the backward of a slice writes a full fp32 qkv of zeros, and reads it again
         qk, v = qkv.split((2, 1), dim=2)
-        a, b = rms_norm(qk.float()).chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
+        normed = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
+        a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         turned = (a * cos - b * sin, a * sin + b * cos)
         qk = torch.cat(turned, dim=-1).to(qkv.dtype)
         q, k = qk.unbind(2)
@@ -248,15 +240,13 @@ class Final(nn.Module):
 
     def __init__(self, config: DiTConfig):
         super().__init__()
-        self.norm = rms_norm if config.block == "modern" else layer_norm
+        self.norm = F.rms_norm if config.block == "modern" else F.layer_norm
         self.linear = nn.Linear(config.width, config.patch_size**2 * config.out_channels)
         self.ada = nn.Linear(config.width, 2 * config.width)
 
     def forward(self, x, c):  # (N, T, C), (N, C) -> (N, T, p*p*out)
-        ada = self.ada(c).float().unsqueeze(1)  # (N, 1, 2 C)
-        shift, scale = ada.chunk(2, dim=-1)
-        h = modulate(self.norm(x.float()), shift, scale)
-        return self.linear(h)
+        shift, scale = self.ada(c).float().unsqueeze(1).chunk(2, dim=-1)  # (N, 1, C) each
+        return self.linear(modulate(self.norm, x, shift, scale))
 
 
 class DiT(nn.Module):

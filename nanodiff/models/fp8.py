@@ -5,6 +5,8 @@ Each tensor has one scale. A weight's is exact. Those of inputs and gradients st
 only a scale known beforehand lets Inductor cast in the kernels that write these tensors.
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -13,23 +15,25 @@ from nanodiff.dist import from_first_rank
 from nanodiff.models.build import uncompiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# How far beyond the calibrated maximum a number may go before it is clamped. Gradients change faster, and e5m2 keeps
-# its precision over 30 powers of two
-X_HEADROOM, G_HEADROOM = 2.0, 64.0
 
 
-def scale_for(largest: float | torch.Tensor, dtype, headroom: float = 1.0):
-    return (largest + 1e-20) * headroom / torch.finfo(dtype).max
+def scale_for(x, dtype, headroom=1.0):
+    """How much a unit in `dtype` stands for, so that `headroom` times the largest number of x fits."""
+    largest = x.abs().amax().float() + 1e-20
+    return largest * headroom / torch.finfo(dtype).max
 
 
 def to_fp8(x, scale, dtype):
     top = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-top, top).to(dtype)  # overflow would be NaN in e4m3
+    x = (x.float() / scale).clamp(-top, top)  # overflow would be NaN in e4m3
+    return x.to(dtype).contiguous()
 
 
-def product(a, b, scale_a, scale_b):
-    """a (M, K) b (N, K)^T -> (M, N) bf16, of fp8 numbers times their scales."""
-    return torch._scaled_mm(a, b.T, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+def product(a, a_scale, dtype, b, b_scale):
+    """a (M, K) b (N, K)^T -> (M, N) bf16, with a in the fp8 `dtype` and b in e4m3."""
+    a = to_fp8(a, a_scale, dtype)
+    b = to_fp8(b, b_scale, E4M3)
+    return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 class Product(torch.autograd.Function):
@@ -37,71 +41,65 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, x_scale, g_scale):
-        w_scale = scale_for(w.float().abs().amax(), E4M3)
+        w_scale = scale_for(w, E4M3)
         ctx.save_for_backward(x, w, g_scale, w_scale)
-        return product(to_fp8(x, x_scale, E4M3), to_fp8(w, w_scale, E4M3), x_scale, w_scale)
+        return product(x, x_scale, E4M3, w, w_scale)
 
     @staticmethod
     def backward(ctx, g):
         x, w, g_scale, w_scale = ctx.saved_tensors
-        w8 = to_fp8(w.T, w_scale, E4M3).contiguous()
-        return product(to_fp8(g, g_scale, E5M2), w8, g_scale, w_scale), g.T @ x, None, None
+        return product(g, g_scale, E5M2, w.T, w_scale), g.T @ x, None, None
 
 
 class Linear(nn.Linear):
-    """In eval mode nn.Linear."""
+    """In eval mode nn.Linear, whose backward sets the scales."""
 
     def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        out = Product.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), self.x_scale, self.g_scale)
-        return out.unflatten(0, x.shape[:-1])
+        if self.training:
+            out = Product.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), self.x_scale, self.g_scale)
+            return out.unflatten(0, x.shape[:-1])
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(functools.partial(self.measure, x))
+        return out
+
+    def measure(self, x, g):
+        # A number may grow until the next calibration. e5m2 keeps its precision over 30 powers of two
+        self.x_scale.copy_(scale_for(x, E4M3, headroom=2.0))
+        self.g_scale.copy_(scale_for(g, E5M2, headroom=64.0))
 
 
-def is_fast(device: torch.device) -> bool:
+def is_fast(device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def use_fp8(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def use_fp8(model: nn.Module, device, dtype) -> None:
     """Have the blocks' linear layers, except adaLN's, compute in fp8 while the model trains."""
-    layers = [layer for block in model.blocks for layer in (block.qkv, block.proj, block.fc1, block.fc2)]
-    learn = all(layer.weight.requires_grad and layer.in_features % 16 == 0 for layer in layers)
-    if not (learn and is_fast(device) and dtype == torch.bfloat16):
+    learns = all(p.requires_grad for p in model.parameters())
+    if not (learns and is_fast(device)) or dtype != torch.bfloat16 or model.config.width % 16:
         raise UserError(
             "fp8=True; accepted: on Hopper GPUs (H100) and newer, with dtype=bfloat16, where the whole model learns, "
             "at widths that are multiples of 16"
         )
-    for layer in layers:
+    layers = [layer for block in model.blocks for layer in (block.qkv, block.proj, block.fc1, block.fc2)]
+    model.scales = torch.ones(len(layers), 2, device=device)
+    for layer, scales in zip(layers, model.scales):
         layer.__class__ = Linear
-        layer.x_scale, layer.g_scale = torch.ones(2, device=device)
+        layer.x_scale, layer.g_scale = scales
 
 
-IMAGES = 8  # of a calibration
-
-
-def calibrate(model: nn.Module, process, autocast, batch: tuple, share: int) -> None:
-    """Set the scales of inputs and gradients by a pass over a few images, eager and in bf16; a collective. So at each
+def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
+    """Set the scales of inputs and gradients by a pass over eight images, eager and in bf16; a collective. So at each
     save and evaluation, which a resumed run then shares, and at first with every doubling of the steps.
 
     `batch`: arguments of process.losses behind the model. `share`: images of a rank in a step, over which it averages.
     """
-    seen = {}  # layer -> (input, output)
-
-    def note(layer, args, out):
-        if isinstance(layer, Linear) and out.requires_grad:
-            seen.setdefault(layer, (args[0], out))
-
     x0, t, noise, cond, draw_jumps = batch
-    cond = {name: value[:IMAGES] for name, value in cond.items()}
-    hook = nn.modules.module.register_module_forward_hook(note)
+    cond = {name: value[:8] for name, value in cond.items()}
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, x0[:IMAGES], t[:IMAGES], noise[:IMAGES], cond, draw_jumps)["loss"]
-        hook.remove()
-        inputs, outputs = zip(*seen.values())
-        gradients = torch.autograd.grad(losses.sum() / share, outputs)
+        losses = process.losses(model, x0[:8], t[:8], noise[:8], cond, draw_jumps)["loss"]
+        torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
-    largest = [[x.abs().amax().item() for x in pair] for pair in zip(inputs, gradients)]
-    for layer, (x, g) in zip(seen, from_first_rank(largest, "the scales of fp8")):
-        layer.x_scale.fill_(scale_for(x, E4M3, X_HEADROOM))
-        layer.g_scale.fill_(scale_for(g, E5M2, G_HEADROOM))
+    scales = from_first_rank(model.scales.tolist(), "the scales of fp8")
+    model.scales.copy_(torch.tensor(scales))

@@ -102,14 +102,12 @@ class AdamW:
     def __init__(self, beta2: float):
         self.beta2 = beta2
 
-    def update(self, group: dict, step: int, finite, w, g, exp_avg, exp_avg_sq) -> None:
-        """Update weights w of any shape and their moments by gradients g, at step 1, 2, ... if `finite`."""
-        before = torch.full((), step - 1.0, device=w.device)  # fp32; the kernel adds 1
+    def update(self, group: dict, step: int, finite, *tensors) -> None:
+        """`tensors`: weights of any shape, gradients, exp_avg, exp_avg_sq. Update all but the gradients, at step 1, 2,
+        ... if `finite`."""
+        before = torch.full((), step - 1.0, device=finite.device)  # fp32; the kernel adds 1
         adamw(
-            [w],
-            [g],
-            [exp_avg],
-            [exp_avg_sq],
+            *([x] for x in tensors),
             [],  # maxima, for amsgrad
             [before],
             fused=True,
@@ -124,14 +122,9 @@ class AdamW:
         )
 
 
-def make_rules(device: torch.device, beta2: float, compile: bool) -> dict[str, Muon | AdamW]:
-    """What updates a group, by its "kind"."""
-    return {"muon": Muon(device, compile), "adamw": AdamW(beta2)}
-
-
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
-NOT_MUON = r"input_blocks\.0\.|.*\.ada\."  # the UNet's first convolution; adaLN, a third of a DiT, needs no Muon
-ENDS = r"\w+_emb(ed)?\.|vector_|final\.|out\."  # embeddings and last layers
+# Embeddings, the UNet's first convolution, last layers; adaLN, a third of a DiT, needs no Muon
+NOT_MUON = r"\w+_emb(ed)?\.|vector_|input_blocks\.0\.|final\.|out\.|.*\.ada\."
 
 
 def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: float, weight_decay: float) -> list[dict]:
@@ -145,22 +138,19 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
     muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
     groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
     for group in groups:
-        group |= dict(lr=group["initial_lr"], names=[], params=[])
+        group |= dict(lr=group["initial_lr"], params={})
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         group = matrices
         if p.ndim < 2:
             group = vectors
-        elif optimizer == "muon":
-            if name.startswith(BLOCKS):
-                if not re.match(NOT_MUON, name):
-                    group = muon
-            elif not re.match(ENDS, name):
-                raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor ENDS of {__name__}; accepted: adamw")
-        group["names"].append(name)
-        group["params"].append(p)
-    return [group for group in groups if group["names"]]
+        elif optimizer == "muon" and not re.match(NOT_MUON, name):
+            if not name.startswith(BLOCKS):
+                raise UserError(f"optimizer=muon: {name} is in neither BLOCKS nor NOT_MUON of {__name__}")
+            group = muon
+        group["params"][name] = p
+    return [group for group in groups if group["params"]]
 
 
 class LossScaler:

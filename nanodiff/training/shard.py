@@ -8,7 +8,6 @@ arXiv:1910.02054). A single rank runs the same code and sends nothing.
 
 import functools
 import itertools
-import math
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from nanodiff.common import UserError, get_dist
 from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
-from nanodiff.training.optim import BLOCKS, AdamW, Muon, make_rules
+from nanodiff.training.optim import BLOCKS, AdamW, Muon
 
 
 def align(n: int) -> int:
@@ -24,16 +23,16 @@ def align(n: int) -> int:
 
 
 def plan_buffer(params, kind: str, world: int):
-    """(offset of each parameter, length of a share, what each share updates at once: {shape: [start, count]}).
+    """(offset of each parameter, length of a share, what each share updates at once: {shape: [start, end]}).
 
-    AdamW's shares, and any other's, may cut through a parameter. Muon needs whole matrices: assign them, largest first,
-    to the rank with the least. The matrices of one shape lie side by side, to be updated as one batch.
+    AdamW's shares may cut through a parameter. Muon needs whole matrices: the rank that has the least gets the next
+    largest. Matrices of one shape lie side by side, to be updated as one batch.
     """
     sizes = [p.numel() for p in params]
     if kind != "muon":
         ends = list(itertools.accumulate(align(size) for size in sizes))
-        share = align(math.ceil(ends[-1] / world))
-        return [0, *ends[:-1]], share, [{(share,): [0, 1]}] * world
+        share = align(-(-ends[-1] // world))
+        return [0, *ends[:-1]], share, [{(share,): [0, share]}] * world
 
     load = [0] * world
     owner = {}
@@ -48,10 +47,10 @@ def plan_buffer(params, kind: str, world: int):
     batches = [{} for _ in range(world)]
     for i in sorted(owner, key=lambda i: (shapes[i], i)):
         rank = owner[i]
-        batch = batches[rank].setdefault(shapes[i], [align(ends[rank]), 0])
-        offsets[i] = batch[0] + batch[1] * sizes[i]
-        batch[1] += 1
-        ends[rank] = offsets[i] + sizes[i]
+        begin = align(ends[rank])
+        batch = batches[rank].setdefault(shapes[i], [begin, begin])
+        offsets[i] = batch[1]
+        batch[1] = ends[rank] = offsets[i] + sizes[i]
     share = align(max(ends))
     starts = [owner[i] * share + offsets[i] for i in range(len(params))]
     return starts, share, batches
@@ -60,27 +59,25 @@ def plan_buffer(params, kind: str, world: int):
 LEAST_PART = 2**20  # numbers per part: 4 MB
 
 
-def cut_group(params, kind: str, world: int) -> list[list[int]]:
-    """Indices of a group's parameters, cut in the model's order into up to 8 parts of about equal size.
+def cut_group(group: dict, world: int) -> list[dict]:
+    """A group's parameters {name: p}, cut in the model's order into up to 8 parts of about equal size.
 
-    More parts overlap more of the exchange with backward. But small messages are slow, so a part has LEAST_PART numbers
-    or more. And few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
+    More parts overlap more of the exchange with backward. Small messages are slow, so a part has LEAST_PART numbers or
+    more. Few matrices cannot be shared equally among ranks, so padding is limited to a tenth.
     """
-    ends = list(itertools.accumulate(p.numel() for p in params))
+    params = group["params"]
+    ends = list(itertools.accumulate(p.numel() for p in params.values()))
     total = ends[-1]
     most = min(8, total // LEAST_PART) if world > 1 else 1
     for count in range(most, 1, -1):
-        parts = [[] for _ in range(count)]
-        for i, end in enumerate(ends):
-            parts[(end - 1) * count // total].append(i)
+        parts = [{} for _ in range(count)]
+        for name, end in zip(params, ends):
+            parts[(end - 1) * count // total][name] = params[name]
         parts = [part for part in parts if part]  # a large parameter fills several
-        length = 0
-        for part in parts:
-            _, share, _ = plan_buffer([params[i] for i in part], kind, world)
-            length += world * share
-        if length <= 1.1 * total:
+        share = sum(plan_buffer([*part.values()], group["kind"], world)[1] for part in parts)
+        if world * share <= 1.1 * total:
             return parts
-    return [list(range(len(params)))]
+    return [params]
 
 
 class Buffer:
@@ -89,19 +86,19 @@ class Buffer:
     def __init__(
         self,
         group: dict,
-        rule: Muon | AdamW,
-        part: list[int],
+        rule,
+        params: dict,
         rank: int,
         world: int,
-        grad_dtype: torch.dtype,
+        grad_dtype,
     ):
         self.group = group
         self.rule = rule
         self.world = world
         self.grad_dtype = grad_dtype
-        self.names = [group["names"][i] for i in part]
-        self.params = [group["params"][i] for i in part]
-        self.missing = len(part)  # gradients that backward has still to compute
+        self.names = list(params)
+        self.params = list(params.values())
+        self.missing = len(params)  # gradients that backward has still to compute
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
         self.batches = batches[rank]
@@ -118,7 +115,6 @@ class Buffer:
         return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
     @collective("the reduce-scatter of the gradients")
-    @torch.no_grad()
     def reduce_grads(self) -> None:
         """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
         self.wait()
@@ -126,14 +122,10 @@ class Buffer:
             if p.data_ptr() != view.data_ptr():
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
         full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
-        grads = []
-        for p in self.params:
-            grad = p.grad
-            if grad is None:
-                grad = torch.zeros_like(p)
-            grads.append(grad)
-            p.grad = None  # 4 bytes a parameter, while backward computes the next
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
+        for p in self.params:
+            p.grad = None  # 4 bytes a parameter, while backward computes the next
         if self.world == 1:
             self.grad = full
             return
@@ -144,19 +136,13 @@ class Buffer:
     def update(self, step: int, finite: torch.Tensor) -> None:
         """Update `own` by `grad` at step 1, 2, ... if `finite`."""
         tensors = self.own, self.grad, *self.state.values()
-        for shape, (start, count) in self.batches.items():
-            part = slice(start, start + count * math.prod(shape))
-            self.rule.update(self.group, step, finite, *(x[part].view(count, *shape) for x in tensors))
+        for shape, (start, end) in self.batches.items():
+            self.rule.update(self.group, step, finite, *(x[start:end].view(-1, *shape) for x in tensors))
 
     def wait(self) -> None:
         if self.work:
             self.work.wait()
         self.work = None
-
-    def wait_grads(self) -> None:
-        self.wait()
-        self.grad = self.grad.float()
-        self.missing = len(self.params)
 
     def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
         """Start to gather every rank's `share` into `flat`; returns the handle, or None if there is nothing to send."""
@@ -173,18 +159,18 @@ class Buffer:
         self.all_gather(full, share).wait()
         return full
 
-    def named(self, share: torch.Tensor) -> dict[str, torch.Tensor]:
-        """{name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
+    def named(self, share: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+        """{prefix + name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
         full = self.gathered(share)
         if self.mine.start > 0:
             return {}
-        return host_copy(dict(zip(self.names, self.views(full))))
+        return host_copy({prefix + name: view for name, view in zip(self.names, self.views(full))})
 
-    def share_of(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+    def share_of(self, named: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
         """The inverse of `named`: this rank's share."""
         full = torch.zeros_like(self.flat)
         for name, view in zip(self.names, self.views(full)):
-            view.copy_(named[name])
+            view.copy_(named[prefix + name])
         return full[self.mine]
 
 
@@ -208,13 +194,13 @@ class Optimizer:
         grad_dtype: torch.dtype = torch.float32,
     ):
         rank, _, self.world = get_dist()
-        rules = make_rules(groups[0]["params"][0].device, beta2, compile)
+        rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
         self.steps = 0
         self.param_groups = groups
         self.buffers = [
             Buffer(group, rules[group["kind"]], part, rank, self.world, grad_dtype)
             for group in groups
-            for part in cut_group(group["params"], group["kind"], self.world)
+            for part in cut_group(group, self.world)
         ]
         # In backward's order: a buffer is complete at its first parameter. Collectives run in one order on every rank
         order = [name for name, _ in model.named_parameters()]
@@ -247,7 +233,6 @@ class Optimizer:
                 layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
 
     @collective("the reduce-scatter of the gradients")
-    @torch.no_grad()
     def sync_grads(self, stop: bool = False) -> torch.Tensor:
         """Average gradients over ranks: a collective, once a step. Waits for no GPU.
 
@@ -260,7 +245,9 @@ class Optimizer:
         for buffer in self.unsent:
             buffer.reduce_grads()
         for buffer in self.buffers:
-            buffer.wait_grads()
+            buffer.wait()
+            buffer.grad = buffer.grad.float()
+            buffer.missing = len(buffer.params)
         self.last_micro_step = False
         self.unsent = self.exchange_order.copy()
         norms = torch.stack(torch._foreach_norm([buffer.grad for buffer in self.buffers]))
@@ -285,7 +272,6 @@ class Optimizer:
         return norm, num_stopping > 0
 
     @collective("the all-gather of the weights")
-    @torch.no_grad()
     def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
         """One update by the gradients of sync_grads times `grad_scale`; a collective. No weight changes if the norm is
         not finite.
@@ -311,7 +297,6 @@ class Optimizer:
                 p.grad = None
 
     @collective("the gathering of non-finite gradients")
-    @torch.no_grad()
     def not_finite(self) -> str:
         """The parameter with the largest share of bad gradients, summed over ranks, in words; a collective."""
         worst = (0.0, "")
@@ -323,7 +308,6 @@ class Optimizer:
         return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
 
     @collective("the all-gather of the optimizer's state")
-    @torch.no_grad()
     def state_dict(self) -> dict:
         """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
 
@@ -333,11 +317,9 @@ class Optimizer:
         state = {"step": self.steps}
         for buffer in self.buffers:
             for key, share in buffer.state.items():
-                for name, value in buffer.named(share).items():
-                    state[f"{key}/{name}"] = value
+                state |= buffer.named(share, f"{key}/")
         return state
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
         known = {"step"}
@@ -349,5 +331,4 @@ class Optimizer:
         self.steps = int(state["step"])
         for buffer in self.buffers:
             for key, share in buffer.state.items():
-                named = {name: state[f"{key}/{name}"] for name in buffer.names}
-                share.copy_(buffer.share_of(named))
+                share.copy_(buffer.share_of(state, f"{key}/"))
