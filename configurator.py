@@ -13,7 +13,7 @@ Settings of one part of the program stand in its module, which `configure` is to
 function, under a comment "# Only ...".
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
-stops behind the group "What everybody touches", if there is one.
+stops after the group "What everybody touches", if there is one.
 The trailing comment is both the help and the check. It may begin with a rule, which ends at ": " or the line's end:
 alternatives separated by "|" or " or ", each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
 (`auto`, `-1`, `""`).
@@ -37,10 +37,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = {bool: "True or False", int: "an integer", float: "a finite number", str: "a string"}
-WORDS = {"true": True, "false": False}
-
-COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-COMPARE |= {"[": operator.ge, "(": operator.gt, "]": operator.le, ")": operator.lt}
+COMPARE = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "[": operator.ge,
+    "(": operator.gt,
+    "]": operator.le,
+    ")": operator.lt,
+}
 NUMBER = r"-?[\d.]+(?:e[+-]?\d+)?"
 PART = rf'(?:[<>]=? ?{NUMBER}|[\[(]{NUMBER}, ?{NUMBER}[\])]|[\w.+-]+|"")'
 RULE = re.compile(rf"(?=[^:]*[|<>\[(])({PART}(?:(?:\|| or ){PART})*)(?:: |:?$)")  # a lone word is prose: "name: ..."
@@ -56,7 +62,7 @@ class Setting(NamedTuple):
 
 
 def satisfies(value, rule: str) -> bool:
-    """Whether a value of the right type meets any part of a rule."""
+    """True if a value of the right type meets any part of a rule."""
     return any(satisfies_part(value, part) for part in re.split(r"\|| or ", rule))
 
 
@@ -77,7 +83,7 @@ def literal(text: str):
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return WORDS.get(text.lower(), text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def cast(kind: type, value):
@@ -108,9 +114,7 @@ def check(settings: dict[str, Setting], name: str, value, where: str = ""):
         value = literal(value)
     result = cast(kind, value)
     if result is None or (rule and not satisfies(result, rule)):
-        accepted = KINDS[kind]
-        if rule:
-            accepted += f", {rule}"
+        accepted = f"{KINDS[kind]}, {rule}".rstrip(", ")
         raise ValueError(f"{where}{name}={value!r} is not accepted; accepted: {accepted}")
     return result
 
@@ -132,7 +136,7 @@ def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
         for group in re.findall(r"^ +# Only .*\n(?: +(?:\w+: .* = .*  #|#  ) .*\n)+", text, re.M):
             lines = re.sub(r": .* = (.*?),?  #", r" = \1  #", textwrap.dedent(group))
             source += f"\n{lines}"
-            known |= {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(lines).body}
+            known |= {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+) = (.*?)  #", lines)}
     table = lambda match: "|".join(globals_[match[1]])  # {SAMPLERS} -> euler|heun|...
     settings = {}
     heading = []
@@ -258,8 +262,8 @@ def configure(globals_: dict, argv: list[str] | None = None, inherited=None, mod
         if is_first:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    names = [arg.partition("=")[0] for arg in argv]
-    for name, times in Counter(names).items():
+    names = Counter(arg.partition("=")[0] for arg in argv)
+    for name, times in names.items():
         if times > 1 and is_first:
             print(f"{name} is given {times} times: the last one counts")
     globals_.update(config)

@@ -48,7 +48,7 @@ def names_file(path: str | Path):
 
 
 class Hashed:
-    """A file being written from its start to its end, and the SHA-256 of what was."""
+    """A file that is written from start to end, with the SHA-256 of its content so far."""
 
     def __init__(self, file):
         self.file = file
@@ -65,7 +65,7 @@ def writing(path: Path, manifest: dict | None = None):
     """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
     and hash, computed while writing: the file then cannot seek."""
     prefix = f".{path.name}.tmp-"
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # of a kill
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # by a killed process
         with contextlib.suppress(OSError), open(leftover) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process writes it
             leftover.unlink()

@@ -3,16 +3,13 @@
 import sys
 
 
-def _excepthook(kind, error, traceback):
-    """nanodiff.common's, once that is imported; while torch still is, Ctrl-C prints one line, too."""
-    common = sys.modules.get("nanodiff.common")
-    if hasattr(common, "excepthook"):
-        return common.excepthook(kind, error, traceback)
+def _excepthook(kind, *error):
+    """nanodiff.common's, once that is imported. Ctrl-C prints one line even while torch is being imported."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
-    sys.__excepthook__(kind, error, traceback)
+    hook = getattr(sys.modules.get("nanodiff.common"), "excepthook", sys.__excepthook__)
+    hook(kind, *error)
 
 
-if sys.excepthook is sys.__excepthook__:
-    sys.excepthook = _excepthook
+sys.excepthook = _excepthook

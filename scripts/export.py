@@ -40,7 +40,7 @@ config = configure(globals())
 suffix = ".safetensors" if form == "safetensors" else ".pt"
 if out and not out.endswith(suffix):
     raise UserError(f"out={out!r} for form={form}; accepted: a path that ends in {suffix}")
-meta, tensors = read(*find(model, checkpoint_step, ema), lora, lora_scale)
+meta, tensors = read(*find(model, step=checkpoint_step, ema=ema), lora, lora_scale)
 loaded = build(meta, tensors, "cpu")
 told = {}
 if form != "safetensors":

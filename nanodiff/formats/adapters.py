@@ -1,7 +1,7 @@
 """LoRA adapters: written by base_train, merged into their base's weights on reading.
 
-A .safetensors with peft's names (github.com/huggingface/peft): its set_peft_model_state_dict reads it. It says what it
-is as any file of weights does; `lora` in its meta says on which base.
+The file is a .safetensors with the names of peft (github.com/huggingface/peft), whose set_peft_model_state_dict reads
+it. Like every file of weights it describes itself; `lora` in its metadata names the base.
 """
 
 import hashlib
@@ -57,8 +57,10 @@ def check_base(base: dict, tensors: dict, adapters: dict, added: dict) -> None:
     theirs = adapters["lora"]
     ours = fingerprint(tensors)
     if theirs["sha256"] != ours:
-        of = f"{theirs['base']} ({theirs['sha256'][:16]}...), not {base['source']} ({ours[:16]}...)"
-        raise UserError(f"{adapters['source']} holds adapters for other weights: {of}")
+        raise UserError(
+            f"{adapters['source']} holds adapters for other weights: {theirs['base']} ({theirs['sha256'][:16]}...), "
+            f"not {base['source']} ({ours[:16]}...)"
+        )
 
 
 def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:

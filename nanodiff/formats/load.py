@@ -1,7 +1,7 @@
 """From a file to a model: build(*read(*find(name))) is load_run.
 
-Each of our files of weights says what it is. A reader returns (meta, tensors). meta has step, ema, arch, config (the
-settings), model_config, data (a codec's description), the path and, for adapters, lora; tensors bear our parameter
+Each of our files of weights describes itself. A reader returns (meta, tensors). meta has step, ema, arch, config (the
+settings), model_config, data (a codec's description), the path and, for adapters, lora; tensors have our parameter
 names.
 """
 
@@ -99,14 +99,13 @@ def shipped() -> dict[str, Path]:
 
 def known_runs() -> list[Path]:
     """Folders of runs, the one that was written to last first."""
-    folders = (base_dir() / "runs").glob("*")
-    runs = [path for path in folders if (path / "checkpoints").is_dir()]
+    runs = [path.parent for path in (base_dir() / "runs").glob("*/checkpoints")]
     return sorted(runs, key=os.path.getmtime, reverse=True)
 
 
 def find_run(run: str) -> Path:
-    """The folder of a run, or a file, by its path or tag, or shipped weights by their name; "" is the run that was
-    written to last or, if there is none, the first of the shipped weights."""
+    """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run that was
+    written to last, else the first of the shipped weights."""
     known = known_runs()
     places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
@@ -141,15 +140,14 @@ def with_options(path: Path, told: dict) -> str:
     return ",".join([str(path), *(f"{name}={told[name]}" for name in sorted(told))])
 
 
-def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, dict]:
-    """The file of weights that load_run's arguments mean, and what they tell of it (options.py)."""
+def find(name: str, **asked) -> tuple[Path, dict]:
+    """The file of weights that load_run's arguments mean, and what they tell of it (options.py). `asked`: step, ema."""
     name, told = split_options(name)
-    asked = {"step": step, "ema": ema}
-    told = {key: asked[key] for key in asked if asked[key] != getattr(options, key)} | told
+    told = {key: value for key, value in asked.items() if value != getattr(options, key)} | told
     path = find_run(name)
-    for folder in (path, path / "transformer"):
-        if (folder / DIFFUSERS).is_file():
-            path = folder / DIFFUSERS
+    for file in (path / DIFFUSERS, path / "transformer" / DIFFUSERS):
+        if file.is_file():
+            path = file
     of_file = path.is_file()
     for key in told:
         if (key in ("step", "ema")) == of_file:
@@ -160,7 +158,7 @@ def find(name: str, step: int | str = "newest", ema: str = "") -> tuple[Path, di
 
 
 def read_file(path: Path, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors in fp32) of a file of weights, or of adapters alone. `told`: what a published file lacks."""
+    """Read (meta, tensors in fp32) from a file of weights or adapters. `told`: what a published file lacks."""
     metadata = {}
     if path.suffix == ".safetensors":
         tensors, metadata = load_safetensors(path)
@@ -175,7 +173,7 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
             meta = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
     meta["path"] = path
     meta["source"] = with_options(path, told)
-    with reading(path, OTHER_VERSION):  # what later readers take must be there
+    with reading(path, OTHER_VERSION):  # else later code would fail on it
         data = meta["data"]
         objective = meta["config"]["objective"]
         if objective not in OBJECTIVES:
@@ -191,7 +189,8 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
 
 
 def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
-    """(meta, tensors) of a whole model, with the adapters in the file `lora`. Adapters get their base."""
+    """Read (meta, tensors) of a whole model and merge the adapters in the file `lora`. Adapters are merged into their
+    base."""
     meta, tensors = read_file(path, told)
     if note := meta.pop("note", ""):
         print0(note)
@@ -227,7 +226,7 @@ def load_run(
     model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest" or a
     number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
-    path, told = find(run, step, ema)
+    path, told = find(run, step=step, ema=ema)
     meta, tensors = read(path, told, lora, lora_scale)
     return build(meta, tensors, device)
 

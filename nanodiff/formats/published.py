@@ -1,7 +1,7 @@
 """Published weights: Meta's DiT, SiT, REPA, diffusers' DiTTransformer2DModel, OpenAI's improved-diffusion UNet.
 
-`from_*` gives our config, read off names and shapes, and our state dict; a foreign dict may make it raise anything;
-`to_*` gives the published state dict.
+`from_*` returns our config, inferred from names and shapes, and our state dict; a foreign dict raises any exception.
+`to_*` returns the published state dict.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ OPTIONS = {  # the settings that each form lacks (options.py)
 }
 NO_MODEL = "holds no model or adapters of ours and no published model"
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by width: DiT-S, B, L, XL
-# Of each form a name, behind a prefix such as DDP's
+# One name of each form, after a prefix such as DDP's
 FIRST = re.compile(r"(?m)^(.*\.|)(x_embedder\.proj|pos_embed\.proj|input_blocks\.0\.0)\.weight$")
-SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))")  # in a path, with no DiT behind it
+SIT = re.compile("(?i)(?<![a-z])(sit|repa)(?![a-z])(?!.*(?<![a-z])dit(?![a-z]))")  # in a path, with no DiT after it
 # Fields of a config that no published form holds: they change nothing, or names of weights show them
 NOT_HELD = ("checkpointing", "dropout", "null_class", "attention_resolutions", "given_channels")
 
@@ -65,7 +65,7 @@ def to_ours(state_dict: dict, names: dict) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forms: from_* takes what a file is told, and ignores the rest
+# Forms: from_* gets all options of a file and ignores those of other forms
 
 
 def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **others) -> tuple[DiTConfig, dict]:
@@ -76,8 +76,7 @@ def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **other
         ours["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
     pos_embed = ours.pop("pos_embed")[0]  # (tokens, C)
     config, ours = from_classic(ours, math.isqrt(len(pos_embed)), heads)
-    rounding = max(1e-2, torch.finfo(pos_embed.dtype).eps)  # bf16's, which fp32 may have been since; fp8's
-    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=rounding):
+    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=1e-2):  # it may have been bf16 before
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -111,9 +110,6 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
     """
     patches = ours["patch_embed.weight"]
     width, in_channels, patch_size, _ = patches.shape
-    num_classes = 0
-    if "y_embed.weight" in ours:
-        num_classes = len(ours["y_embed.weight"]) - 1  # without the null class
     heads = heads or HEADS.get(width)
     if not heads:
         raise UserError(f"a DiT of width {width} is not one of the published ({HEADS}): add its heads, FILE,heads=...")
@@ -125,7 +121,7 @@ def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
         width=width,
         depth=sum(name.endswith(".qkv.weight") for name in ours),
         heads=heads,
-        num_classes=num_classes,
+        num_classes=len(ours.get("y_embed.weight", [0])) - 1,  # without the null class
         block="classic",
         mlp_ratio=len(ours["blocks.0.fc1.weight"]) / width,
     )
@@ -244,8 +240,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     prefix, first = found.groups()
     tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
     args = saved.get("args")  # of Meta's training
-    rows = len(tensors.get("y_embedder.embedding_table.weight", ()))
-    if rows == getattr(args, "num_classes", 1):
+    if len(tensors.get("y_embedder.embedding_table.weight", ())) == getattr(args, "num_classes", 1):
         told = {"label_drop": 0.0} | told  # no null class
     if hasattr(args, "path_type"):
         if f"{args.path_type}, {args.prediction}".lower() not in ("linear, velocity", "linear, v"):

@@ -21,8 +21,6 @@ PROCESS = """
     variance rescale_timesteps
     """.split()
 
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
-
 
 def inherited(config) -> dict:
     """The settings of a run with init_from that come from its source: its name, the model's shape and the process.
@@ -57,7 +55,7 @@ def inherited(config) -> dict:
             theirs["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
     if own or "sha256" in meta:  # a file of adapters, which is continued; a run of them is a model like any other
-        names += LORA
+        names += ["lora_rank", "lora_alpha", "lora_targets"]
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
 
 
@@ -99,23 +97,22 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     check_shape(model, loaded, config)
     warn_of_process(loaded, config)
     own = model.state_dict()
-    # A flow map's h_embed still has no effect
+    # A flow map's h_embed has no effect before it is trained
     weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
     weights |= loaded.model.state_dict()
-    for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # the second image has no effect yet
+    for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # nor has a second image
         if name in weights:
             x = weights[name]
-            more = torch.zeros_like(own[name][:, x.shape[1] :])  # often no channels
+            more = torch.zeros_like(own[name][:, x.shape[1] :])  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
-    table = None
-    if loaded.num_classes:
-        table = weights.pop(class_table(loaded.model)[0] + ".weight")
+    known = loaded.class_names
+    if known:
+        table = weights.pop(f"{class_table(loaded.model)}.weight")
     if class_names:
-        name = class_table(model)[0] + ".weight"
+        name = f"{class_table(model)}.weight"
         weights[name] = own[name]
-        if table is not None:
-            known = loaded.class_names
+        if known:
             if same_order(class_names, known):
                 known = class_names
             weights[name] = class_rows(table, known, class_names, len(own[name]))
@@ -131,7 +128,7 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
     """
     known = loaded.class_names
     same = {"objective": loaded.config["objective"], "trainable": "", "class_cond": bool(known)}
-    if known and len(class_table(loaded.model)[1].weight) == len(known):  # without a null class
+    if known and not getattr(loaded.model.config, "null_class", True):  # a published UNet
         same["label_drop"] = 0
     for name, value in same.items():
         if config[name] != value:
@@ -194,7 +191,7 @@ def check_shape(model, loaded: Loaded, config: dict) -> None:
         theirs["attention_resolutions"] = ",".join(map(str, resolutions))
     if wanted.out_channels != model.config.out_channels:
         theirs["variance"] = loaded.config.get("variance", "fixed_small")
-        if config["objective"].startswith("flow"):  # which has no variance
+        if config["objective"].startswith("flow"):  # flow matching has no variance
             theirs["objective"] = loaded.config["objective"]
     differing = [key for key in theirs if key not in NO_SHAPE and theirs[key] != ours.get(key)]
     if differing:

@@ -13,7 +13,7 @@ from nanodiff.common import UserError
 
 
 def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
-    """From now on the layer gives W x + b + alpha / rank B A x."""
+    """Give the layer A and B: it returns W x + b + alpha / rank B A x."""
     n_out, n_in = layer.weight.shape
     device = layer.weight.device
     layer.lora_A = nn.Linear(n_in, rank, bias=False, device=device)
@@ -32,7 +32,7 @@ def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator)
 
 
 def learn_rows(table: nn.Embedding, rows: list[int]) -> None:
-    """Of a class table (N, C) the rows `rows` (K,) learn: its parameter (K, C) has peft's name."""
+    """Let the rows `rows` (K,) of a class table (N, C) learn, as a parameter (K, C) with peft's name."""
     rows = torch.tensor(rows, device=table.weight.device)
     table.token_adapter = nn.ParameterDict({"trainable_tokens_delta": table.weight.detach()[rows]})
 
@@ -78,8 +78,7 @@ def add_lora(
     for layer in layers:
         adapt(layer, rank, lora_alpha or rank, generator)
     if rows:
-        _, table = class_table(model)
-        learn_rows(table, rows)
+        learn_rows(model.get_submodule(class_table(model)), rows)
     model.register_state_dict_post_hook(drop_frozen)
     model.register_load_state_dict_pre_hook(fill_frozen)
 
@@ -100,6 +99,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def class_table(model: nn.Module) -> tuple[str, nn.Embedding]:
-    """(name, module) of a conditional model's class table."""
-    return next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+def class_table(model: nn.Module) -> str:
+    """The name of a conditional model's class table, an nn.Embedding."""
+    return next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
