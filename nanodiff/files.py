@@ -37,9 +37,7 @@ def names_file(path: str | Path):
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error
-        if isinstance(error, RuntimeError):
-            cause = error.__context__
+        cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         if cause.errno and not cause.filename:
@@ -148,10 +146,8 @@ def lock_file(
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}; see {hint}") from None
     try:
-        how = fcntl.LOCK_EX
-        if not wait:
-            how |= fcntl.LOCK_NB
-        fcntl.flock(file, how)
+        how = 0 if wait else fcntl.LOCK_NB
+        fcntl.flock(file, fcntl.LOCK_EX | how)
     except BlockingIOError:
         file.close()
         raise UserError(busy) from None
@@ -249,6 +245,5 @@ def load_tensors(path: Path, mmap: bool = False):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             # The first sentence says what was refused; drop the next, which tells how to load it anyway
-            reason = str(error.__context__ or error).strip()
-            refused = reason.split("\n")[0].split(". ")[0]
+            refused = str(error.__context__ or error).strip().split("\n")[0].split(". ")[0]
             raise UserError(f"{path} {fault}: {refused[:200]}") from None

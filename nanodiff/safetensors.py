@@ -53,9 +53,7 @@ def save_safetensors(
 
     Tensors are copied to the CPU one at a time. `manifest` gets the file's size and hash.
     """
-    header = {}
-    if metadata:
-        header["__metadata__"] = metadata
+    header = {"__metadata__": metadata or {}}
     # Widest dtypes first, so that every tensor starts at a multiple of its item size
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     begin = 0

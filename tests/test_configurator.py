@@ -89,27 +89,19 @@ def typed(config):
 
 
 @pytest.mark.parametrize(
-    "arg, name, value",
+    "given, name, value",
     [
         ("--depth=1_000_000", "depth", 1_000_000), ("--depth=1e6", "depth", 1_000_000), ("--lr=3", "lr", 3.0),
         ("--shift=-2", "shift", -2.0), ("--tag=12", "tag", "12"), ("--tag=", "tag", ""), ("--tag=a=b", "tag", "a=b"),
         ("--compile", "compile", True), ("--compile=false", "compile", False), ("--sampler=heun", "sampler", "heun"),
+        ("lr = 3", "lr", 3.0), ("shift = -2", "shift", -2.0), ("depth = 1e6", "depth", 1_000_000),
+        ("tag = 12", "tag", "12"), ("ema_rates = (0.99, 0.999)", "ema_rates", "0.99,0.999"),
+        ("compile = False", "compile", False), ("tag = 'é=\\n'", "tag", "é=\n"),
     ],
 )  # fmt: skip
-def test_command_line_values(script, arg, name, value):
-    assert typed(script(arg)["config"]) == typed(DEFAULTS | {name: value})
-    assert script(arg)[name] == value
-
-
-@pytest.mark.parametrize(
-    "literal, name, value",
-    [
-        ("3", "lr", 3.0), ("-2", "shift", -2.0), ("1e6", "depth", 1_000_000), ("12", "tag", "12"),
-        ("(0.99, 0.999)", "ema_rates", "0.99,0.999"), ("False", "compile", False), ("'é=\\n'", "tag", "é=\n"),
-    ],
-)  # fmt: skip
-def test_preset_values(script, preset, literal, name, value):
-    assert typed(script(preset(f"{name} = {literal}"))["config"]) == typed(DEFAULTS | {name: value})
+def test_values_on_the_command_line_and_in_a_preset(script, preset, given, name, value):
+    names = script(given if given.startswith("--") else preset(given))
+    assert typed(names["config"]) == typed(DEFAULTS | {name: value}) and names[name] == value
 
 
 def test_later_wins(script, preset):

@@ -44,7 +44,7 @@ def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
     ema = str(next(iter(meta["ema_rates"]), "raw"))
     tensors = tensors["model" if ema == "raw" else f"ema_{ema}"]
     path = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     told = described(meta | {"ema": ema})
     told["sha256"] = json.dumps(fingerprint(tensors))
     save_safetensors({PREFIX + name: x for name, x in tensors.items()}, path, told)

@@ -39,9 +39,7 @@ def inherited(config) -> dict:
     meta = own or read_file(*find(config["init_from"]))[0]
     model_config = stored_config(meta)
     shape = model_settings(model_config) | {"class_cond": model_config.num_classes > 0}
-    theirs = dict(meta["config"])
-    if not own:
-        theirs |= shape
+    theirs = meta["config"] | ({} if own else shape)
     names = [name for name in shape if name not in NO_SHAPE]
     if config.given.get("arch", theirs["arch"]) != theirs["arch"]:
         names = []  # check_shape refuses it
