@@ -70,7 +70,7 @@ judge = ""  # weights of Inception (fid) or of a classifier, such as those in ru
 features = ""  # .npy of features (N, D) by any network, of the images to measure
 reference_features = ""  # likewise, of the images to compare with
 config = configure(globals())
-FIGURES = {  # printed, the figure that was asked for first; the file has the rest
+FIGURES = {  # what is printed, in this order; the file has all figures
     "loss": "validation loss {:.4f}",
     "loss_q0": "t < 1/4 (image) {:.4f}",
     "loss_q1": "t < 1/2 {:.4f}",
@@ -93,11 +93,10 @@ FIGURES = {  # printed, the figure that was asked for first; the file has the re
 # The run or the samples to evaluate, and the name of their data set
 
 rank = get_dist()[0]
-device = init_device(device_type, timeout_s=24 * 3600)  # the first rank may train a classifier while the others wait
+device = init_device(device_type, timeout_s=24 * 3600)  # while the first rank trains a classifier, the others wait
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 result = {"metric": metric}
-varied = ()  # the settings that differ between rows of the result
 name = data
 loaded = None
 source = samples or features  # in messages
@@ -127,18 +126,18 @@ if metric in ("loss", "bpd"):
             raise UserError(f"data={name!r} has no labels, {source} has {loaded.num_classes} classes")
         dataset = dataset.relabelled(match_labels(dataset.class_names, loaded.data["class_names"], f"data={name!r}"))
     codec = load_codec(loaded.data, device, autoencoder, dataset)
+    measured = loaded.model, loaded.process, dataset, codec
     num_images = min(num_images or 400, len(dataset))
     result["data"] = dataset.name
     result["num_images"] = num_images
 
 if metric == "loss":
     with autocast:
-        of = loaded.model, loaded.process, dataset, codec
-        loss, quarters = validation_loss(*of, num_images, batch_size, seed)
+        loss, quarters = validation_loss(*measured, num_images, batch_size, seed)
         if not loaded.process.is_gaussian:  # else t is uniform; here quarters have few images near the ends of t
             few = math.ceil(num_images / 20)
             edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
-            by_t = [validation_loss(*of, few, batch_size, seed, part)[0] for part in pairwise(edges)]
+            by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
             result["loss_by_t"] = by_t
             print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
     result["loss"] = loss
@@ -150,7 +149,7 @@ elif metric == "bpd":
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
     with autocast:
-        terms = bits_per_dim(loaded.model, loaded.process, dataset, codec, num_images, batch_size)
+        terms = bits_per_dim(*measured, num_images, batch_size)
     result["timesteps"] = loaded.process.num_timesteps
     result |= {key: terms.pop(key) for key in ("total_bpd", "prior_bpd")}
     if rank == 0 and loaded.run_dir:
@@ -164,9 +163,7 @@ elif metric == "features":
     if rank == 0:
         num_images = len(found.logits)
         result |= metrics.compare("fd_features", found, known)
-        result["features"] = features
-        result["reference"] = reference_features
-        result["num_images"] = num_images
+        result |= {"features": features, "reference": reference_features, "num_images": num_images}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples: those given, or the model's, drawn one batch at a time
@@ -212,7 +209,6 @@ else:
             raise UserError(f"data={name!r} has (channels, height, width) {shape}, {source} {measured.shape}")
         if has_classes and names:  # number the classes as the data set does
             labels = np.array(match_labels(names, dataset.class_names, f"{source} for data={name!r}"))[labels]
-    batches = measured.batches(np.arange(num_images), batch_size)
 
     if metric != "well_formed":
         network = metrics.load_network(metric, name, device, judge)
@@ -230,12 +226,13 @@ else:
         if is_distance and num_images < network.num_features:
             print0(f"note: {num_images:,} images for {network.num_features:,} features: the distance is biased upwards")
 
-    def judged(images_of, batches, labels) -> dict:
-        """Figures of images with these labels, on the first rank; {} on the others."""
+    def judged(drawn, ids, labels) -> dict:
+        """Figures of these images, which should show these classes; on the first rank, {} on the others."""
+        batches = drawn.batches(ids, batch_size)
         if metric == "well_formed":
-            images = gather_batches(images_of, batches, "samples")
+            images = gather_batches(drawn.images, batches, "samples")
             return measure_form(np.concatenate(images), labels) if images else {}
-        found = metrics.collect_features(images_of, batches, network, "samples")
+        found = metrics.collect_features(drawn.images, batches, network, "samples")
         if not found:
             return {}
         row = metrics.compare(metric, found, known) if is_distance else {}
@@ -249,7 +246,7 @@ else:
     for measured in plan:
         row = {key: measured.protocol[key] for key in varied}
         with autocast:
-            row |= judged(measured.images, batches, labels)
+            row |= judged(measured, np.arange(num_images), labels)
         if bad := int(over_ranks(measured.not_finite)):
             raise UserError(f"metric={metric}: {bad:,} of {num_images:,} images of {source} are not finite (NaN)")
         rows.append(row)
@@ -260,13 +257,11 @@ else:
     # The same figures of as many real images of the other split
     if not reference:
         other = "val" if reference_split == "train" else "train"
-        split = dataset.meta["splits"].get(other, {})
-        n = min(num_images, split.get("num_images", 0))
+        n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))
         if n >= 10:
             real = metrics.image_set(name, other)
             ids = np.arange(n) * len(real) // n  # evenly, as images may come sorted by class
-            figures = judged(real.images, real.batches(ids, batch_size), real.labels(ids))
-            result["real_images"] = {"split": other, "num_images": n} | figures
+            result["real_images"] = {"split": other, "num_images": n} | judged(real, ids, real.labels(ids))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Save the figures and their protocol beside the run or the samples
@@ -286,7 +281,9 @@ for row in result.get("rows", [result]):
                 number = re.search("{.*}", text)[0]
                 figure += f" ({of}{number.format(real[key])})"
             figures.append(figure)
-    how = "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if varied else ""
+    how = (
+        "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if "rows" in result else ""
+    )
     print0(how + ", ".join(figures))
     if metric in metrics.DISTANCES and row.get(metric, 0) < real.get(metric, 0):  # on the first rank
         print0("closer than real images of the other split: too few images, or copies of the reference")

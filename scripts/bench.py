@@ -12,11 +12,11 @@ import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from configurator import configure
 from nanodiff.common import UserError, base_dir, get_dist, print0
@@ -34,11 +34,14 @@ PUBLISHED = (
 
 def take_turn(arm: str) -> dict:
     """Run base_train in a process of its own; return its peak memory_gb, and the metrics of each step."""
-    fixed = f"--num_iterations={WARM_UP + steps} --log_every=1 --model_tag=arm"
-    fixed += " --eval_every=-1 --sample_every=-1 --save_every=-1"
+    fixed = (
+        f"--num_iterations={WARM_UP + steps} --log_every=1 --model_tag=arm "
+        "--eval_every=-1 --sample_every=-1 --save_every=-1"
+    )
+    data = base_dir() / "data"
+    data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        (base_dir() / "data").mkdir(parents=True, exist_ok=True)
-        Path(folder, "data").symlink_to(base_dir() / "data")
+        Path(folder, "data").symlink_to(data)
         arguments = shlex.split(f"{fixed} {shared} {PUBLISHED if arm == 'published' else arm}")
         command = [sys.executable, "-m", "scripts.base_train", *arguments]
         done = subprocess.run(command, env=os.environ | {"NANODIFF_BASE_DIR": folder}, capture_output=True, text=True)
@@ -57,13 +60,13 @@ def make_row(turns: list[dict]) -> dict[str, float]:
         lines += turn["lines"][WARM_UP:]
     step_ms = [line["train/dt_ms"] for line in lines]
     return {
-        "step_ms": statistics.median(step_ms),
-        "images_per_sec": statistics.median(line["train/images_per_sec"] for line in lines),
+        "step_ms": median(step_ms),
+        "images_per_sec": median(line["train/images_per_sec"] for line in lines),
         "min_ms": min(step_ms),
         "max_ms": max(step_ms),
-        "first_step_s": statistics.median(turn["lines"][0]["train/dt_ms"] for turn in turns) / 1000,
+        "first_step_s": median(turn["lines"][0]["train/dt_ms"] for turn in turns) / 1000,
         "memory_gb": max(turn["memory_gb"] for turn in turns),
-        "mfu": statistics.median(line["train/mfu"] for line in lines),
+        "mfu": median(line["train/mfu"] for line in lines),
     }
 
 

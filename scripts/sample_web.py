@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import nanodiff
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
 from nanodiff.data.decode import decode, open_image
@@ -82,7 +81,7 @@ def describe_run(path: Path) -> dict:
             weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
         config = meta["config"]
         data = meta["data"]
-        model = SimpleNamespace(config=stored_config(meta))  # all that is asked of it
+        model = SimpleNamespace(config=stored_config(meta))  # all of a model that is used here
         process = make_process(config, data)
         loaded = Loaded(model, process, config, data, meta["step"], str(path), "", path)
         return {
@@ -100,7 +99,7 @@ def describe_run(path: Path) -> dict:
 
 @functools.lru_cache(maxsize=1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
-    """The model and its samples. `times` are those of the checkpoint's files: they change when a run starts anew."""
+    """The model and its samples. `times` of the checkpoint tell a new run of the same name from the old one."""
     which = () if run_dir.is_file() else (step, ema)
     loaded = load_run(str(run_dir), device, *which)
     enlarged = low_res if loaded.model.config.low_res else ""
@@ -169,8 +168,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
         warning = f"{samples.not_finite} of the images are not finite (NaN)"
     classes = []  # classes of the grid's columns
     if loaded.num_classes and (n <= columns or columns % len(samples.turns.labels) == 0):
-        labels = samples.labels(range(min(n, columns)))
-        classes = [loaded.class_names[label] for label in labels]
+        classes = [loaded.class_names[label] for label in samples.labels(range(min(n, columns)))]
     seconds = time.perf_counter() - start
     send_picture(images, json.dumps(drawn), settings=drawn, classes=classes, seconds=seconds, warning=warning)
     print0(f"{n} images of {asked['run']} at step {loaded.step:,}")
@@ -183,7 +181,7 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
 class Handler(LocalHandler):
     def do_GET(self):
         if self.path == "/":
-            page = Path(nanodiff.__file__).parent / "web" / "ui.html"
+            page = Path(form.__file__).with_name("ui.html")
             self.reply(page.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/runs":
             offered = {}

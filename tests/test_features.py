@@ -132,7 +132,7 @@ def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys)
 
 
 def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch):
-    sets = {"sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images", "channels": 3}}
-    opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split)
+    sets = {"sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images"}}
+    opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split, channels=3)
     monkeypatch.setattr(features_module, "open_dataset", opened)
     assert all(vars(image_set(name, "val")) == vars(opened("photos", "val")) for name in sets)

@@ -45,19 +45,19 @@ def test_weights_are_downloaded_once_and_checked_or_it_is_said_where_to_put_them
     """By a smaller network, and a file without counters, as old torch wrote it."""
     published = tmp_path / "published.pth"
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(inception, "Inception", lambda weights: inception.Conv(3, 8, 3))
-    weights = {k: v for k, v in inception.Conv(3, 8, 3).state_dict().items() if not k.endswith("num_batches_tracked")}
+    monkeypatch.setattr(inception, "Inception", lambda weights: inception.conv_bn_relu(3, 8, 3))
+    weights = {name: x for name, x in inception.Inception({}).state_dict().items() if x.ndim}
     torch.save(weights, published)
     monkeypatch.setattr(inception, "NUM_BYTES", published.stat().st_size)
     monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.read_bytes()).hexdigest())
     urlopen = Mock(side_effect=lambda url, timeout: open(published, "rb"))
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    for model in (load_inception(), load_inception(), load_inception(published)):
+    for model in (load_inception(path, "cpu") for path in ("", "", published)):
         assert not model.training
         assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
     assert [call.args[0] for call in urlopen.call_args_list] == [inception.URL]
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
-    refused("not the published file", load_inception, published)
+    refused("not the published file", load_inception, published, "cpu")
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: open(tmp_path / "no route"))
-    refused(f"{inception.URL}.*{tmp_path / 'elsewhere' / inception.FILE_NAME}", load_inception)
+    refused(f"{inception.URL}.*{tmp_path / 'elsewhere' / inception.FILE_NAME}", load_inception, "", "cpu")

@@ -13,9 +13,9 @@ from nanodiff.files import reading, writing
 
 
 def cached(path: Path, of: list, compute) -> dict[str, torch.Tensor] | None:
-    """Tensors {name: tensor} cached at `path` by a hash of `of` (data sets, arrays, bytes); else compute() and cache.
+    """What compute() returns, {name: tensor}, cached at `path` under a hash of `of` (data sets, arrays, bytes).
 
-    Called by all ranks. Only the first rank gets the tensors; on the others `compute()` may return None.
+    Called by all ranks. Only the first rank gets the tensors; on the others compute() may return None.
     """
     is_first = get_dist()[0] == 0
     hashed = hashlib.sha256()

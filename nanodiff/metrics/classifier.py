@@ -39,18 +39,17 @@ class Classifier(Network):
         super().__init__()
         self.channels = channels
         self.resolution = min(resolution, MAX_RESOLUTION)
-        w = width
         stride = 2 if self.resolution > 16 else 1  # the costly layers work on 16 x 16 at most
         self.trunk = nn.Sequential(
-            conv_bn_relu(channels, w, stride),  # (N, w, 16, 16)
-            conv_bn_relu(w, 2 * w),
+            conv_bn_relu(channels, width, stride),  # (N, w, 16, 16)
+            conv_bn_relu(width, 2 * width),
             nn.MaxPool2d(2),  # (N, 2w, 8, 8)
-            Residual(2 * w),
-            conv_bn_relu(2 * w, 4 * w),
+            Residual(2 * width),
+            conv_bn_relu(2 * width, 4 * width),
             nn.MaxPool2d(2),  # (N, 4w, 4, 4)
-            Residual(4 * w),
+            Residual(4 * width),
         )
-        self.num_features = 8 * w
+        self.num_features = 8 * width
         self.num_classes = num_classes
         self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self.register_buffer("accuracy", torch.zeros(()))  # on held-out real images
@@ -191,8 +190,7 @@ def get_classifier(train, val, device) -> Classifier:
         if get_dist()[0] > 0:
             return None
         print0(f"training a classifier on {train.path.name!r}, once, to judge samples ({train.num_images:,} images)")
-        trained = train_classifier(train, val, device)
-        return {name: x.cpu() for name, x in trained.state_dict().items()}
+        return {name: x.cpu() for name, x in train_classifier(train, val, device).state_dict().items()}
 
     weights = cached(train.path / "classifier.npz", [f"{VERSION}".encode(), train, val], compute)
     return with_weights(from_first_rank(weights, "the classifier"), train.resolution, device)

@@ -36,9 +36,7 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
         rank = values > noise  # smaller eigenvalues are rounding errors of 0
         return vectors[:, rank] * values[rank].sqrt()
 
-    a1 = factor(sigma1)
-    a2 = factor(sigma2)
-    overlap = torch.linalg.svdvals(a1.T @ a2).sum()
+    overlap = torch.linalg.svdvals(factor(sigma1).T @ factor(sigma2)).sum()
     between_means = (mu1 - mu2).square().sum()
     distance = between_means + sigma1.trace() + sigma2.trace() - 2 * overlap
     return max(float(distance), 0.0)
@@ -111,6 +109,4 @@ def precision_recall(
             count += int(is_within.any(1).sum())
         return count / len(points)
 
-    precision = fraction_within(fake, real, radii(real))
-    recall = fraction_within(real, fake, radii(fake))
-    return precision, recall
+    return fraction_within(fake, real, radii(real)), fraction_within(real, fake, radii(fake))

@@ -46,13 +46,14 @@ class Features:
 def image_set(name: str, split: str) -> Dataset:
     """An image set by name; for a set of latents, the images they were made from."""
     dataset = open_dataset(name, split)
-    if dataset.meta["kind"] == "latents":
-        return open_dataset(dataset.meta["latents"]["source"], split)
     kind = dataset.meta["kind"]
-    channels = dataset.meta["channels"]
-    if kind == "arrays" or channels not in (1, 3):
-        given = f"{kind} of {channels} channels"
-        raise UserError(f"data={name!r} holds {given}; metrics of features accept uint8 images of 1 or 3 channels")
+    if kind == "latents":
+        return open_dataset(dataset.meta["latents"]["source"], split)
+    if kind == "arrays" or dataset.channels not in (1, 3):
+        raise UserError(
+            f"data={name!r} holds {kind} of {dataset.channels} channels; "
+            "metrics of features accept uint8 images of 1 or 3 channels"
+        )
     return dataset
 
 
@@ -98,7 +99,7 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
-    """Features (N, D) by any network, in an .npy: those of the first `num_images`, or all; see collect_features."""
+    """Features (N, D) by any network from an .npy: the first `num_images` rows, or all; see collect_features."""
     with reading(f"features {path!r}", "are no array"):
         rows = np.load(at(path), allow_pickle=False)[: num_images or None]
         rows = torch.from_numpy(rows.astype(np.float32))
@@ -111,14 +112,11 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
 def load_stats(path: str, num_features: int) -> Features:
     """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files, and in ours `some`."""
     with reading(path), np.load(at(path), allow_pickle=False) as file:
-        mu = torch.from_numpy(file["mu"].astype(np.float64))
-        sigma = torch.from_numpy(file["sigma"].astype(np.float64))
-        some = None
-        if "some" in file:
-            some = torch.from_numpy(file["some"].astype(np.float32))
-    if sigma.shape != (num_features, num_features):
-        raise UserError(f"{path} holds a sigma of shape {tuple(sigma.shape)}, expected {num_features} features")
-    return Features(mu, sigma, some)
+        names = ["mu", "sigma", *({"some"} & file.keys())]
+        found = Features(*(torch.from_numpy(file[name].astype(np.float64)) for name in names))
+    if found.sigma.shape != (num_features, num_features):
+        raise UserError(f"{path} holds a sigma of shape {tuple(found.sigma.shape)}, expected {num_features} features")
+    return found
 
 
 def reference_features(dataset: Dataset, network) -> Features | None:
@@ -147,8 +145,8 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
         raise UserError(f"{metric}: {len(samples.mu)} features against {len(reference.mu)}")
     result = {metric: frechet_distance(samples.mu, samples.sigma, reference.mu, reference.sigma)}
     real = reference.some
-    fake = samples.some
     if real is not None:
+        fake = samples.some
         n = min(len(fake), len(real))
         if n < 10:
             raise UserError(f"{metric} needs 10 images or more, got {len(fake)} and {len(real)}")

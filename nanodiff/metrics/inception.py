@@ -5,11 +5,10 @@ block, and TensorFlow 1's resize. Other weights or another resize give figures t
 """
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanodiff.common import UserError, base_dir, get_dist
@@ -37,12 +36,12 @@ class Inception(Network):
         """`weights`: the published file's, whose names and shapes say what is in each block."""
         super().__init__()
         # In the order of the forward pass
-        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2, padding=0)
-        self.Conv2d_2a_3x3 = Conv(32, 32, 3, padding=0)
-        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
+        self.Conv2d_1a_3x3 = conv_bn_relu(3, 32, 3, stride=2, padding=0)
+        self.Conv2d_2a_3x3 = conv_bn_relu(32, 32, 3, padding=0)
+        self.Conv2d_2b_3x3 = conv_bn_relu(32, 64, 3)
         self.pool_1 = nn.MaxPool2d(3, stride=2)  # (N, 64, 73, 73)
-        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
-        self.Conv2d_4a_3x3 = Conv(80, 192, 3, padding=0)
+        self.Conv2d_3b_1x1 = conv_bn_relu(64, 80, 1)
+        self.Conv2d_4a_3x3 = conv_bn_relu(80, 192, 3, padding=0)
         self.pool_2 = nn.MaxPool2d(3, stride=2)  # (N, 192, 35, 35)
         shapes = defaultdict(dict)  # block -> {name of a convolution: shape of its kernels}
         for block, conv in re.findall(r"(Mixed\w+)\.(\w+)\.conv", " ".join(weights)):
@@ -77,14 +76,10 @@ def resize(x: torch.Tensor, size: int) -> torch.Tensor:
     return weights(height) @ x @ weights(width).T
 
 
-class Conv(nn.Module):  # with batch normalisation and ReLU
-    def __init__(self, n_in, n_out, kernel, stride=1, padding="same"):
-        super().__init__()
-        self.conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
-        self.bn = nn.BatchNorm2d(n_out, eps=1e-3)
-
-    def forward(self, x):
-        return F.relu(self.bn(self.conv(x)), inplace=True)
+def conv_bn_relu(n_in: int, n_out: int, kernel, stride: int = 1, padding="same") -> nn.Sequential:
+    conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
+    bn = nn.BatchNorm2d(n_out, eps=1e-3)
+    return nn.Sequential(OrderedDict(conv=conv, bn=bn, relu=nn.ReLU(inplace=True)))
 
 
 class Mixed(nn.Module):
@@ -106,7 +101,7 @@ class Mixed(nn.Module):
             branch, _, step = name.partition("_")
             self.chains[branch][step[:1]].append(name)
             moves = (2, 0) if halves and name == last[branch] else ()
-            self.add_module(name, Conv(n_in, n_out, kernel, *moves))
+            self.add_module(name, conv_bn_relu(n_in, n_out, kernel, *moves))
         self.chains.setdefault("branch", {})  # the pool's, if no convolution follows it
 
     def forward(self, x):
@@ -119,8 +114,8 @@ class Mixed(nn.Module):
         return torch.cat(outputs, 1)
 
 
-def load_inception(path: str = "", device="cpu") -> Inception:
-    """The network with the weights in `path`, by default downloaded once. Called by all ranks."""
+def load_inception(path: str, device) -> Inception:
+    """The network with the weights in `path`; "": downloaded once. Called by all ranks."""
     default = base_dir() / FILE_NAME
     if not path and get_dist()[0] == 0 and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")

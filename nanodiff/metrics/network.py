@@ -1,4 +1,4 @@
-"""The base of all judges, and how often one finds the class that was asked for."""
+"""The base class of the networks that judge samples; accuracy by class."""
 
 import numpy as np
 import torch
@@ -10,11 +10,11 @@ from nanodiff.device import full_float32
 class Network(nn.Module):
     """Images (N, C, H, W) uint8 -> features (N, num_features), logits (N, K).
 
-    A network also has a `name`, for names of files, and a `title`, for messages.
+    Subclasses have a `name` for file names and a `title` for messages.
     """
 
     batch_size = 64
-    num_classes = 0  # classes of the data set, if the logits are of these
+    num_classes = 0  # > 0 if the logits are of the data set's classes
 
     @torch.no_grad()
     def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,8 +34,9 @@ class Samples:
         elif path.is_file():
             images, labels, protocol = open_arrays(path)
             if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
-                given = f"{images.dtype} of shape {images.shape}"
-                raise UserError(f"{path} holds {given}; accepted: uint8 of shape (N, H, W, 1 or 3)")
+                raise UserError(
+                    f"{path} holds {images.dtype} of shape {images.shape}; accepted: uint8 of shape (N, H, W, 1 or 3)"
+                )
             self._payloads = images
             if images.max() < 64:
                 print0(f"nearly black: no value in {path} is above {images.max()} of 255")

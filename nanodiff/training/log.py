@@ -34,10 +34,9 @@ class Meter:
         self.process = process
         self.device = device
         self.progress = progress  # the counters that a resume restores
-        self.shapes = set()  # shapes of images so far; the first step of each compiles, and is left out of speeds
+        self.shapes = set()  # of images so far; the first step of each shape compiles and does not count in speeds
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
-        self.wall_start = 0.0  # since the first step, with evaluations and saves: for what is left
-        self.wall_steps = 0
+        self.wall_steps = 0  # since wall_start, with evaluations and saves between them: for what is left
         self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
@@ -148,7 +147,7 @@ class Meter:
         step = line["step"]
         dt_ms = line["train/dt_ms"]
         seconds_per_step = dt_ms / 1000
-        if self.wall_start and self.wall_steps:
+        if self.wall_steps:
             seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
         minutes = line["total_training_time_s"] / 60
         left = (num_iterations - step) * seconds_per_step / 60
@@ -172,8 +171,10 @@ def check_wandb(run: str) -> None:
     has_key = mode != "online" or wandb.login(prompt=False, verify=False)
     sys.excepthook = hook  # wandb's own prints a traceback above our line
     if not has_key:
-        hint = "`wandb login`, WANDB_MODE=offline or --run=dummy"
-        raise UserError(f"run={run!r} logs to wandb, which has no API key here; accepted: {hint}")
+        raise UserError(
+            f"run={run!r} logs to wandb, which has no API key here; "
+            "accepted: `wandb login`, WANDB_MODE=offline or --run=dummy"
+        )
 
 
 def record(path: Path, described: dict, step: int) -> None:
@@ -194,19 +195,11 @@ def record(path: Path, described: dict, step: int) -> None:
 class RunLog:
     """Writes config.json, metrics.jsonl and samples/ from rank 0, and the same to wandb unless run="dummy".
 
-    `described` goes into config.json, with the machine and the defaults of the settings that were changed. `progress`
-    holds wandb's number of the run.
+    `described` goes into config.json, with the machine and the defaults of the changed settings. `progress` keeps
+    wandb's id of the run for a resume.
     """
 
-    def __init__(
-        self,
-        run: str,
-        run_dir: Path,
-        device,
-        described: dict,
-        step: int,
-        progress: dict,
-    ):
+    def __init__(self, run: str, run_dir: Path, device, described: dict, step: int, progress: dict):
         self.run_dir = run_dir
         self.file = None
         self.wandb = None
@@ -215,8 +208,8 @@ class RunLog:
         config = described["config"]
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        described = described | {"changed_from": changed, "environment": environment(device)}
-        record(run_dir / "config.json", described, step)
+        here = {"changed_from": changed, "environment": environment(device)}
+        record(run_dir / "config.json", described | here, step)
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
@@ -229,7 +222,6 @@ class RunLog:
                 project="nanodiff", name=run, config=config, id=progress["wandb_id"], resume="allow", dir=run_dir
             )
             progress["wandb_id"] = self.wandb.id
-            self.html = wandb.Html
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object of numbers to metrics.jsonl and wandb, without NaN and infinity."""
@@ -259,29 +251,24 @@ class RunLog:
         png = encode_png(grid)
         path = self.run_dir / "samples" / f"step_{step:06d}.png"
         write_atomic(path, png)
-        if self.wandb:  # as HTML, since wandb.Image would need Pillow
+        if self.wandb:
+            import wandb
+
+            # As HTML: wandb.Image would need Pillow
             picture = f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-            self.wandb.log({"samples": self.html(picture)}, step=step)
+            self.wandb.log({"samples": wandb.Html(picture)}, step=step)
         print0(f"samples: {path}")
 
 
-def end(
-    log: RunLog,
-    step: int,
-    stopping: bool,
-    train_time_s: float,
-    device: torch.device,
-    saved: bool,
-) -> None:
+def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device, saved: bool) -> None:
     """Print a summary, and leave together with the other ranks. `saved`: there is a checkpoint of this step."""
     if log.wandb:
         log.wandb.finish()
     if stopping:
         how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
         print0(f"stopped by a signal after step {step}: {how}")
-    minutes = train_time_s / 60
     memory_gb = peak_memory_gb(device)
-    print0(f"{step:,} steps in {minutes:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
+    print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
     sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()

@@ -22,12 +22,19 @@ from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
-MOST_BYTES = 2**25  # of metrics.jsonl; of a longer one each n-th line is read, and all evaluations
-MOST_GRIDS = 24  # grids of a run; report.html holds them all
+MOST_BYTES = 2**25  # a longer metrics.jsonl is thinned while it is read: every n-th line, and all evaluations
+MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
-WORDS = {"train/loss": "training loss", "val/loss": "validation loss", "_ema": " of the average"}
-WORDS |= {f"_q{i}": f", {order} quarter" for i, order in enumerate(("first", "second", "third", "last"))}
-TITLES = {  # of a metric, and its chart: quality first. Other metrics follow
+WORDS = {  # of parts of keys
+    "train/loss": "training loss",
+    "val/loss": "validation loss",
+    "_ema": " of the average",
+    "_q0": ", first quarter",
+    "_q1": ", second quarter",
+    "_q2": ", third quarter",
+    "_q3": ", last quarter",
+}
+TITLES = {  # metric -> title of its chart. Charts come in this order, those of other metrics last
     "fid": "FID, lower is better",
     "fd_classifier": "Fréchet distance in a classifier's features, lower is better",
     "fd_simclr": "Fréchet distance in features learned without labels, lower is better",
@@ -47,22 +54,18 @@ TITLES = {  # of a metric, and its chart: quality first. Other metrics follow
     "well_formed": "Samples drawn as well as real shapes",
 }
 AXES = dict.fromkeys(("loss", "loss" + BY_QUARTER, "grad_norm"), "log")
-AXES |= dict.fromkeys(("lrm", "images_per_sec", "dt_ms", "data_ms", "mfu"), "zero")  # from 0
-# Not worth a chart: straight lines, and the loss, which the chart of train/loss smooths
-NOT_DRAWN = ("step", "images_seen", "total_training_flops", "total_training_time_s", "train/loss_running")
+AXES |= dict.fromkeys(("lrm", "images_per_sec", "dt_ms", "data_ms", "mfu"), "zero")  # they begin at 0
+NOT_DRAWN = ("step", "images_seen", "total_training_flops", "total_training_time_s")  # straight lines
 
 
 @dataclass
 class Run:
     folder: Path
+    name: str
     facts: dict  # config.json
     logged: dict[str, dict[int, float]]  # key of metrics.jsonl -> {step: finite value}
     per_step: int  # what the x axis counts: 1 for steps, the batch size for images
     results: list[dict]  # of base_eval
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
 
 def read_run(folder: Path, over_images: bool) -> Run:
@@ -82,7 +85,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
                         logged.setdefault(key, {})[step] = value
     per_step = facts["config"]["total_batch_size"] if over_images else 1
     results = [read_json(path) for path in sorted(folder.glob("eval_*.json"))]
-    return Run(folder.resolve(), facts, logged, per_step, results)
+    return Run(folder, folder.resolve().name, facts, logged, per_step, results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,20 +131,17 @@ def charts(runs: list[Run]) -> str:
     keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
     page = ""
     for name in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
-        axis = AXES.get(name, "")
         shown = [key for key in keys if chart_of(key) == name]
         if len(runs) == 1:
-            curves = [(runs[0], key, in_words(key)) for key in shown]
-            page += chart(TITLES.get(name, name), axis, curves)
-        else:
-            for key in shown:
-                curves = [(run, key, run.name) for run in runs]
-                page += chart(in_words(key), axis, curves)
+            page += chart(TITLES.get(name, name), name, [(runs[0], key, in_words(key)) for key in shown])
+            continue
+        for key in shown:
+            page += chart(in_words(key), name, [(run, key, run.name) for run in runs])
     return page or "<p>Nothing has been logged so far.</p>"
 
 
-def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
-    """A chart with a curve for each (run, key, label); `axis` is "", "zero" (from 0) or "log".
+def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
+    """A chart with a curve for each (run, key, label); `name`: see chart_of.
 
     Noisy metrics are smoothed; a single one is also shown as it was logged. Styles of curves: "line", "raw" is faint,
     "dots" marks each value.
@@ -161,15 +161,14 @@ def chart(title: str, axis: str, metrics: list[tuple[Run, str, str]]) -> str:
             drawn = [(label, "line", smooth(y))]
             if is_single:
                 drawn.insert(0, ("not smoothed", "raw", y))
-        for name, style, values in drawn:
+        for words, style, values in drawn:
             rows = thin(values)
-            digits = [float(f"{value:.6g}") for value in values[rows]]
-            at = (x[rows] * run.per_step).tolist()
-            curves.append({"label": name, "style": style, "colour": i, "x": at, "y": digits})
+            curve = {"label": words, "style": style, "colour": i, "x": (x[rows] * run.per_step).tolist()}
+            curves.append(curve | {"y": [float(f"{value:.6g}") for value in values[rows]]})
     if not curves:
         return ""
     unit = "step" if run.per_step == 1 else "images"
-    data = {"title": title, "unit": unit, "axis": axis, "curves": curves}
+    data = {"title": title, "unit": unit, "axis": AXES.get(name, ""), "curves": curves}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
@@ -179,8 +178,7 @@ def strip(run: Run) -> str:
     paths = sorted(path for path in run.folder.glob("samples/step_*.png") if path.stem[5:].isdecimal())
     if not paths:
         return ""
-    count = min(len(paths), MOST_GRIDS)
-    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, count)]
+    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS))]
     images = ""
     for path in shown:
         step = int(path.stem[5:])
@@ -189,8 +187,9 @@ def strip(run: Run) -> str:
         images += f'src="data:image/png;base64,{png}" hidden>'
     last = len(shown) - 1
     names = ""
-    taken = [name for name in FIELDS if run.facts["model"].get(name)]
-    if taken == ["num_classes"] and run.facts["model"]["num_classes"] <= 10:  # a row of the grid for each
+    model = run.facts["model"]
+    taken = [name for name in FIELDS if model.get(name)]
+    if taken == ["num_classes"] and model["num_classes"] <= 10:  # a row of the grid for each
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
@@ -250,7 +249,7 @@ def progress(run: Run) -> str:
 
 
 def evaluation(result: dict, run: Run) -> str:
-    """Results of base_eval: what was measured in a line, in words, with what real images get; the rest is folded."""
+    """Results of base_eval: the figures in words, with those of real images beside them; the protocol is folded."""
     metric = result.pop("metric")
     rows = result.pop("rows", [])  # for each sampler and number of steps
     real = flat(result.pop("real_images", {}))
@@ -286,7 +285,7 @@ def best(run: Run) -> dict:
 
 
 def versions(run: Run) -> dict[str, dict]:
-    """{heading: all of config.json as one level}, as the run began and from each step at which a resume changed it."""
+    """{heading: config.json as one level}: a column for the run's start and one for each resume that changed it."""
     facts = {key: value for key, value in run.facts.items() if key not in ("config", "changed_from", "changes")}
     facts = flat(run.facts["config"]) | flat(facts)
     columns = {run.name: facts}

@@ -31,24 +31,26 @@ class LocalServer(ThreadingHTTPServer):
 class LocalHandler(BaseHTTPRequestHandler):
     """One request; subclasses add do_GET and do_POST."""
 
-    timeout = 10  # seconds: a client that stops reading keeps others waiting no longer
+    timeout = 10  # seconds that a client which stops reading can keep others waiting
     log_message = lambda *args: None
 
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
+        host = self.headers["Host"]
+        fault = ()
         # Any page on the web can lead a name of its own to this machine and read what we answer (DNS rebinding)
-        if self.headers["Host"] not in self.server.hosts:
-            self.send_error(403, f"foreign Host header; accepted: {', '.join(self.server.hosts)}")
-            return False
-        # Any page may also have a browser POST to us; browsers say for which page
-        if self.command == "POST" and self.headers["Origin"] != f"http://{self.headers['Host']}":
-            self.send_error(403, "foreign Origin header; accepted: that of the page which this server shows")
-            return False
-        if self.command == "POST" and not re.fullmatch("[0-9]{1,7}", self.headers["Content-Length"] or ""):
-            self.send_error(413, "no Content-Length, or a large one; accepted: up to 9,999,999")
-            return False
-        return True
+        if host not in self.server.hosts:
+            fault = 403, f"foreign Host header; accepted: {', '.join(self.server.hosts)}"
+        elif self.command == "POST":
+            # Any page may also have a browser POST to us; browsers say for which page
+            if self.headers["Origin"] != f"http://{host}":
+                fault = 403, "foreign Origin header; accepted: that of the page which this server shows"
+            elif not re.fullmatch("[0-9]{1,7}", self.headers["Content-Length"] or ""):
+                fault = 413, "no Content-Length, or a large one; accepted: up to 9,999,999"
+        if fault:
+            self.send_error(*fault)
+        return not fault
 
     def refuse(self, status: int, line: str) -> None:
         """Answer with one event, an error."""
