@@ -17,24 +17,6 @@ import torch.distributed as dist
 from nanodiff.common import LostRank, Progress, UserError, excepthook, get_dist
 
 
-def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
-    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        with collective("the meeting of the ranks"):
-            store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    except ValueError as error:
-        raise UserError(f"{error}; accepted: RANK, WORLD_SIZE and MASTER_ as torchrun sets them, or none") from None
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
-        # count restarts differently, so runs/multinode.sh gives each attempt a new store
-        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-    with collective("the meeting of the ranks"):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
-    # init_process_group's own excepthook swallows ours
-    sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
-
-
 @contextlib.contextmanager
 def collective(name: str):
     """Names a collective (context or decorator): a hang or a dead rank is reported as LostRank, "all-gather of the
@@ -52,6 +34,23 @@ def collective(name: str):
         why = "the port is taken" if "EADDRINUSE" in cause else "another rank hangs or died"
         waited = f"after {time.monotonic() - start:.1f} s of waiting"
         raise LostRank(f"rank {rank} of {world}: {name} failed {waited}, {why}: {cause}") from e
+
+
+@collective("the meeting of the ranks")
+def join_ranks(backend: str, timeout_s: float, device_id=None) -> None:
+    """Join torchrun's process group; a collective fails after `timeout_s` seconds of waiting."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except ValueError as error:
+        raise UserError(f"{error}; accepted: RANK, WORLD_SIZE and MASTER_ as torchrun sets them, or none") from None
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # After a restart (--max-restarts) torchrun reuses its store, which holds addresses of dead ranks. Several nodes
+        # count restarts differently, so runs/multinode.sh gives each attempt a new store
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
+    # init_process_group's own excepthook swallows ours
+    sys.excepthook = functools.partial(excepthook, otherwise=sys.excepthook)
 
 
 def over_ranks(x: torch.Tensor | int, op=dist.ReduceOp.SUM, what: str = "a sum over ranks") -> torch.Tensor:

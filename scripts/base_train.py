@@ -374,8 +374,14 @@ if checkpoint:
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
-described = dict(config=config, data=codec.description, model=asdict(model_config), num_iterations=num_iterations)
-described |= dict(num_params=num_params, flops_per_image=flops_per_image)
+described = {
+    "config": config,
+    "data": codec.description,
+    "model": asdict(model_config),
+    "num_iterations": num_iterations,
+    "num_params": num_params,
+    "flops_per_image": flops_per_image,
+}
 log = RunLog(run, run_dir, device, described, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 
@@ -396,12 +402,8 @@ def ends_epoch():
 def lr_multiplier(s):
     """Linear warmup, constant, linear warmdown towards 0: a factor on every learning rate at step s."""
     warmup = warmup_ratio * num_iterations
-    warmdown = warmdown_ratio * num_iterations
-    if s < warmup:
-        return (s + 1) / (warmup + 1)
-    if s <= num_iterations - warmdown:
-        return 1.0
-    return (num_iterations - s) / warmdown
+    warmdown = max(warmdown_ratio * num_iterations, 1)
+    return min((s + 1) / (warmup + 1), 1.0, (num_iterations - s) / warmdown)
 
 
 def save():

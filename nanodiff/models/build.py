@@ -204,9 +204,10 @@ def compiled(
         return model
     whole = device.type == "cpu" and num_steps >= COMPILE_WHOLE and get_dist()[2] == 1
     print0(f"compiling {'as a whole' if whole else 'by blocks'}: the first step takes 5 to 60 s")
+    fast = compile_model(model, whole)
     if getattr(model.config, "dropout", 0):
         print0("compiled code is not checked: with dropout eager code draws other masks")
-        return compile_model(model, whole)
+        return fast
     from nanodiff.models.checked import Checked  # a door
 
-    return Checked(model, compile_model(model, whole))
+    return Checked(model, fast)

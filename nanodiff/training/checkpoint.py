@@ -10,7 +10,6 @@ runs/<tag>.left_.../                               the steps that --resume=STEP 
 """
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -61,8 +60,8 @@ def save_checkpoint(
                     torch.save(value, file)
             else:
                 ema = "raw" if name == "model" else name.removeprefix("ema_")
-                told = described(meta | {"ema": ema})
-                save_safetensors(value, temporary / f"{name}.safetensors", told, manifest)
+                file = temporary / f"{name}.safetensors"
+                save_safetensors(value, file, described(meta | {"ema": ema}), manifest)
         write_json(temporary / "meta.json", meta, manifest)
         write_json(temporary / "manifest.json", manifest)
         with contextlib.suppress(FileNotFoundError):
@@ -77,12 +76,16 @@ def save_checkpoint(
 
 def prune(run_dir: Path, step: int, keep: int) -> None:
     """Delete the oldest checkpoints beyond `keep` intact ones; -1 keeps all."""
-    # Ignore later steps: the run was resumed from an earlier one
-    found = [(s, path) for s, path in list_checkpoints(run_dir) if s <= step]
-    intact = [s for s, path in found if not why_corrupt(path, hashes=False)]
-    for s, path in found:
+    # Later steps do not count: the run was resumed from an earlier one
+    intact = [s for s in intact_steps(run_dir) if s <= step]
+    for s, path in list_checkpoints(run_dir):
         if keep > 0 and s < min(intact[-keep:], default=0):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def intact_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints whose files are there, hashes not compared."""
+    return [s for s, path in list_checkpoints(run_dir) if not why_corrupt(path, hashes=False)]
 
 
 class Saver:
@@ -145,13 +148,11 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")
     rates = [str(rate) for rate in load_meta(checkpoint)["ema_rates"]]
-    if not ema:
-        ema = rates[0] if rates else "raw"
-    if ema not in ("raw", *rates):
-        raise UserError(f"ema={ema!r} was not kept by this run; it has: raw, {', '.join(rates)}")
-    if ema == "raw":
-        return checkpoint / "model.safetensors"
-    return checkpoint / f"ema_{ema}.safetensors"
+    kept = [*rates, "raw"]
+    ema = ema or kept[0]
+    if ema not in kept:
+        raise UserError(f"ema={ema!r} was not kept by this run; it has: {', '.join(kept)}")
+    return checkpoint / ("model.safetensors" if ema == "raw" else f"ema_{ema}.safetensors")
 
 
 def load_meta(checkpoint: Path) -> dict:
@@ -179,23 +180,20 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
     """
     rank, _, world = get_dist()
     checkpoint = None
-    meta = {}
     if rank == 0:
         checkpoint = find_checkpoint(run_dir)
-        if checkpoint:
-            meta = load_meta(checkpoint)
-        if resume.isdigit() and meta.get("command") != sys.argv[1:]:
-            checkpoint = find_checkpoint(run_dir, resume)  # else this very command has gone back, and was killed since
-            meta = load_meta(checkpoint)
-    checkpoint, meta = from_first_rank((checkpoint, meta), "the checkpoint to resume from")
+        # A command that has gone back, and was killed since, resumes from its own newest checkpoint
+        if resume.isdigit() and not (checkpoint and load_meta(checkpoint).get("command") == sys.argv[1:]):
+            checkpoint = find_checkpoint(run_dir, resume)
+    checkpoint = from_first_rank(checkpoint, "the checkpoint to resume from")
     if checkpoint is None:
         return None, {}
-    fault = why_corrupt(checkpoint, hashes=False) if rank else ""
+    fault = why_corrupt(checkpoint, hashes=False)
     if fault:
         raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
-    return checkpoint, meta
+    return checkpoint, load_meta(checkpoint)
 
 
 def go_back(run_dir: Path, step: int) -> None:
@@ -216,14 +214,14 @@ def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
     if step == 0:
         return "try --compile=False" if is_compiled else "try --dtype=float32"
     lowest, sane = math.inf, 0
-    with contextlib.suppress(FileNotFoundError), open(run_dir / "metrics.jsonl") as file:
-        for text in file:
-            with contextlib.suppress(ValueError, KeyError):
-                line = json.loads(text)
-                lowest = min(lowest, line["train/loss"])
-                if line["train/loss"] < 2 * lowest:
-                    sane = line["step"]
-    older = [s for s, path in list_checkpoints(run_dir) if s < sane and not why_corrupt(path, hashes=False)]
+    with contextlib.suppress(FileNotFoundError):
+        text = (run_dir / "metrics.jsonl").read_text()
+        for found in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', text):
+            loss = float(found[2])
+            lowest = min(lowest, loss)
+            if loss < 2 * lowest:
+                sane = int(found[1])
+    older = [s for s in intact_steps(run_dir) if s < sane]
     where = f"--resume={older[-1]}, before the loss grew," if older else "another model_tag, as no checkpoint is older,"
     return f"give {where} and a lower lr (and muon_lr) or, instead of fp16, --dtype=bfloat16"
 
