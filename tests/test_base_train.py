@@ -194,15 +194,16 @@ def test_every_kind_of_model_trains_samples_and_resumes(tiny, run_script, more):
     assert (tiny / "runs" / "a" / "samples" / "step_000001.png").stat().st_size > 1000
 
 
+def losses_with_overflow(process, n):
+    """Losses of a process of which that of call n, from 0, is infinite."""
+    honest, scales = process.losses, iter([1] * n + [float("inf")])
+    return lambda *args, **kwargs: {"loss": honest(*args, **kwargs)["loss"] * next(scales, 1)}
+
+
 def overflow_once():
     """Before a script: the sixth loss of rank 1 is infinite."""
-    honest, scales = FlowMatching.losses, iter([1] * 5 + [float("inf")])
-
-    def losses(*args, **kwargs):
-        return {"loss": honest(*args, **kwargs)["loss"] * next(scales, 1)}
-
     if os.environ["RANK"] == "1":
-        FlowMatching.losses = losses
+        FlowMatching.losses = losses_with_overflow(FlowMatching, 5)
 
 
 @pytest.mark.slow
@@ -229,12 +230,7 @@ def test_an_overflow_on_one_rank_of_two(tiny):
 
 def test_a_skipped_step_teaches_loss_second_moment_nothing(tiny, run_script, monkeypatch):
     """The loss of a step that fp16 overflows may be infinite, and would stay in the history."""
-    honest, scales = GaussianDiffusion.losses, iter([1, 1, float("inf")])
-
-    def losses(*args, **kwargs):
-        return {"loss": honest(*args, **kwargs)["loss"] * next(scales, 1)}
-
-    monkeypatch.setattr(GaussianDiffusion, "losses", losses)
+    monkeypatch.setattr(GaussianDiffusion, "losses", losses_with_overflow(GaussianDiffusion, 2))
     args = ("--objective=eps", "--num_timesteps=2", "--timesteps=loss-second-moment", "--dtype=float16")
     done = run_script("base_train", *TINY, *args, "--num_iterations=8", "--eval_every=-1")
     assert done["t_distribution"].history.isfinite().all() and 0 < done["optim"].steps < 8
@@ -386,15 +382,12 @@ def test_a_source_brings_shape_and_process_and_may_go(tiny, run_script):
 @pytest.mark.slow
 def test_the_velocity_is_known_where_samples_start(base, run_script):
     """At t = 1 its error is at most 1.15 times that at 0.95; with logit-normal t 1.3 times (runs/LOG.md, 27)."""
-    small = (
-        "--data=shapes --depth=2 --width=64 --patch_size=4 --total_batch_size=512 --num_iterations=120 --compile=False"
-    )
-    done = run_script("base_train", *small.split(), "--eval_every=-1", "--sample_every=-1", "--device_type=cpu")
+    small = "--depth=2 --width=64 --patch_size=4 --total_batch_size=512 --num_iterations=120 --compile=False".split()
+    done = run_script("base_train", *small, "--eval_every=-1", "--sample_every=-1", "--device_type=cpu")
     images, labels = draw_shapes(256, (0, 1), 16)
     x0, y = torch.from_numpy(images).float() / 127.5 - 1, torch.from_numpy(labels)
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad(), done["autocast"], done["ema"].applied(done["raw_model"]):
-        at = lambda t: (
-            done["process"].losses(done["raw_model"], x0, torch.full((256,), t), noise, {"y": y})["loss"].mean()
-        )
+        losses_at = lambda t: done["process"].losses(done["raw_model"], x0, torch.full((256,), t), noise, {"y": y})
+        at = lambda t: losses_at(t)["loss"].mean()
         assert at(1.0) < 1.15 * at(0.95)

@@ -14,17 +14,7 @@ from processes import FORK, Started
 from nanodiff.files import load_tensors, why_corrupt, writing
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training import checkpoint
-from nanodiff.training.checkpoint import (  # fmt: skip
-    Saver,
-    find_checkpoint,
-    go_back,
-    list_checkpoints,
-    load_meta,
-    lock_run,
-    save_checkpoint,
-    trim_metrics,
-    way_back,
-)
+from nanodiff.training.checkpoint import Saver, find_checkpoint, list_checkpoints, load_meta, lock_run, save_checkpoint
 
 META = dict(step=0, config={"lr": 1e-3}, arch="dit", model_config={}, data={}, ema_rates=[0.999], loop={"step": 0})
 
@@ -188,10 +178,11 @@ def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path):
     log, losses = tmp_path / "metrics.jsonl", {10: 1.0, 20: 0.5, 30: 0.6, 40: 40.0, 50: 1e9}
     lines = [json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in losses.items()]
     log.write_text("".join(lines) + '{"step": 50, "val/loss": 2.0}\n{"step": 60, "tr')
-    assert "--resume=20," in way_back(tmp_path, 55, True) and "--compile=False" in way_back(tmp_path, 0, True)
+    way_back = lambda step: checkpoint.way_back(tmp_path, step, True)
+    assert "--resume=20," in way_back(55) and "--compile=False" in way_back(0)
     for step, kept in ((50, 5), (40, 4), (20, 2)):
-        trim_metrics(log, step)
+        checkpoint.trim_metrics(log, step)
         assert log.read_text() == "".join(lines[:kept])
-    assert "no checkpoint is older" in way_back(tmp_path, 21, True)
-    go_back(tmp_path, 20)
+    assert "no checkpoint is older" in way_back(21)
+    checkpoint.go_back(tmp_path, 20)
     assert steps(tmp_path) == [20]

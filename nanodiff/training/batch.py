@@ -76,16 +76,14 @@ def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int
     for n in sizes:
         try:
             try_batch(n)
-            refused = False
+            fits = n
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            refused = is_out_of_memory(error)
-            if not refused:
+            if not is_out_of_memory(error):
                 raise
         # Not in the except block: there the error's frames keep their tensors alive
         optim.zero_grad()
-        if refused:
+        if fits < n:
             break
-        fits = n
     fits = int(over_ranks(fits, dist.ReduceOp.MIN, "the agreement on device_batch_size"))
     if fits == 0:
         raise UserError("not even one image at a time fits into memory: lower depth, or give --checkpointing")
