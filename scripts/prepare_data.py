@@ -86,7 +86,7 @@ if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container
     cores = len(os.sched_getaffinity(0))
 if not name:
     name = source
-    if path and source != "cifar10":
+    if path and source not in ("cifar10", "mnist"):
         stem = os.path.basename(os.path.abspath(path))
         name = stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
@@ -162,9 +162,7 @@ dt = time.perf_counter() - start
 made = dataset.open_dataset(writer.path)
 numbers = " + ".join(f"{part['num_images']:,} {split}" for split, part in made.meta["splits"].items())
 sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in made.buckets)
-labelled = "unlabelled"
-if made.num_classes:
-    labelled = f"{made.num_classes} classes"
+labelled = f"{made.num_classes} classes" if class_names else "unlabelled"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
 for condition in images_in.arrays:

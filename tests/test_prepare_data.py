@@ -74,11 +74,6 @@ def vectors(tmp, **arrays):
     return {"path": tmp / "in", "vectors": tmp / "v.npz"}
 
 
-def many_vectors(tmp):
-    np.save(tmp / "v.npy", np.ones((9, 2)))
-    return {"path": npz(tmp, arr_0=np.concatenate([IMAGES, IMAGES])), "vectors": tmp / "v.npy"}
-
-
 FILES = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(4)]
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 ROW = '{"file": "a.png", "text": "c"}'
@@ -110,7 +105,6 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"looks like \(N, C, H, W\)"),
     "oblong arrays": (lambda t: array(t, np.ones((4, 8, 6))), r"float64 of shape \(4, 8, 6\); accepted: squares"),
     "flat arrays": (lambda t: array(t, np.ones((4, 8))), r"accepted: numbers of shape \(N, H, W\)"),
-    "too many vectors": (lambda t: many_vectors(t), "9 vectors for 8 images"),
     "a name missing": (lambda t: vectors(t, names=FILES[:1], vectors=np.ones((1, 2))), "none for 7 .* 'cat/1.png'"),
     "a name twice": (lambda t: vectors(t, names=["a"] * 2, vectors=np.ones((2, 2))), "1 different names for 2 vectors"),
     "integer vectors": (lambda t: vectors(t, names=["a"], vectors=np.ones((1, 2), int)), "int64 of shape"),

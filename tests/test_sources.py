@@ -50,19 +50,15 @@ def test_npz_round_trip(tmp_path, key, save):
     assert open_dataset("toy").num_classes == 0
 
 
-def test_cifar10_round_trip(tmp_path):
-    batches = write_cifar(tmp_path / "cifar-10-binary.tar.gz")
-    prepare(tmp_path / "cifar-10-binary.tar.gz")
+def test_cifar10_round_trip_and_its_download_which_is_checked_and_kept(tmp_path, monkeypatch, base):
+    file = tmp_path / "cifar-10-binary.tar.gz"
+    batches = write_cifar(file)
+    prepare(file)
     train = np.concatenate([batches[f"data_batch_{i}.bin"] for i in range(1, 6)])
     for split, records in (("train", train), ("val", batches["test_batch.bin"])):
         images, labels = everything(split=split)
         np.testing.assert_array_equal(np.column_stack([labels, images.reshape(len(images), -1)]), records)
     assert open_dataset("toy").class_names[3] == "cat"
-
-
-def test_cifar10_download_is_checked_and_kept(tmp_path, monkeypatch, base):
-    file = tmp_path / "cifar-10-binary.tar.gz"
-    write_cifar(file)
     monkeypatch.setattr(sources, "CIFAR10_URL", file.as_uri())
     monkeypatch.setattr(sources, "CIFAR10_BYTES", file.stat().st_size)
     refused("SHA-256", prepare, source="cifar10")
@@ -146,8 +142,10 @@ def test_permuting_images_and_vectors_together_changes_nothing(tmp_path, shape):
     np.testing.assert_allclose(normal[normal.any(-1)].std(0), 1, atol=1e-5)
 
 
-def test_constant_dimensions_are_zero(tmp_path):
+def test_constant_dimensions_are_zero_and_each_image_has_a_vector(tmp_path):
     np.savez(tmp_path / "a.npz", arr_0=np.zeros((30, 8, 8, 3), np.uint8))
     np.save(tmp_path / "v.npy", np.stack([np.full(30, 0.1), np.arange(30.0)], 1))
     prepare(tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))
     assert (told([0, 7])[:, 0] == 0).all()
+    np.save(tmp_path / "v.npy", np.ones((9, 2)))
+    refused("9 vectors for 30 images", prepare, tmp_path / "a.npz", vectors=str(tmp_path / "v.npy"))

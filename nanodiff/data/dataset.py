@@ -62,9 +62,7 @@ class Dataset:
     def __init__(self, path: Path, split: str):
         self.path = path
         self.split = split
-        self.name = str(path)
-        if path.parent == data_dir():
-            self.name = path.name
+        self.name = path.name if path.parent == data_dir() else str(path)
         self.meta = read_json(path / "meta.json")
         # Check what costs nothing; map labels and vectors now, shards on first use
         with reading(path / "meta.json"):

@@ -43,9 +43,7 @@ def import_pillow():
 def open_image(payload: str | bytes):
     """An image file, by its path or content, as a PIL image whose pixels are not read yet."""
     Image = import_pillow()
-    file = payload
-    if isinstance(payload, bytes):
-        file = io.BytesIO(payload)
+    file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
         return Image.open(file, formats=FORMATS)
     except Image.UnidentifiedImageError:

@@ -478,6 +478,7 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
 READERS = {
     "shapes": read_shapes,
     "cifar10": read_cifar10,
+    "mnist": read_idx,
     "idx": read_idx,
     "npz": read_arrays,
     "npy": read_arrays,
