@@ -128,8 +128,7 @@ def open_zip(path: Path):
 
     def stream(suffixes):
         with reading(path):
-            for name in sorted(infos):
-                info = infos[name]
+            for name, info in sorted(infos.items()):
                 if info.file_size > MAX_BYTES:
                     name += NO_FILE
                 content = None
