@@ -209,9 +209,7 @@ def test_a_long_run_with_many_grids_stays_small(base, monkeypatch):
 
 def test_what_is_torn_not_finite_or_missing_is_left_out(base):
     folder = fake_run(base, grids=0)
-    odd = (
-        '{"step": 10, "val/loss": 1, "val/x": NaN}\n[7]\nnull\n{"val/loss": 2}\n{"step": [], "val/loss": 2}\n{"step": 2'
-    )
+    odd = '{"step": 10, "val/loss": 1, "val/x": NaN}\n[7]\nnull\n{"val/loss": 2}\n{"step": [], "val/loss": 2}\n{"step"'
     (folder / "metrics.jsonl").write_text(odd)
     (chart,) = report(folder).charts.values()
     assert [(curve["x"], curve["y"]) for curve in chart["curves"]] == [([10], [1])]

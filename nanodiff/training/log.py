@@ -225,7 +225,7 @@ class RunLog:
 
     def metrics(self, line: dict) -> None:
         """Log one JSON object of numbers to metrics.jsonl and wandb, without NaN and infinity."""
-        finite = {key: x if isinstance(x, int) else float(x) for key, x in line.items() if math.isfinite(x)}
+        finite = {key: x for key, x in line.items() if math.isfinite(x)}
         if self.file is None:
             return
         with names_file(self.file.name):
