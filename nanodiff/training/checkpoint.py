@@ -147,8 +147,7 @@ def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Pa
     checkpoint = find_checkpoint(run_dir, step)
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")
-    rates = [str(rate) for rate in load_meta(checkpoint)["ema_rates"]]
-    kept = [*rates, "raw"]
+    kept = [*map(str, load_meta(checkpoint)["ema_rates"]), "raw"]
     ema = ema or kept[0]
     if ema not in kept:
         raise UserError(f"ema={ema!r} was not kept by this run; it has: {', '.join(kept)}")
