@@ -97,8 +97,8 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
 #                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; mixed = logit-normal and a uniform tenth; auto = for
-#                    flow logit-normal or, from 256 images a step on, mixed; else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; mixed = logit-normal and a uniform tenth; auto =
+#                    logit-normal for flow, else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
@@ -233,8 +233,8 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
 #     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
 #     steps  = images / batch
-#     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's at most 0.003, of a DiT times 256 / width
-# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.001, muon_lr 0.057.
+#     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
+# DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
 # of the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 27). And
@@ -271,9 +271,6 @@ elif not total_batch_size:
     total_batch_size = 2 ** max(4, round(math.log2(max(64 * relative, 1))))
     if total_batch_size % world:  # 3, 5, 6, 7 ranks take equally many
         total_batch_size = world * max(1, round(total_batch_size / world))
-if timesteps == "auto":
-    is_large = total_batch_size >= 256 and not process.is_gaussian
-    timesteps = before.get("timesteps", "mixed" if is_large else "auto")
 
 # 3) The steps
 if num_iterations < 0:
@@ -289,7 +286,7 @@ part = 1
 if init_from and not lora_rank:  # few steps do not mend what high rates disturb
     part = min(1, num_iterations / 500)
     why += " and, of a model to tune, steps"
-lr = lr or before.get("lr") or part * 3e-3 * min(1, root) * by_width
+lr = lr or before.get("lr") or part * 3e-3 * root * by_width
 muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * root
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
 

@@ -73,7 +73,7 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
 
 
 def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):
-    """Resumed, tuned, as a teacher; a new run's law of t depends on the batch, and a resume keeps it."""
+    """Resumed, tuned, as a teacher."""
     make_data()
     run_dir = make_run(run_script, "old")
     checkpoint = run_dir / "checkpoints" / "step_000001"
@@ -83,8 +83,6 @@ def test_new_models_see_t_slowly_and_older_ones_as_before(base, run_script):
     save_checkpoint(run_dir, 2, tensors, meta | {"step": 2})
     tuned = ("--init_from=old", "--num_iterations=1")
     arms = [["--model_tag=old"], tuned, (*tuned, "--objective=flow_map", "--model_tag=map"), ["--arch=dit_classic"]]
-    for more in arms + [["--total_batch_size=256"]] * 2:
-        done = run_script("base_train", *TINY, *more)
-        expected = ("1000t", "auto") if more in arms else ("62.5t", "mixed")
-        assert (done["time_input"], done["timesteps"]) == expected
+    for more in (*arms, ["--model_tag=new"]):
+        assert run_script("base_train", *TINY, *more)["time_input"] == ("1000t" if more in arms else "62.5t")
     assert load_run("map", "cpu").process.time_input == "1000t"
