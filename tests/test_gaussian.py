@@ -107,16 +107,12 @@ def test_published_steps(published):
     assert_figures(steps(ddim, eta=0.5, generator=noise_of_rows(first=0)), want["ddim eta=0.5"])
 
 
-def test_published_loops(published):
+def test_published_loops_and_bits_per_dim(published):
     process, model = published
     noise = wave(SHAPE, 2, 1)
     x0 = process.sample(model, noise, sampler="ddpm", generator=wave_noise())
     assert_figures(x0, golden["steps"]["p_sample_loop"])
     assert_figures(process.sample(model, noise, sampler="ddim"), golden["steps"]["ddim_sample_loop"])
-
-
-def test_published_bits_per_dim(published):
-    process, model = published
     bpd, want = process.bits_per_dim(model, wave(SHAPE, 0, 0.8), {}, wave_noise()), golden["steps"]["bits_per_dim"]
     np.testing.assert_allclose(bpd["total_bpd"], want["total_bpd"], rtol=1e-5)
     # The published prior is a difference of numbers near 1 in fp32, good to about 1e-7.

@@ -187,6 +187,9 @@ def test_a_wrong_argument_gets_the_scripts_line(run_script, capsys):
     sample = nanodiff.load("flow", device_type="cpu").sample
     for name, value in dict(low_res=np.zeros((1, 8, 8, 3)), from_images=[[1], [2, 3]], cfg_interval=None).items():
         refused(f"{name}.*(would do nothing|no array|accepted)", sample, **{name: value})
+    image = np.zeros((16, 16, 3), np.uint8)
+    refused(r"from_images.npy holds uint8 of shape \(16, 16, 3\); accepted: .*\(N, H, W\)", sample, from_images=image)
+    refused(r"mask.*is of shape \(0,\); accepted: \(16, 16\)", sample, from_images=image[None], mask=[])
 
 
 def test_python_has_the_scripts_defaults():

@@ -122,9 +122,8 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
         return Source(1, [], [Item(path.name, str(path), 0, False)])
     kind = "folder" if path.is_dir() else path.suffix[1:]
     if kind not in ("folder", "npz", "npy") or not path.exists():
-        fault = "is neither" if path.exists() else "is not there"
         accepted = "an .npz file, a folder of images, an .npy, an image file"
-        raise UserError(f"{setting}={where!r} {fault}; accepted: {accepted}")
+        raise UserError(f"{setting}={where!r} is not there or is none of these: {accepted}")
     source = open_source(kind, str(path), Options(val_fraction=0, range=range))
     if "range" in source.meta and not range:
         raise UserError(f"{setting}={where!r} holds {source.meta['dtype']}; accepted: uint8")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from configurator import check, read_settings
-from nanodiff.common import UserError, print0
+from nanodiff.common import UserError, in_batches, print0
 from nanodiff.conditions import FIELDS, IMAGES
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
@@ -90,10 +90,10 @@ def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     """The samples that settings of scripts/sample.py ask for."""
     settings = settings_for(loaded, weak_model, **asked)
     asked = SimpleNamespace(**vars(taken) | asked)
+    classes = parse_classes(asked.classes, loaded.class_names)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
     inputs = open_inputs(loaded, vars(asked), codec)
-    classes = parse_classes(asked.classes, loaded.class_names)
     size = parse_size(asked.size, loaded.model.config.side_unit, codec, inputs)
     samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
     if asked.from_images:
@@ -145,7 +145,7 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     samples.size = samples.size or samples.codec.shape
     autocast = autocast_to(loaded.device, choose_dtype("auto", loaded.device))
     images = []
-    for ids in samples.batches(np.arange(asked["num_images"]), asked["batch_size"]):
+    for ids in in_batches(np.arange(asked["num_images"]), asked["batch_size"]):
         with autocast:
             x0 = samples.draw(ids)
         images.append(samples.codec.to_output(x0).transpose(0, 2, 3, 1))
