@@ -65,13 +65,13 @@ def test_batch_size_does_not_change_an_image(draw, run, samplers):
         assert len(np.unique(one.reshape(7, -1), axis=0)) == 7
 
 
-def test_respacing_and_eta_are_those_of_the_published_code(draw):
-    """Respacing "10" is 10 evenly spaced steps; eta adds noise to DDIM's."""
+def test_respacing_10_is_10_even_steps_and_eta_adds_noise(draw):
     some = ("--model=small", "--num_images=2")
-    ten, _, _ = draw(*some, "--steps=10")
-    respaced, _, protocol = draw(*some, "--respacing=10")
-    assert (ten == respaced).all() and protocol["network_evaluations"] == 2 * 10
-    assert (draw(*some, "--steps=10", "--eta=1")[0] != ten).any()
+    ten, respaced, noisy = (
+        draw(*some, *more) for more in (["--steps=10"], ["--respacing=10"], ["--steps=10", "--eta=1"])
+    )
+    assert (ten[0] == respaced[0]).all() and respaced[2]["network_evaluations"] == 2 * 10
+    assert (noisy[0] != ten[0]).any()
 
 
 def test_seed_class_and_weights_change_an_image(draw):

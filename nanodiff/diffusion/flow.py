@@ -119,7 +119,7 @@ class FlowMatching:
         return (1 - t) * x0 + t * noise
 
     def is_guided(self, t):
-        """(N, 1, 1, 1) bool: does t lie in the interval of guidance?"""
+        """(N, 1, 1, 1) bool: True where t lies in the interval of guidance."""
         low, high = self.cfg_interval
         inside = (low <= t) & (t <= high)
         return per_image(inside)

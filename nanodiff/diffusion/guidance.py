@@ -20,7 +20,7 @@ def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]
 
 
 def learns_guidance(config: dict, step: float = math.inf) -> bool:
-    """Has a run with these settings taught the model cfg_scale's guidance by `step`? Samples then need none."""
+    """True if a run with these settings has taught the model cfg_scale's guidance by `step`: samples then need none."""
     guided_from = config.get("guided_from", 1.0)
     if config.get("objective", "").startswith("flow_map"):
         return True

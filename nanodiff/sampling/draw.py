@@ -58,7 +58,7 @@ class Known:
 
 @dataclass
 class Inputs:
-    """Rows of one condition: sample i takes row i, modulo their number, and that row's label (int64), if there are any.
+    """Rows of one condition: sample i takes row i, modulo their number, and the label (int64) of that row, if any.
 
     With aspect buckets it takes a row of the bucket nearest in shape. `buckets`: (H, W) -> range of rows.
     `read`: numbers (n,) of rows, (C, H, W) of the samples -> (n, ...) as models take them. `described`: for protocols.
@@ -143,7 +143,7 @@ class ModelSamples:
 
     @property
     def is_mixed(self) -> bool:
-        """Have samples several shapes? Samples 8k to 8k + 7 share one."""
+        """True if samples have several shapes. Samples 8k to 8k + 7 share one."""
         return not self.size and len(self.codec.shapes) > 1
 
     @property
@@ -206,10 +206,10 @@ class ModelSamples:
         return turns.labels[rows]
 
     def in_proportion(self, name: str, split: str, n: int) -> None:
-        """Give n samples the classes that a set, by its name, has in its proportions.
+        """Give n samples the classes of a set, by its name, in the set's proportions.
 
-        Not if they follow the rows of an input, nor if the set has about as many of each, as random labels have: their
-        counts have a variance like their mean. Samples then take all in turn.
+        Samples that follow the rows of an input keep the classes of those rows. If the set has about as many images of
+        each class, samples take all in turn: the counts of random labels have a variance like their mean.
         """
         num_classes = self.num_classes
         if self.inputs or not num_classes:

@@ -22,7 +22,8 @@ from nanodiff.sampling.inputs import READERS, open_inputs
 
 
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
-    """Class numbers; None for none. In text, "ring,3", what is no name may be a number; elsewhere strings are names."""
+    """The numbers of classes; None if no class is given. In a text such as "ring,3", digits that name no class are a
+    number. A string in a list is always a name."""
     known = {key: number for number, name in enumerate(class_names) for key in (number, name)}
     if classes is None:
         classes = ()
@@ -88,9 +89,9 @@ def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
 
 def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
     """The samples that settings of scripts/sample.py ask for."""
+    classes = parse_classes(asked.get("classes"), loaded.class_names)
     settings = settings_for(loaded, weak_model, **asked)
     asked = SimpleNamespace(**vars(taken) | asked)
-    classes = parse_classes(asked.classes, loaded.class_names)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
     inputs = open_inputs(loaded, vars(asked), codec)
