@@ -35,7 +35,7 @@ from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_f
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import ModelSamples
-from nanodiff.sampling.given import start_from
+from nanodiff.sampling.inputs import start_from
 from nanodiff.sampling.loaded import open_samples, parse_classes, settings_for
 from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form

@@ -12,7 +12,7 @@ from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
 from nanodiff.sampling.draw import Known
-from nanodiff.sampling.given import read_mask
+from nanodiff.sampling.inputs import read_mask
 
 SAMPLERS = [("flow", name) for name in FlowMatching.samplers] + [("eps", name) for name in GaussianDiffusion.samplers]
 

@@ -1,4 +1,4 @@
-"""Conditions of samples besides classes: rows of a file, a folder, or the model's data set."""
+"""What samples are drawn from besides classes and noise: conditions, and images to start from."""
 
 import functools
 import hashlib
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanodiff.common import UserError, at, print0
 from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
 from nanodiff.data.codec import load_codec
 from nanodiff.data.containers import is_image
 from nanodiff.data.dataset import match_labels, open_dataset
-from nanodiff.data.decode import Item, decode_items, decode_second
+from nanodiff.data.decode import Item, center_crop, decode_items, decode_second, open_image, to_rgb
 from nanodiff.data.pixels import from_stored
 from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
-from nanodiff.sampling.draw import Inputs, inputs_of
+from nanodiff.sampling.draw import Inputs, Known, inputs_of
 
 
 def open_inputs(loaded, where: dict[str, str], codec) -> dict[str, Inputs]:
@@ -165,3 +166,51 @@ def with_hash(where: str, *arrays: np.ndarray | None) -> str:
         if array is not None:
             digest.update(array.tobytes())
     return f"{where}, SHA-256 {digest.hexdigest()}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images to start from (SDEdit), of which a part may be kept (inpainting)
+
+
+def read_from_images(where: str, samples) -> np.ndarray:
+    """The images of an .npz (arr_0), .npy, folder or file; those of 8 bits are scaled and cropped."""
+    side = samples.codec.image_size
+    source = open_images("from_images", where, samples.codec.description.get("range"))
+    sizes = [] if "range" in source.meta else [(side, side)]
+    return decoded_items("from_images", where, source.items, sizes)
+
+
+def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
+    """Let ModelSamples start from images, which were read from `where`, and keep the white parts of `mask`, a file."""
+    codec = samples.codec
+    if images.shape[1:] != samples.shape:
+        accepted = f"(channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
+        raise UserError(f"from_images={where!r}: {accepted}")
+    described = {"from_images": with_hash(where, images), "strength": strength}
+    is_known = torch.zeros(1, 1, *codec.shape[1:], dtype=torch.bool)
+    if mask:
+        pixels = read_mask(mask, codec.image_size)
+        described["mask"] = with_hash(mask, pixels)
+        whites = torch.from_numpy(pixels).float()[None, None]  # (1, 1, H, W)
+        share = F.interpolate(whites, size=codec.shape[1:], mode="area")
+        is_known = share == 1  # a latent is known where all its pixels are
+        if not is_known.any():
+            raise UserError(f"mask={mask!r} keeps nothing: no part of the {codec.image_size} pixels used is white")
+    samples.given = Known(torch.tensor(images), strength, is_known, described)
+    samples.size = codec.shape
+
+
+def read_mask(path: str, side: int) -> np.ndarray:
+    """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
+    from an .npy of bools or numbers, up to 1 or 255."""
+    file = at(path)
+    with reading(file, "is no image"):
+        if file.suffix == ".npy":
+            levels = np.load(file)
+        else:
+            image = to_rgb(open_image(str(file)), "black")
+            gray = center_crop(image, side, side).convert("L")
+            levels = np.asarray(gray)
+        if levels.shape != (side, side):
+            raise UserError(f"mask={path!r} is of shape {levels.shape}; accepted: {(side, side)}")
+        return levels >= (128 if levels.max() > 1 else 0.5)

@@ -17,8 +17,7 @@ from nanodiff.diffusion.process import choose_sampler
 from nanodiff.files import reading
 from nanodiff.sampling import settings as taken
 from nanodiff.sampling.draw import ModelSamples, SampleSettings
-from nanodiff.sampling.given import read_from_images, start_from
-from nanodiff.sampling.inputs import READERS, open_inputs
+from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, start_from
 
 
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
