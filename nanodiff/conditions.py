@@ -183,8 +183,8 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:
-    """Add to a set's `meta` the statistics of its training rows, {name: arrays}, that from_stored needs: of NUMBERS the
-    mean and deviation (D,), without the zeros behind a sequence's end. A constant has deviation 1.
+    """Add statistics of a set's training rows, {name: arrays}, to its `meta`. from_stored needs the mean and deviation
+    (D,) of NUMBERS. Zeros behind a sequence's end do not count. A constant has deviation 1.
     """
     for name in NUMBERS.keys() & rows:
         if "mean" in meta[name]:  # a set of latents has those of its images

@@ -190,9 +190,10 @@ def compiled(
 ) -> nn.Module:
     """The model, compiled if `compile`, where torch.compile works here.
 
-    By blocks, but on a CPU as a whole for COMPILE_WHOLE steps or more on one rank: at depth 3 on two cores that costs
-    28 s more in the first step and saves 9 to 18 ms in each of the others. On an H100 it saves nothing (d12: 197.6 ms a
-    step, by blocks 197.4). Only by blocks do gradients arrive, and their exchange start, before backward ends.
+    Blocks are compiled one by one. Only a run of one rank on a CPU, of COMPILE_WHOLE steps or more, compiles the whole
+    model: at depth 3 on two cores that costs 28 s more in the first step and saves 9 to 18 ms in each of the others. On
+    an H100 it saves nothing (d12: 197.6 ms a step, by blocks 197.4). With several ranks, compiled blocks let gradients
+    arrive, and their exchange start, before backward ends.
     """
     if not compile:
         return model

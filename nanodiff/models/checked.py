@@ -1,4 +1,4 @@
-"""Does compiled code compute what eager code does? Nothing of it counts before that is known."""
+"""Compare compiled code with eager code before its results count."""
 
 import torch
 from torch._inductor import config

@@ -26,8 +26,10 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
 
 
 def memory_line(model, optim, ema, images: int) -> str:
-    """What a rank will hold, in GiB. A DiT in bf16, compiled, has 39 bytes of activations per token, width and block,
-    measured on an H100 (d12, d24)."""
+    """A line that estimates a rank's memory in GiB.
+
+    A compiled DiT in bf16 has 39 bytes of activations per token, width and block, measured on an H100 (d12, d24).
+    """
     config = model.config
     numbers = {
         "weights": sum(p.numel() for p in model.parameters()),
