@@ -140,8 +140,7 @@ if metric == "loss":
             by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
             result["loss_by_t"] = by_t
             print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
-    result["loss"] = loss
-    result |= {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
+    result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
     if not loaded.process.is_gaussian:

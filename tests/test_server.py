@@ -53,6 +53,7 @@ def test_only_our_names_are_answered_and_only_our_own_page_may_post(server):
     port = server.server_port
     own = f"http://127.0.0.1:{port}"
     assert server.server_address[0] == "127.0.0.1"
+    refused("port=.*0 for any", LocalServer, port, Handler)  # a taken one
     server.work = lambda send: send(drawn=1)
     for method in ("GET", "POST"):
         for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
@@ -73,10 +74,6 @@ def test_a_client_that_does_not_read_is_left_in_silence(server, monkeypatch, cap
     first = ask(server, "POST")
     assert first and ask(server, "POST")[1].status == 200  # the lock is free again
     assert sent == [] and capsys.readouterr().err == ""
-
-
-def test_a_taken_port_is_one_line(server):
-    refused("port=.*0 for any", LocalServer, server.server_port, Handler)
 
 
 def test_a_second_request_is_told_that_we_are_busy_until_the_first_client_leaves(server):

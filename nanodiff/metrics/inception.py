@@ -92,9 +92,8 @@ class Mixed(nn.Module):
     def __init__(self, shapes):
         super().__init__()
         halves = "branch_pool" not in shapes
-        self.pool = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
-        if halves:
-            self.pool = nn.MaxPool2d(3, stride=2)
+        average = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+        self.pool = nn.MaxPool2d(3, stride=2) if halves else average
         self.chains = defaultdict(lambda: defaultdict(list))  # branch -> step -> names of its convolutions
         last = {name.split("_")[0]: name for name in shapes}  # of each branch
         for name, (n_out, n_in, *kernel) in shapes.items():

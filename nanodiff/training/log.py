@@ -149,12 +149,11 @@ class Meter:
         seconds_per_step = dt_ms / 1000
         if self.wall_steps:
             seconds_per_step = (time.perf_counter() - self.wall_start) / self.wall_steps
-        minutes = line["total_training_time_s"] / 60
         left = (num_iterations - step) * seconds_per_step / 60
         return (
             f"step {step:,}/{num_iterations:,} | loss {line['train/loss']:.4f} | grad {line['train/grad_norm']:.2f} | "
             f"lr x{line['train/lrm']:.2f} | {dt_ms:.1f} ms | img/s {line['train/images_per_sec']:,.0f} | "
-            f"mfu {line['train/mfu']:.0f}% | {minutes:.1f} min, {left:.1f} left"
+            f"mfu {line['train/mfu']:.0f}% | {line['total_training_time_s'] / 60:.1f} min, {left:.1f} left"
         )
 
 

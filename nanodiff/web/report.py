@@ -167,9 +167,10 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
             curves.append(curve | {"y": [float(f"{value:.6g}") for value in values[rows]]})
     if not curves:
         return ""
-    unit = "step" if run.per_step == 1 else "images"
-    data = {"title": title, "unit": unit, "axis": AXES.get(name, ""), "curves": curves}
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it ends the script element
+    data = {"title": title, "unit": "step" if run.per_step == 1 else "images", "axis": AXES.get(name, "")}
+    text = json.dumps(data | {"curves": curves}, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )  # nothing in it ends the script element
     return f'<figure class="chart"><script type="application/json">{text}</script></figure>\n'
 
 
