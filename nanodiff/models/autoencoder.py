@@ -34,10 +34,10 @@ class Autoencoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (N, 3, H, W) in [-1, 1] -> mean and std of the latents, each (N, C, H/8, W/8) in fp32."""
-        H, W = x.shape[2:]  # multiples of downsample: see data/latents.check_sides
+        """Images (N, 3, H, W) in [-1, 1], of sides that `downsample` divides -> mean and std of the latents, each
+        (N, C, H/8, W/8) in fp32."""
         x = x.contiguous(memory_format=torch.channels_last)
-        out = in_slices(self.encoder, x, H * W)
+        out = in_slices(self.encoder, x, x[0, 0].numel())
         if self.parts == 1:
             return out, torch.zeros_like(out)
         mean, logvar = out.chunk(2, dim=1)
@@ -46,8 +46,7 @@ class Autoencoder(nn.Module):
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """Latents (N, C, h, w) -> images (N, 3, 8h, 8w) in fp32; about [-1, 1], not clamped."""
-        h, w = z.shape[2:]
-        pixels = h * w * self.downsample**2
+        pixels = z[0, 0].numel() * self.downsample**2
         return in_slices(self.decoder, z, pixels)
 
 
