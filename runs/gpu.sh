@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Nine minutes on a GPU: is it correct, how fast is it, does it train? What is not timed runs side by side first; the rest
 # alone, by worth, each with a limit. Logs and results.jsonl (a line a stage) go to OUT, by default in $NANODIFF_BASE_DIR;
-# the last lines are a table beside an H100's figures. Needs no network if the data are there. The nine minutes as a
-# whole were not yet run on a GPU.
+# the last lines are a table beside an H100's figures. Needs no network if the data are there. An H100 took 71 s for what
+# runs side by side, 13 s for the ceilings, 20 to 40 s for a timing: 71 + 13 + 2 * 40 + 300 of training + 70 around it =
+# 534 of 540 s. The other timings run where these leave time. As a whole this was not yet run on a GPU.
 #   bash runs/gpu.sh
 #   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
 #     some stages; images to train on, unless a set cifar10 is there; seconds in all; minutes of training; a factor on
@@ -22,17 +23,18 @@ base=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}
 export NANODIFF_BASE_DIR=$base
 out=${OUT:-$base/gpu_$(date +%Y%m%d_%H%M%S)}
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+reserve=0  # seconds that a stage must leave
 mkdir -p "$out"
 : > "$out/results.jsonl"
 
 # stage NAME SECONDS COMMAND...: run it with its output in OUT/NAME.log, then note its figures. At its limit it gets
 # SIGTERM, which makes a training run save and leave, then SIGKILL
 stage() {
-    local name=$1 limit=$(($2 * ${STRETCH:-1})) start=$SECONDS code
+    local name=$1 limit=$(($2 * ${STRETCH:-1})) start=$SECONDS left=$((total - SECONDS - reserve)) code
     shift 2
     [[ " $stages " == *" $name "* ]] || return
-    [ $((total - SECONDS)) -ge "$limit" ] || limit=$((total - SECONDS))
-    [ "$limit" -ge 5 ] || { echo "$name: no time is left"; return; }
+    [ $((2 * left)) -ge "$limit" ] || { echo "$name: skipped, $left s are left"; return; }
+    [ "$left" -ge "$limit" ] || limit=$left
     echo "+ $*" >> "$out/$name.log"
     timeout --kill-after=20 "$limit" "$@" >> "$out/$name.log" 2>&1
     code=$?
@@ -46,6 +48,7 @@ trial() {
     python3 -m scripts.base_train --device_type=cuda --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 \
         --resume=never --log_every=5 --model_tag="gpu_$name" "$@"
 }
+d6=(--flip --depth=6 --total_batch_size=512 --device_batch_size=512 --lr=0.00566 --muon_lr=0.0566 --ema_rates=0.9995)
 d12=(--depth=12 --total_batch_size=512 --device_batch_size=256 --lr=0.0028 --muon_lr=0.057)
 d24=(--depth=24 --total_batch_size=256 --device_batch_size=128 --lr=0.001 --muon_lr=0.03)
 
@@ -65,8 +68,9 @@ kinds() {
 # Save every 20 steps, stop by a signal, resume: figures.py compares the steps after a save with the others
 save() {
     local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto)
-    timeout 30 "${shell[@]}" trial save "${run[@]}"
-    timeout 20 "${shell[@]}" trial save "${run[@]}"
+    timeout 30 "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    timeout 25 "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    grep -q resum "$out/save.log"
 }
 
 # The set cifar10: there already, from IMAGES, or downloaded
@@ -79,22 +83,24 @@ data() {
 
 # Train for `seconds`, whose steps follow from 60 that were timed; then draw samples and judge them
 cifar10() {
-    local seconds=$1 set=cifar10 run=$base/runs/gpu_cifar10
+    local seconds=$1 set=cifar10 steps cfg
     [ -d "$base/data/cifar10" ] || set=shapes32
-    local args=(--data=$set --flip --depth=6 --total_batch_size=512 --device_batch_size=512 --lr=0.00566 --muon_lr=0.0566 --ema_rates=0.9995)
-    trial cifar10_step "${args[@]}" --num_iterations=60
-    local steps=$(python3 runs/gpu/figures.py steps "$base/runs/gpu_cifar10_step" $((seconds - 25)))
-    trial cifar10 "${args[@]}" --num_iterations="$steps" --save_every=0
+    trial cifar10_step --data=$set "${d6[@]}" --num_iterations=60
+    steps=$(python3 runs/gpu/figures.py steps "$base/runs/gpu_cifar10_step" "$seconds")
+    trial cifar10 --data=$set "${d6[@]}" --num_iterations="$steps" --save_every=0
+    cp "$base/runs/gpu_cifar10/metrics.jsonl" "$out/cifar10_metrics.jsonl"
     for cfg in 1 1.5; do
         python3 -m scripts.sample --model=gpu_cifar10 --num_images=5000 --sampler=heun --steps=13 --cfg_scale=$cfg \
             --cfg_interval=0.3,0.7 --batch_size=500 --npz --out="$out/cifar10_$cfg.npz"
         python3 -m scripts.base_eval --metric=fd_classifier --samples="$out/cifar10_$cfg.npz" --data=$set \
-            --judge=runs/records/judge_cifar10.safetensors && echo "judged: guided by $cfg"
+            --judge=runs/records/judge_cifar10.safetensors
+        echo "judged: guided by $cfg"
     done
-    cp "$run/metrics.jsonl" "$out/cifar10_metrics.jsonl"
 }
-shell=(bash -c 'eval "$(cat "$0")"; "$@"' "$out/functions")  # a stage's command may be one of these functions
-{ declare -f trial kinds save data cifar10; declare -p base out stages shell d12 d24; } > "$out/functions"
+# A stage's command may be one of these functions. -e: their first error is theirs. The trap: bash outlives SIGTERM until
+# its command has ended, so that timeout can still kill that
+shell=(bash -ec 'trap "exit 143" TERM; eval "$(cat "$0")"; "$@"' "$out/functions")
+{ declare -f trial kinds save data cifar10; declare -p base out stages shell d6 d12 d24; } > "$out/functions"
 
 python3 -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), at most $total s; logs: $out"
@@ -107,30 +113,32 @@ stage data 80 "${shell[@]}" data &
 if [[ " $stages " == *" d12 "* ]]; then
     stages="$stages warm" stage warm 60 "${shell[@]}" trial warm "${d12[@]}" --num_iterations=3 > /dev/null &
 fi
+if [[ " $stages " == *" cifar10 "* ]]; then
+    stages="$stages warm6" stage warm6 60 "${shell[@]}" trial warm6 "${d6[@]}" --num_iterations=3 > /dev/null &
+fi
 wait
 
 # Alone
 stage ceilings 40 python3 runs/gpu/ceilings.py
 stage d12 60 "${shell[@]}" trial d12 "${d12[@]}" --num_iterations=60
 stage d12_fp8 80 "${shell[@]}" trial d12_fp8 "${d12[@]}" --num_iterations=60 --fp8=True
+# What follows leaves the training its time, with what measures, samples and judges it
+[[ " $stages " != *" cifar10 "* ]] || reserve=$((minutes * 60 + 70))
 stage d24 80 "${shell[@]}" trial d24 "${d24[@]}" --num_iterations=25
 stage d24_fp8 80 "${shell[@]}" trial d24_fp8 "${d24[@]}" --num_iterations=25 --fp8=True
-left=$((total - SECONDS))
-# What is below gives way to the training
-if [[ " $stages " != *" cifar10 "* ]] || [ $left -gt 240 ]; then
-    stage d12_tuned 90 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "${shell[@]}" trial d12_tuned "${d12[@]}" --num_iterations=60
-    stage save 60 "${shell[@]}" save
-    if [ "$gpus" = 1 ]; then
-        stage exchange 40 python3 -m pytest -m cuda -rs -q tests/test_cuda.py -k collective
-    else
-        stage exchange 80 python3 -m torch.distributed.run --standalone --nproc_per_node="$gpus" -m scripts.base_train -- \
-            --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 --resume=never --log_every=5 \
-            --model_tag=gpu_exchange --depth=12 --total_batch_size=512 --num_iterations=100
-    fi
+stage d12_tuned 90 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "${shell[@]}" trial d12_tuned "${d12[@]}" --num_iterations=60
+stage save 60 "${shell[@]}" save
+if [ "$gpus" = 1 ]; then
+    stage exchange 40 python3 -m pytest -m cuda -rs -q tests/test_cuda.py -k collective
+else
+    stage exchange 80 python3 -m torch.distributed.run --standalone --nproc_per_node="$gpus" -m scripts.base_train -- \
+        --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 --resume=never --log_every=5 \
+        --model_tag=gpu_exchange --depth=12 --total_batch_size=512 --num_iterations=100
 fi
-seconds=$((total - SECONDS - 45)) # 45: samples and judge
+reserve=0
+seconds=$((total - SECONDS - 70)) # 70: starting twice, 60 steps, samples, judge
 [ $seconds -lt $((minutes * 60)) ] || seconds=$((minutes * 60))
-[ $seconds -lt 30 ] || stage cifar10 $((seconds + 60)) "${shell[@]}" cifar10 $seconds
+[ $seconds -lt 30 ] || stage cifar10 $((seconds + 140)) "${shell[@]}" cifar10 $seconds
 
 echo
 python3 runs/gpu/figures.py table "$out"

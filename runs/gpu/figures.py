@@ -95,8 +95,10 @@ def table(out):
         if line is None:
             continue
         yours = line.get(name)
-        shown = "failed" if line["failed"] or yours is None else f"{yours:.4g}"
-        ratio = f"{yours / ours:.2f}" if ours and yours and shown != "failed" else ""
+        if ours and yours is None:
+            line["failed"] = True
+        shown = "failed" if line["failed"] else "none" if yours is None else f"{yours:.4g}"
+        ratio = f"{yours / ours:.2f}" if ours and yours and not line["failed"] else ""
         print(f"{stage:10s} {name:28s} {ours or 'none yet':>9} {shown:>9s} {ratio:>6s}")
     bad = [stage for stage, line in results.items() if line["failed"]]
     print(f"failed: {', '.join(bad)}" if bad else "nothing failed")
