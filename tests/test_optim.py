@@ -91,13 +91,9 @@ def randomize_grads(*models, seed=0):
             other.grad = p.grad.clone()
 
 
-def tensors(state):
-    return {name: torch.as_tensor(value) for name, value in state.items()}
-
-
 def largest_difference(a, b):
     assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    return max(float(torch.as_tensor(a[name] - b[name]).abs().max()) for name in a)
 
 
 def test_adamw_is_torchs_adamw():
@@ -177,13 +173,13 @@ def test_muon_is_momentum_nesterov_and_the_polar_factor():
         grads = {name: p.grad.double().flatten(1).numpy() for name, p in weights.items()}
         opt.sync_grads()
         opt.step()
-        for name, p in weights.items():
-            g = grads[name]
+        for name, g in grads.items():
             mu = 0.85 + 0.1 * step / 300
             momentum[name] = mu * momentum[name] + (1 - mu) * g
             U, _, Vh = np.linalg.svd(mu * momentum[name] + (1 - mu) * g, full_matrices=False)
             scale = lr * max(1, g.shape[0] / g.shape[1]) ** 0.5
-            update = ((1 - lr * wd) * before[name] - p.detach()).double().numpy().reshape(g.shape) / scale
+            after = weights[name].detach()
+            update = ((1 - lr * wd) * before[name] - after).double().numpy().reshape(g.shape) / scale
             error = np.linalg.norm(update - U @ Vh, ord=2)  # spectral: how far singular values are from 1
             assert error < 0.16, (name, error)
 
@@ -221,11 +217,10 @@ def test_every_trainable_parameter_is_in_exactly_one_group(make, optimizer):
         assert group["lr"] == group["initial_lr"] == {"muon": 0.02, "adamw": 1e-3}[group["kind"]]
         assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"].values())
     muon = [name for group in opt.param_groups if group["kind"] == "muon" for name in group["params"]]
-    blocks = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")
     for name, p in model.named_parameters():
-        block_matrix = p.ndim >= 2 and name.startswith(blocks) and not name.startswith("input_blocks.0.")
-        block_matrix &= ".ada." not in name
-        assert (name in muon) == (optimizer == "muon" and block_matrix), name
+        in_block = name.startswith(("blocks.", "input_blocks.", "middle_block.", "output_blocks."))
+        others = name.startswith("input_blocks.0.") or ".ada." in name
+        assert (name in muon) == (optimizer == "muon" and p.ndim >= 2 and in_block and not others), name
 
 
 def test_what_no_rule_knows_is_refused_by_name():
@@ -315,8 +310,8 @@ def test_two_ranks_equal_one(ranks, case):
     norms = train(model, opt, range(4), clip=case[1], ema=ema)
     first, second = (found[case] for found in ranks)
     assert largest_difference(first["average"]["ema_0.9"], ema.state_dict()["ema_0.9"]) < 1e-5
-    assert second["state"] == {"step": 4} and first["state"]["step"] == opt.state_dict()["step"] == 4
-    assert largest_difference(tensors(first["state"]), tensors(opt.state_dict())) < 1e-5
+    assert second["state"] == {"step": 4}
+    assert largest_difference(first["state"], opt.state_dict()) < 1e-5
     for found in (first, second):
         torch.testing.assert_close(found["norms"], norms, rtol=1e-5, atol=0)
         assert largest_difference(found["params"], params(model)) < 1e-5

@@ -189,9 +189,9 @@ class Optimizer:
         self,
         model: torch.nn.Module,
         groups: list[dict],
-        beta2: float = 0.999,
-        compile: bool = False,
-        grad_dtype: torch.dtype = torch.float32,
+        beta2=0.999,
+        compile=False,
+        grad_dtype=torch.float32,
     ):
         rank, _, self.world = get_dist()
         rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
