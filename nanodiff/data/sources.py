@@ -338,7 +338,7 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         images = file["arr_0"] if isinstance(file, dict) else mapped(path)
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
-    is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # (H, W, C)
+    is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
     if images.dtype.kind not in "uif" or images.ndim not in (3, 4) or not len(images) or is_picture:
         raise UserError(
             f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"

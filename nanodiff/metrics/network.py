@@ -14,7 +14,7 @@ class Network(nn.Module):
     """
 
     batch_size = 64
-    num_classes = 0  # > 0 if the logits are of the data set's classes
+    num_classes = 0  # above 0 if the logits are of the data set's classes
 
     @torch.no_grad()
     def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:
