@@ -22,7 +22,6 @@ def published_state_dict():
 def published_model():
     config, state_dict = from_meta(published_state_dict(), heads=golden["config"]["num_heads"])
     model = DiT(config)
-    model.init_weights()
     model.load_state_dict(state_dict)
     return model
 

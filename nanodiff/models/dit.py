@@ -63,8 +63,7 @@ class DiTConfig(Conditioned):
             patch_size = max(2, image_size // 16)
             if image_size % patch_size:
                 divisors = [p for p in range(1, image_size + 1) if image_size % p == 0]
-                distance = lambda p: abs(math.log(image_size / p / 16))
-                patch_size = min(divisors, key=distance)
+                patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
         width = width or 64 * depth
         heads = heads or max(4, width // 64)
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
@@ -133,8 +132,7 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
     """
     head_dim = config.width // config.heads
     angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device)
-    angles = angles.flatten(1)  # (T, head_dim/2)
-    angles = F.pad(angles, (0, 0, config.vector_len, 0))  # (L + T, head_dim/2)
+    angles = F.pad(angles.flatten(1), (0, 0, config.vector_len, 0))  # (L + T, head_dim/2)
     angles = angles[:, None, None]
     return angles.sin().float(), angles.cos().float()
 
@@ -212,9 +210,8 @@ class Block(nn.Module):
     def attention(self, x, rotation):
         qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))  # (N, T, 3, heads, head_dim)
         qkv = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)
-        q, k, v = (part.transpose(1, 2) for part in qkv)  # (N, heads, T, head_dim)
-        out = attention(q, k, v).transpose(1, 2)  # (N, T, heads, head_dim)
-        return self.proj(out.flatten(2))
+        out = attention(*(part.transpose(1, 2) for part in qkv))  # (N, heads, T, head_dim)
+        return self.proj(out.transpose(1, 2).flatten(2))
 
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
@@ -225,8 +222,7 @@ class Block(nn.Module):
         a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         turned = (a * cos - b * sin, a * sin + b * cos)
         qk = torch.cat(turned, dim=-1).to(qkv.dtype)
-        q, k = qk.unbind(2)
-        return q, k, v.squeeze(2)
+        return *qk.unbind(2), v.squeeze(2)
 
     def mlp(self, x):
         if not self.modern:
@@ -331,8 +327,7 @@ class DiT(nn.Module):
             x = run_block(cfg, block, x, c, rotation)
 
         x = self.final(x[:, cfg.vector_len :], c)  # (N, T, p*p*out)
-        x = x.view(N, rows, cols, p, p, -1)
-        x = x.permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
+        x = x.view(N, rows, cols, p, p, -1).permute(0, 5, 1, 3, 2, 4)  # (N, out, row, p, col, p)
         return x.flatten(4).flatten(2, 3)
 
     def parts(self) -> list[nn.Module]:

@@ -5,8 +5,6 @@ Each tensor has one scale. A weight's is exact. Those of inputs and gradients st
 only a scale known beforehand lets Inductor cast in the kernels that write these tensors.
 """
 
-import functools
-
 import torch
 from torch import nn
 
@@ -19,8 +17,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def scale_for(x, dtype, headroom=1.0):
     """How much a unit in `dtype` stands for, so that `headroom` times the largest number of x fits."""
-    largest = x.abs().amax().float() + 1e-20
-    return largest * headroom / torch.finfo(dtype).max
+    return (x.abs().amax().float() + 1e-20) * headroom / torch.finfo(dtype).max
 
 
 def to_fp8(x, scale, dtype):
@@ -60,13 +57,13 @@ class Linear(nn.Linear):
             return out.unflatten(0, x.shape[:-1])
         out = super().forward(x)
         if out.requires_grad:
-            out.register_hook(functools.partial(self.measure, x))
+            out.register_hook(lambda g: self.measure(x, g))
         return out
 
     def measure(self, x, g):
         # A number may grow until the next calibration. e5m2 keeps its precision over 30 powers of two
-        self.x_scale.copy_(scale_for(x, E4M3, headroom=2.0))
-        self.g_scale.copy_(scale_for(g, E5M2, headroom=64.0))
+        self.x_scale.copy_(scale_for(x, E4M3, 2.0))
+        self.g_scale.copy_(scale_for(g, E5M2, 64.0))
 
 
 def is_fast(device) -> bool:
@@ -94,11 +91,11 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
 
     `batch`: arguments of process.losses behind the model. `share`: images of a rank in a step, over which it averages.
     """
-    x0, t, noise, cond, draw_jumps = batch
+    *tensors, cond, draw_jumps = batch
     cond = {name: value[:8] for name, value in cond.items()}
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, x0[:8], t[:8], noise[:8], cond, draw_jumps)["loss"]
+        losses = process.losses(model, *(x[:8] for x in tensors), cond, draw_jumps)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
     scales = from_first_rank(model.scales.tolist(), "the scales of fp8")

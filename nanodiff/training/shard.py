@@ -322,10 +322,8 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
-        known = {"step"}
-        for buffer in self.buffers:
-            for key in buffer.state:
-                known |= {f"{key}/{name}" for name in buffer.names}
+        known = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names}
+        known.add("step")
         for name in sorted(known ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])
