@@ -4,14 +4,14 @@ Train an image diffusion model: settings, setup, loop, end. Read it top to botto
     python -m scripts.base_train runs/shapes_cpu.py             # a first model, in minutes on a laptop's CPU
     python -m scripts.base_train --data=cifar10 --depth=8       # a data set made by scripts.prepare_data
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train --data=cifar10 --depth=12
-    python -m scripts.base_train --init_from=DiT-XL-2-256x256.pt --data=mine_latents --lora_rank=8  # fine-tune
+    python -m scripts.base_train --init_from=DiT-XL-2-256x256.pt --data=mine_latents --lora_rank=8 --num_epochs=2
 
 Rerunning the same command resumes where the run stopped. What it does, for the default, flow matching:
 
     repeat num_iterations times:
         x0 = images in [-1, 1], t = a number in [0, 1] for each image, mostly near 0.5, noise = normal numbers
         x_t = (1 - t) * x0 + t * noise
-        loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
+        loss = mean((model(x_t, t, y) - (noise - x0))^2)
         step along the gradient of the loss; average the weights
 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
@@ -97,22 +97,22 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
 #                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; mixed = logit-normal and a uniform tenth; auto =
-#                    logit-normal for flow, else uniform
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow (above 0.98: 1 of 20,000),
+#                    else uniform; mixed = logit-normal and a uniform tenth
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices, AdamW for the rest; or AdamW for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay of the mean squared gradient
-grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient; -1 = any
+grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient (in Muon's momentum, its share); -1 = any
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
-ema_rates = "0.999"  # weight averages, comma-separated; the first is evaluated and sampled; "" = none
-ema_ramp = True  # rate <= (1 + step) / (10 + step), to forget the initial weights; published recipes: False
+ema_rates = "0.999"  # weight averages, comma-separated; the first is sampled; "" = none
+ema_ramp = True  # rate <= (1 + step) / (10 + step), to forget the initial weights; published: False
 # Evaluation
 eval_images = 1024  # >= 1: validation images
-fid_every = -1  # >= -1: steps between Frechet and kernel distance, precision, recall of samples
+fid_every = -1  # >= -1: steps between distances of samples, precision, recall
 fid_images = 2000  # >= 10: samples for these
 fid_metric = "fid"  # fid|fd_classifier|fd_simclr: features of Inception (96 MB), this set's classifier, SimCLR
 sample_steps = 0  # >= 0: steps of the sampler; 0 = 25, of a flow map 4
@@ -137,8 +137,8 @@ dropout = 0.0  # [0, 1): dropout rate
 # Settings of one backbone or process alone stand in these modules, under "# Only"; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals. `config` is a dict of all, config.given of those given; derived
-# values are written back to both, except the machine's (device_batch_size, dtype), which log.txt has
+# Presets, then the command line override the globals. `config` is a dict of all, config.given of those given. Derived
+# values go to both; log.txt has the machine's (device_batch_size, dtype)
 
 
 def inherited(config):
@@ -151,7 +151,7 @@ def inherited(config):
 
 config = configure(globals(), inherited=inherited, modules=MODULES)
 del inherited
-if init_from or trainable:
+if init_from or trainable or objective.startswith("flow_map"):
     from nanodiff.formats import start  # a door
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,8 +180,7 @@ print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
 # Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# `source`: init_from's model; a resumed run loads it only as a teacher or as the base of adapters. `like`: the data it
-# knows; the new data are scaled and, with adapters, numbered like them
+# `source`: init_from's model. `like`: its data, whose scale and, with adapters, class numbers the new data take
 source = like = None
 if init_from:
     source, like = start.open_source(config, meta, device)
@@ -202,9 +201,8 @@ if sample_every >= 0:
 # ---------------------------------------------------------------------------------------------------------------------
 # What is learned, and the model that learns it
 
-before = meta.get("config", {})  # a resumed run's
-if before:
-    before.setdefault("time_input", "1000t")  # the run is older than the setting
+before = {"time_input": "1000t"} | meta["config"] if checkpoint else {}  # a resumed run may be older than a setting
+meta["config"] = before
 if time_input == "auto":
     of_new = "62.5t" if arch == "dit" and not init_from else "1000t"
     config["time_input"] = time_input = before.get("time_input", of_new)
@@ -237,8 +235,8 @@ print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
 # Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
 # gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
-# of the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 27). And
-# 256 / width? AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
+# of the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 27).
+# 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
 # 1) The horizon
 tokens = model_config.num_tokens
@@ -261,9 +259,8 @@ else:
     raise UserError("no horizon: give num_iterations, num_epochs, target_flops or target_param_data_ratio")
 
 # 2) The batch. A resumed run keeps its own
-if not total_batch_size and checkpoint:
-    total_batch_size = before["total_batch_size"]
-elif not total_batch_size:
+total_batch_size = total_batch_size or before.get("total_batch_size", 0)
+if not total_batch_size:
     if total_images:
         relative = math.sqrt(total_images * tokens / 20e6)
     else:  # images = steps * batch: solved for batch / 64
@@ -284,8 +281,7 @@ root = math.sqrt(total_batch_size / 64)
 by_width = 1 if arch == "unet" else 256 / model_config.width
 part = 1
 if init_from and not lora_rank:  # few steps do not mend what high rates disturb
-    part = min(1, num_iterations / 500)
-    why += " and, of a model to tune, steps"
+    why, part = f"{why}; tuning takes less below 500 steps", min(1, num_iterations / 500)
 lr = lr or before.get("lr") or part * 3e-3 * root * by_width
 muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * root
 print0(f"rates: lr {lr:.3g}, muon_lr {muon_lr:.3g} (if not given, {why})")
@@ -296,12 +292,9 @@ if val_set is None and eval_every >= 0:
     eval_every = -1
 cadences = f"{eval_every:,}, {sample_every:,}, {save_every:,} steps"
 print0(f"validation, grid, checkpoint: every {cadences} and at the end (0: only there, -1: never)")
-if eval_every >= 0:
-    print0("compare val loss with other runs' val loss, not with train loss: its t differ")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refuse what these data cannot use and, on resume, changed settings: of training/settings.py, FREE may change always,
-# RATES with resume=changed or a step
+# Refuse useless settings and, on resume, changed ones: only training/settings.py's FREE and RATES may change
 
 config |= {name: globals()[name] for name in config}  # with what was derived
 refuse_useless(config, codec.description, droppable(model_config), checkpoint)
@@ -315,12 +308,10 @@ num_iterations = num_iterations or step  # 0: train nothing
 
 t_distribution = make_timesteps(timesteps, process, *parse_interval(t_range, "t_range"))
 if objective.startswith("flow_map"):
-    from nanodiff.formats.start import teach  # a door
-
-    teach(process, source, model_config, class_names)
+    start.teach(process, source, model_config, class_names)
     print0(f"teacher: {source.title}")
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
-# Each rank keeps optimizer state, in fp32, of its share of the parameters and updates that (ZeRO stage 1)
+# Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
 grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as ranks send them
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
@@ -371,14 +362,8 @@ if checkpoint:
     progress |= meta["loop"]
     meter.load_state_dict(train_state.get("meter", []))
 
-described = {
-    "config": config,
-    "data": codec.description,
-    "model": asdict(model_config),
-    "num_iterations": num_iterations,
-    "num_params": num_params,
-    "flops_per_image": flops_per_image,
-}
+described = dict(config=config, data=codec.description, model=asdict(model_config), num_params=num_params)
+described |= dict(num_iterations=num_iterations, flops_per_image=flops_per_image)
 log = RunLog(run, run_dir, device, described, step, progress)
 report_due = 0.0  # when report.html is next written, by time.monotonic
 
@@ -427,7 +412,7 @@ def save():
         if lora:
             saved["lora"] = lora
             start.save_adapters(run_dir, saved, tensors)
-        # While fp16 skips steps the weights may have exploded: no older checkpoint is deleted
+        # While fp16 skips steps, the weights may have exploded: delete nothing
         saver.start(run_dir, step, tensors, saved, -1 if scaler.skipped else checkpoints_kept)
     saver.step = step  # on all ranks, which save together
 
@@ -460,7 +445,7 @@ while True:
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
-            # The same images, t and noise each time; t is not distributed as in training: compare val only with val
+            # The same images, t and noise each time; no label dropped, no flip: compare val only with val
             if due(eval_every):
                 raw_model.eval()
                 figures["val/loss"], _ = validation_loss(raw_model, *on_val)
@@ -514,7 +499,7 @@ while True:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
         # Flow matching on straight paths (diffusion/flow.py), t from 0 (image) to 1 (noise):
         #     x_t = (1 - t) * x0 + t * noise
-        #     loss = mean((model(x_t, 1000 * t, y) - (noise - x0))^2)
+        #     loss = mean((model(x_t, t, y) - (noise - x0))^2)    the network sees 62.5 t: time_input
         # Or noise prediction (gaussian.py), or jumps from t to r (flow_map.py)
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         if fp8 and micro_step == 0 and (step == saver.step or due(eval_every) or step & (step - 1) == 0):
@@ -528,8 +513,7 @@ while True:
         meter.add(t[rows], t_weight[rows], terms, loader.data_wait)
     step_t, step_losses = meter.losses()  # of this rank's images
 
-    # Exchange: each rank gets the average gradient of its share of the parameters. A stop signal to one rank travels
-    # with the norm, so all stop after this step
+    # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
     norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, on the device
     overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
@@ -542,14 +526,12 @@ while True:
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
-    # The host waits for the norm, while the GPU has the update to do. A NaN or infinity, which changed no weight, ends
-    # the run with an error that names step and parameter; the newest checkpoint stays intact
+    # The host waits for the norm while the GPU updates. A NaN or infinity, which changed no weight, ends the run and
+    # names step and parameter
     grad_norm, stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
-        where = optim.not_finite()
-        last_loss = loss.item() * grad_accum_steps
-        fault = f"step {step}: loss {last_loss:g}, gradient not finite ({where})"
+        fault = f"step {step}: loss {loss.item() * grad_accum_steps:g}, gradient not finite ({optim.not_finite()})"
         raise FloatingPointError(f"{fault}; {way_back(run_dir, step, compile)}")
     scaler.update(overflow)
     optim.zero_grad()
