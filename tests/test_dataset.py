@@ -57,6 +57,7 @@ def test_any_indices_in_any_order_over_any_shards(indices, max_shard_bytes):
 
 def test_facts_and_both_ways_to_name_a_set(base):
     path = write()
+    assert open_dataset("toy").spread(4).tolist() == [0, 10, 20, 30]  # of 40, which may be sorted by class
     for name in ("toy", path, str(path)):
         data = open_dataset(name, "val")
         assert (len(data), data.num_images, data.num_classes, data.channels, data.resolution) == (10, 10, 5, 3, 4)

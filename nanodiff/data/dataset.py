@@ -119,12 +119,9 @@ class Dataset:
     def __len__(self) -> int:
         return self.num_images
 
-    def first(self, num_images: int) -> np.ndarray:
-        """Indices of the first images or, for a set in buckets, of as many spread evenly over it."""
-        indices = np.arange(num_images)
-        if len(self.buckets) > 1:
-            indices = indices * len(self) // num_images
-        return indices
+    def spread(self, num_images: int) -> np.ndarray:
+        """Indices of images spread evenly over the set, which may be in the order of classes or of buckets."""
+        return np.arange(num_images) * len(self) // num_images
 
     def batches(self, indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
         """Ascending indices in batches, each of one bucket."""

@@ -14,9 +14,9 @@ from nanodiff.training.log import quartile_sums
 
 
 def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
-    """The first `num_images` of a set in batches of at most 1/world of them, so that every rank gets some."""
+    """`num_images` of a set, spread over it, in batches of at most 1/world of them, so that every rank gets some."""
     share = math.ceil(num_images / get_dist()[2])
-    return val_set.batches(val_set.first(num_images), min(batch_size, share))
+    return val_set.batches(val_set.spread(num_images), min(batch_size, share))
 
 
 def held_out(model, val_set, codec, ids):
@@ -28,14 +28,14 @@ def held_out(model, val_set, codec, ids):
 
 @torch.no_grad()
 def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, t_range=()):
-    """Mean loss over the first `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
+    """Mean loss over `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
     An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
     batch size. The t of all images are evenly spread quantiles of one distribution, logit-normal for flow matching,
     uniform for a Gaussian diffusion, whatever training uses, so that runs compare; in a given `t_range`, uniform.
     """
     n = min(num_images, len(val_set))
-    chosen = val_set.first(n)
+    chosen = val_set.spread(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     plain = process if process.is_gaussian else FlowMatching()
     law = make_timesteps("uniform" if t_range else "auto", plain, *t_range)
@@ -53,7 +53,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
-    """Means of process.bits_per_dim over the first `num_images` of `val_set`: numbers or, by timestep, lists of T."""
+    """Means of process.bits_per_dim over `num_images` of `val_set`: numbers or, by timestep, lists of T."""
     n = min(num_images, len(val_set))
 
     def sums_of(ids):
