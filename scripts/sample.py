@@ -6,7 +6,6 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     torchrun --standalone --nproc_per_node=8 -m scripts.sample --model=cifar10_dit_d12 --num_images=50000 --npz
     python -m scripts.sample --model=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
     python -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # such a file, told what it lacks
-    python -m scripts.sample --guide_step=20000                # guided by an earlier checkpoint (autoguidance)
     python -m scripts.sample --model=upsampler --low_res=base_samples.npz  # super-resolution of another model's samples
 
 Image i depends only on (seed, i) and its class. After a stop or a kill the same command resumes, on any number of
@@ -31,7 +30,7 @@ from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
 from nanodiff.sampling.draw import in_words
-from nanodiff.sampling.loaded import check_guide, open_samples, settings_for
+from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.sampling.store import SampleStore
 
 # Model
@@ -61,12 +60,9 @@ steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
-cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class or a weaker model; 1 = none; -1 = the run's or 2
+cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class; 1 = none; -1 = the run's or 2
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
-guide_model = ""  # a weaker model to guide away from: tag, folder or file; "" = this one, if one of the next is given
-guide_step = "newest"  # newest or >= 0: which of its checkpoints, or its step
-guide_ema = ""  # which of its weights; "" = the first rate
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
 out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by changed settings
@@ -79,22 +75,17 @@ APART = ("model", "checkpoint_step", "seed", "respacing", "npz", "out", "device_
 GRID_IMAGES = 256  # the most that a grid shows
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Setup: the model, its guide, the sampler
+# Setup: the model, the sampler
 
 rank, _, world = get_dist()
 device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)
-guide = None
-if guide_model or guide_step != "newest" or guide_ema:
-    guide = load_run(guide_model or str(loaded.run_dir or loaded.source), device, guide_step, guide_ema)
-    check_guide(guide, loaded)
-weak_model = guide and guide.model
-samples = open_samples(loaded, weak_model, **config)
+samples = open_samples(loaded, **config)
 settings, codec = samples.settings, samples.codec
 config |= settings.named  # the output's name says what differs from the run's own
-config.defaults |= settings_for(loaded, weak_model=weak_model).named
+config.defaults |= settings_for(loaded).named
 if samples.is_mixed and npz:
     raise UserError(f"npz: one file holds images of one size; give --size={codec.image_size}x{codec.image_size}, say")
 if npz and not classes:
@@ -122,7 +113,6 @@ protocol |= {
     "eta": eta,
     **(samples.given.described if samples.given else {}),
     "cfg_channels": cfg_channels or "all",
-    "guide": guide.described() if guide else None,
     "lora": f"{lora}, SHA-256 {sha256_of(lora)}" if lora else "",
     "lora_scale": lora_scale,
     "classes": classes or protocol["classes"],

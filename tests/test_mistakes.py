@@ -124,7 +124,6 @@ MISTAKES = [
     ((*SAMPLE, "--model=sr", "--low_res=odd.npz"), "(3, 8, 8) or (3, 16, 16)"),
     ((*SAMPLE, "--model=sr", "--low_res=small.npz"), "has class 8, the model 8 classes"),
     ((*SAMPLE, "--vectors=s.npz"), "trained without vectors"),
-    ((*SAMPLE, "--guide_model=plain"), "they differ in num_classes"),
     ((*SAMPLE, "--from_images=absent"), "absent' is not there or is none of these: an .npz file, a folder"),
     ((*SAMPLE, "--from_images=gray.npy"), "(1, 16, 16); accepted: (3, 16, 16)"),
     ((*SAMPLE, "--from_images=text.png"), "text.png': no image in a format of"),

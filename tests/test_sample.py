@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from nanodiff.formats.load import load_run
 from nanodiff.models.autoencoder import open_autoencoder
 from nanodiff.sampling import draw as drawing
 from nanodiff.sampling import settings as taken
-from nanodiff.sampling.loaded import check_guide, settings_for
+from nanodiff.sampling.loaded import settings_for
 from nanodiff.sampling.store import SampleStore
 
 
@@ -100,7 +99,7 @@ def test_what_is_written(runs, run_script, tmp_path):
         assert (np.asarray(png)[2:50:3, 52:100:3] == images[1]).all()
     weights = runs / "flow" / "checkpoints" / "step_000001" / "ema_0.999.safetensors"
     given = dict(step=1, weights="0.999", sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), cfg_scale=1.5)
-    given |= dict(sampler="heun", num_images=20, seed=0, network_evaluations=2 * 5, guide=None)
+    given |= dict(sampler="heun", num_images=20, seed=0, network_evaluations=2 * 5)
     assert given.items() <= protocol.items()
 
 
@@ -115,11 +114,11 @@ def test_default_names_tell_what_differs(runs, run_script, capsys):
     names = {path.name.removeprefix("sample_000001_seed0_") for path in (runs / "flow" / "samples").glob("*.npz")}
     rest = "steps=1_dtype=float32.npz"
     assert names == {f"num_images=4_{rest}", f"num_images=2_classes=ring_{rest}"}
-    config = Config({"guide_model": "/a/b/c.pt"})
-    config.defaults = {"guide_model": ""}
+    config = Config({"given": "/a/b/c.pt"})
+    config.defaults = {"given": ""}
     name = name_of_settings("sample", config)
-    assert re.fullmatch("sample_guide_model=c.pt_[0-9a-f]{8}", name)
-    config["guide_model"] = "/a/d/c.pt"
+    assert re.fullmatch("sample_given=c.pt_[0-9a-f]{8}", name)
+    config["given"] = "/a/d/c.pt"
     assert name != name_of_settings("sample", config)
 
 
@@ -135,9 +134,6 @@ def test_what_cannot_be_guided_says_so_and_is_named_by_what_was_done(runs, draw,
         capsys.readouterr()
         (name,) = [path.name for path in (runs / run / "samples").glob("*num_images=3*")]
         assert "cfg" not in name  # it differs in nothing from the run's own samples
-    raw, _, _ = draw("--model=plain", "--num_images=3", "--ema=raw")
-    zero, _, protocol = draw("--model=plain", "--num_images=3", "--cfg_scale=0", "--guide_ema=raw")
-    assert (raw == zero).all() and protocol["cfg_scale"] == 0  # another model can still guide it
 
 
 @pytest.mark.parametrize("run", ["flow", "sr"])
@@ -220,20 +216,6 @@ def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, 
     vae.rename(tmp_path / "moved")
     refused("no such file: .*vae; samples need --autoencoder=PATH", draw, *some)
     assert_same(draw(*some, f"--autoencoder={tmp_path / 'moved'}")[0], one)
-
-
-def test_autoguidance(draw):
-    """s = 0 leaves the guide alone and s = 1 the model (Karras et al. 2024, eq. 4); between: tests/test_guidance.py."""
-    some = ("--num_images=4", "--checkpoint_step=1")
-    plain, _, _ = draw(*some, "--cfg_scale=1")
-    raw, _, _ = draw(*some, "--cfg_scale=1", "--ema=raw")
-    zero, _, protocol = draw(*some, "--cfg_scale=0", "--guide_ema=raw")
-    assert (zero == raw).all() and protocol["guide"]["weights"] == "raw" and protocol["network_evaluations"] == 2 * 5
-    one, _, protocol = draw(*some, "--cfg_scale=1", "--guide_model=flow", "--guide_step=0")
-    assert (one == plain).all() and protocol["network_evaluations"] == 5 and protocol["guide"]["step"] == 0
-    loaded = load_run("flow", "cpu")
-    other = replace(loaded, data=loaded.data | {"class_names": loaded.class_names[::-1]})
-    refused("they differ in class_names", check_guide, other, loaded)
 
 
 LONG = ("--model=flow", "--npz", "--num_images=42", "--batch_size=4", "--sampler=sde", "--steps=3")  # 11 parts

@@ -13,7 +13,6 @@ from tiny_runs import TINY, make_autoencoder, make_data, randomise
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig, sincos_table
-from nanodiff.sampling.loaded import check_guide
 
 golden = conftest.golden("sit.json")
 
@@ -88,9 +87,5 @@ def test_a_run_keeps_the_time_of_what_it_started_from(base, run_script, tmp_path
     path = run_script("export", "--model=full", "--checkpoint_step=0")["path"]
     found = load_run(str(path), "cpu")
     torch.testing.assert_close(found.process.velocity(found.model, x, t, y=y), v)
-    source.data["class_names"] = found.class_names  # a file's are 0, 1, ...
-    check_guide(found, source)
-    found.process.time_input = "t"
-    refused("differ in time_input", check_guide, found, source)
     teacher = done["process"].teacher
     torch.testing.assert_close(teacher.process.velocity(teacher.model, x, t, y=y), v)

@@ -59,13 +59,11 @@ def make_denoiser(model, cond: dict, settings):
     `at`: the t of all images, a float in [0, 1]. To read it from the tensor, the host would have to wait for a GPU.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
-    pass of twice the batch. Autoguidance by a weak_model (Karras et al. 2024, arXiv:2406.02507): weak + cfg_scale
-    (strong - weak). Both apply only where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). They guide
-    the first cfg_channels of the prediction; 0 means as many as x_t has, which leaves out a learned variance.
+    pass of twice the batch, where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). It guides the
+    first cfg_channels of the prediction; 0 means as many as x_t has, which leaves out a learned variance.
     """
     cfg_scale = settings.cfg_scale
-    weak_model = settings.weak_model
-    if cfg_scale != 1 and weak_model is None:
+    if cfg_scale != 1:
         null = null_condition(model.config, cond)
         if not null:
             raise UserError(f"cfg_scale={cfg_scale} without conditions; accepted: 1, there is nothing to guide to")
@@ -75,15 +73,11 @@ def make_denoiser(model, cond: dict, settings):
     def denoiser(x_t, t, at=None, **jump):
         if cfg_scale == 1 or not (always or low <= at <= high):
             return model(x_t, t, **cond, **jump)
-        if weak_model is not None:
-            strong = model(x_t, t, **cond).float()
-            weak = weak_model(x_t, t, **cond).float()
-        else:
-            strong, weak = with_and_without(model, x_t, t, cond, null)
+        out, out_null = with_and_without(model, x_t, t, cond, null)
         c = settings.cfg_channels or x_t.shape[1]
-        start = weak[:, :c]
-        guided = start + cfg_scale * (strong[:, :c] - start)
-        return torch.cat([guided, strong[:, c:]], dim=1)
+        start = out_null[:, :c]
+        guided = start + cfg_scale * (out[:, :c] - start)
+        return torch.cat([guided, out[:, c:]], dim=1)
 
     return denoiser
 

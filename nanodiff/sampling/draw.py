@@ -27,7 +27,6 @@ class SampleSettings:
     cfg_scale: float = 1.0
     cfg_interval: tuple[float, float] = (0.0, 1.0)
     eta: float = 0.0  # ddim's
-    weak_model: torch.nn.Module | None = None
     cfg_channels: int = 0  # 0 = x_t's
 
     @property
@@ -165,7 +164,7 @@ class ModelSamples:
         return 8
 
     def network_evaluations(self) -> int:
-        """Forward passes per image, including the guide's; counted on a dummy model."""
+        """Forward passes per image, counted on a dummy model."""
         num_images = []
 
         def stand_in(x_t, t, **cond):
@@ -176,8 +175,7 @@ class ModelSamples:
         stand_in.config = config
         noise = torch.zeros(1, config.in_channels, 1, 1)
         known = self.given and replace(self.given, x0=noise)
-        settings = replace(self.settings, weak_model=self.settings.weak_model and stand_in)
-        dummy = replace(self, model=stand_in, settings=settings)
+        dummy = replace(self, model=stand_in)
         dummy.sample(noise, some_conditions(config, 1), known=known)
         return sum(num_images)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from configurator import check, read_settings
 from nanodiff.common import UserError, in_batches, print0
-from nanodiff.conditions import FIELDS, IMAGES
+from nanodiff.conditions import IMAGES
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
@@ -62,7 +62,7 @@ def parse_size(size: str, side_unit: int, codec, inputs) -> tuple[int, int, int]
     return shape
 
 
-def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
+def settings_for(loaded, **asked) -> SampleSettings:
     """SampleSettings from settings of scripts/sample.py; those not given are the run's own."""
     asked = vars(taken) | asked
     config = loaded.config
@@ -74,22 +74,18 @@ def settings_for(loaded, weak_model=None, **asked) -> SampleSettings:
         "cfg_scale": config.get("cfg_scale", 2.0),
         "cfg_interval": config.get("cfg_interval", "0,1"),
     }
-    fault = loaded.why_unguided
-    if weak_model:
-        fault = ""
-        own["cfg_scale"] = 2.0
     given = {name: asked[name] for name in own if asked[name] != getattr(taken, name)}
     own |= given
     steps = asked["respacing"] or own["steps"]
     sampler = choose_sampler(process, own["sampler"], steps, asked["eta"])
-    guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], fault, given)
-    return SampleSettings(steps, sampler, *guidance, asked["eta"], weak_model, asked["cfg_channels"])
+    guidance = choose_guidance(own["cfg_scale"], own["cfg_interval"], loaded.why_unguided, given)
+    return SampleSettings(steps, sampler, *guidance, asked["eta"], asked["cfg_channels"])
 
 
-def open_samples(loaded, weak_model=None, **asked) -> ModelSamples:
+def open_samples(loaded, **asked) -> ModelSamples:
     """The samples that settings of scripts/sample.py ask for."""
     classes = parse_classes(asked.get("classes"), loaded.class_names)
-    settings = settings_for(loaded, weak_model, **asked)
+    settings = settings_for(loaded, **asked)
     asked = SimpleNamespace(**vars(taken) | asked)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
@@ -152,20 +148,3 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     if samples.not_finite:
         print0(f"warning: {samples.not_finite} of the images are not finite (NaN)")
     return np.concatenate(images)
-
-
-def check_guide(guide, loaded) -> None:
-    """Refuse a `guide`, for autoguidance, with another prediction or other inputs."""
-    if loaded.config["objective"].startswith("flow_map"):
-        raise UserError(f"{loaded.source} is a flow map: it has learned its teacher's guidance, and cannot be guided")
-
-    def facts(model) -> dict:
-        found = vars(model.process) | vars(model.model.config) | model.data.get("latents", {})
-        return found | {"objective": model.config["objective"], "class_names": model.class_names}
-
-    keys = ("objective", "noise_schedule", "num_timesteps", "rescale_timesteps", "time_input")
-    keys += ("image_size", "in_channels", *FIELDS, "class_names", "sha256", "offset", "scale")
-    ours, theirs = facts(loaded), facts(guide)
-    differing = [key for key in keys if ours.get(key) != theirs.get(key)]
-    if differing:
-        raise UserError(f"{guide.source} cannot guide {loaded.source}: they differ in {', '.join(differing)}")
