@@ -16,7 +16,6 @@ Evaluate a trained model, or images in a file or a folder.
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -103,8 +102,6 @@ source = samples or features  # in messages
 if samples:
     measured = Samples(samples)
     name = name or measured.data
-    if model and not name:  # compare with the set that this run was trained on; the model has then had its use
-        model, name = "", load_run(model, device, checkpoint_step, ema).data["name"]
 elif not features:
     loaded = load_run(model, device, checkpoint_step, ema)
     source = loaded.source
@@ -134,12 +131,6 @@ if metric in ("loss", "bpd"):
 if metric == "loss":
     with autocast:
         loss, quarters = validation_loss(*measured, num_images, batch_size, seed)
-        if not loaded.process.is_gaussian:  # else t is uniform; here quarters have few images near the ends of t
-            few = math.ceil(num_images / 20)
-            edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
-            by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
-            result["loss_by_t"] = by_t
-            print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
     result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
@@ -266,7 +257,6 @@ else:
 # Save the figures and their protocol beside the run or the samples
 
 real = result.get("real_images", {})
-how_many = "as many" if real.get("num_images") == num_images else f"{real.get('num_images')}"
 for row in result.get("rows", [result]):
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -276,7 +266,7 @@ for row in result.get("rows", [result]):
         if key in row:
             figure = text.format(row[key])
             if key in real:
-                of = "" if figures else f"{how_many} real images: "
+                of = "" if figures else f"{real['num_images']:,} real images: "
                 number = re.search("{.*}", text)[0]
                 figure += f" ({of}{number.format(real[key])})"
             figures.append(figure)
@@ -284,8 +274,6 @@ for row in result.get("rows", [result]):
         "{sampler:>6} {steps:>4} steps ({network_evaluations} evaluations): ".format(**row) if "rows" in result else ""
     )
     print0(how + ", ".join(figures))
-    if metric in metrics.DISTANCES and row.get(metric, 0) < real.get(metric, 0):  # on the first rank
-        print0("closer than real images of the other split: too few images, or copies of the reference")
 words = [loaded.title if loaded else source, in_words(result), f"{num_images:,} images"]
 if "reference" in result:
     words.append(f"against {result['reference']}")

@@ -58,15 +58,11 @@ def make_row(turns: list[dict]) -> dict[str, float]:
     lines = []
     for turn in turns:
         lines += turn["lines"][WARM_UP:]
-    step_ms = [line["train/dt_ms"] for line in lines]
     return {
-        "step_ms": median(step_ms),
+        "step_ms": median(line["train/dt_ms"] for line in lines),
         "images_per_sec": median(line["train/images_per_sec"] for line in lines),
-        "min_ms": min(step_ms),
-        "max_ms": max(step_ms),
         "first_step_s": median(turn["lines"][0]["train/dt_ms"] for turn in turns) / 1000,
         "memory_gb": max(turn["memory_gb"] for turn in turns),
-        "mfu": median(line["train/mfu"] for line in lines),
     }
 
 

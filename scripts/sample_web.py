@@ -207,7 +207,7 @@ class Handler(LocalHandler):
         runs = list_runs(self.server.first_run)
         try:
             draw(asked, runs, send, self.server.device, self.server.compute_dtype)
-        except (UserError, torch.OutOfMemoryError) as e:
+        except UserError as e:
             send(error=str(e))
         except (ConnectionError, TimeoutError):
             print0("a client left: its images are not drawn")

@@ -45,7 +45,6 @@ def test_what_a_validation_loss_is_of(run_dir, run_script):
     # At step 0 the output is 0: under flow matching the loss is then E|noise - x0|^2 = 1 + E x0^2, whatever t
     of_nothing = evaluate(run_script, "loss", "--checkpoint_step=0")
     x0 = to_model_range(torch.from_numpy(open_dataset("tiny", "val").images(range(24))))
-    assert of_nothing["loss_by_t"] == pytest.approx([of_nothing["loss"]] * 20, rel=0.2)
     assert of_nothing["loss"] == pytest.approx(1 + float(x0.square().mean()), abs=5 * (6 / x0.numel()) ** 0.5)
 
 
