@@ -56,7 +56,6 @@ verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
 range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the data's own
 # Only aspect_buckets=True
-bucket_images = 0  # >= 0: minimum images per bucket; 0 = a tenth of the set, at most 64
 side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
 config = configure(globals())
 
@@ -86,7 +85,7 @@ if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container
     cores = len(os.sched_getaffinity(0))
 if not name:
     name = source
-    if path and source not in ("cifar10", "mnist"):
+    if path and source != "cifar10":
         stem = os.path.basename(os.path.abspath(path))
         name = stem.split(".")[0] or stem
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
@@ -112,7 +111,6 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
         "workers": 0,  # any number makes the same parts
-        "notes": 2,  # their version
         "overwrite": False,
         "path": os.path.abspath(path),
         "files": state_of(images_in.files),
@@ -151,9 +149,9 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if images_in.num_clipped:
         print0(f"clipped {images_in.num_clipped:,} values beyond the range")
     if class_names:
-        found = sorted((per_class[label], label) for label, _ in enumerate(class_names))
-        rarest = [f"{class_names[label]} {number:,}" for number, label in found[:20]]
-        print0(f"training images of each class, rarest first: {', '.join(rarest)}{', ...' if len(found) > 20 else ''}")
+        found = sorted((per_class[label], name) for label, name in enumerate(class_names))
+        rarest = [f"{name} {number:,}" for number, name in found[:20]]
+        print0(f"training images of a class, at most 20 classes, rarest first: {', '.join(rarest)}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What was made

@@ -42,10 +42,10 @@ def test_no_other_buckets_with_enough_images_crop_less(seed):
     """Least cropped of all sets of buckets that keep the minimum; never worse than a square."""
     rng = np.random.default_rng(seed)
     ratios = np.exp(rng.normal(size=rng.integers(20, 300)) * rng.uniform(0.05, 0.6))
-    for resolution, unit, minimum in ((64, 4, 0), (256, 32, 30)):
-        sizes = choose_sizes(ratios, resolution, unit, minimum)
-        minimum = minimum or min(64, len(ratios) // 10)
-        every = choose_sizes(np.exp(np.linspace(-0.6, 0.6, 1000)), resolution, unit, 1)
+    for resolution, unit in ((64, 4), (256, 32)):
+        sizes = choose_sizes(ratios, resolution, unit)
+        minimum = min(64, len(ratios) // 10)
+        every = choose_sizes(np.exp(np.linspace(-0.6, 0.6, 1000)), resolution, unit)
         assert set(sizes) <= set(every) and len(every) >= 5
         square = (resolution, resolution)
         assert crop_of(ratios, sizes) <= crop_of(ratios, [square])
@@ -113,7 +113,7 @@ def photos(base, tmp_path, run_script):
         if i < 4:  # these lie on their side
             pixels, exif[0x0112] = pixels.transpose(1, 0, 2), 6
         Image.fromarray(pixels).save(file, exif=exif)
-    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets", "--bucket_images=4")
+    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets")
     run_script("prepare_data", *args, "--name=photos", "--workers=1", "--val_fraction=0.2")
     return open_dataset("photos")
 
@@ -172,7 +172,7 @@ def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, dr
     names = [f"{'ab'[i % 2]}/{i:02d}.png" for i in range(26)]
     np.savez(tmp_path / "v.npz", names=[*names, "a/26.png", "a/absent.png"], vectors=np.eye(28, 26))
     (tmp_path / "in" / "a" / "26.png").write_bytes(b"broken")
-    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets", "--bucket_images=4")
+    args = (f"--path={tmp_path / 'in'}", "--resolution=16", "--side_unit=4", "--aspect_buckets")
     run_script("prepare_data", *args, "--name=told", f"--vectors={tmp_path / 'v.npz'}", "--val_fraction=0.2")
     seen = []
     for told in (open_dataset("told"), open_dataset("told", "val")):

@@ -115,7 +115,7 @@ def test_pairs_are_found_by_path_and_cropped_as_their_images(base, tmp_path, cap
 
 def test_buckets_of_pairs_train_and_a_sample_takes_a_row_of_its_shape(base, run_script, tmp_path):
     photos, masks = make_photos(tmp_path, [(40, 24)] * 9 + [(24, 40)] * 8 + [(32, 32)] * 7)
-    options = {"aspect_buckets": True, "side_unit": 4, "bucket_images": 4, "val_fraction": 0.3}
+    options = {"aspect_buckets": True, "side_unit": 4, "val_fraction": 0.3}
     prepare(photos, resolution=16, name="tiny", pairs=str(masks), **options)
     val = open_dataset("tiny", "val")
     assert len(val.buckets) == 3

@@ -8,24 +8,21 @@ from nanodiff.common import print0
 from nanodiff.data.decode import kept_area
 
 ASPECTS = (9 / 16, 2 / 3, 3 / 4, 1, 4 / 3, 3 / 2, 16 / 9)  # width / height
-BUCKET_IMAGES = 64  # minimum of a bucket, and at most a tenth of the set
 
 
-def choose_sizes(ratios: np.ndarray, resolution: int, unit: int, minimum: int = 0) -> list[tuple[int, int]]:
+def choose_sizes(ratios: np.ndarray, resolution: int, unit: int) -> list[tuple[int, int]]:
     """Buckets (H, W) of about resolution^2 pixels, tall to wide, for images of these ratios (n,), width / height.
 
     Sides are multiples of `unit`. Each image goes to the bucket nearest in shape. Of all sets of buckets in which each
-    gets `minimum` images, takes the one that crops away least. The square alone is always among them.
+    gets 64 images, or a tenth of them all, takes the one that crops away least. The square alone is always among them.
     """
     widths = [unit * round(resolution * ratio**0.5 / unit) for ratio in ASPECTS]
     sizes = list(dict.fromkeys(zip(reversed(widths), widths)))
-    if not minimum:
-        minimum = max(1, min(BUCKET_IMAGES, len(ratios) // 10))
+    minimum = max(1, min(64, len(ratios) // 10))
     kept = kept_area(ratios, sizes)  # (n, len(sizes))
     square = sizes.index((resolution, resolution))
-    kept_by_square = kept[:, square].mean()
     best = [square]
-    best_kept = kept_by_square
+    best_kept = kept[:, square].mean()
     for number in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(range(len(sizes)), number):
             part = kept[:, chosen]
@@ -34,6 +31,5 @@ def choose_sizes(ratios: np.ndarray, resolution: int, unit: int, minimum: int = 
             if counts.min() >= minimum and part_kept > best_kept:
                 best = chosen
                 best_kept = part_kept
-    lost = f"{1 - best_kept:.1%} of an image, {1 - kept_by_square:.1%} by a square"
-    print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {lost}")
+    print0(f"{len(best)} buckets of {minimum:,} images or more; cropped away on average: {1 - best_kept:.1%}")
     return [sizes[i] for i in best]

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from nanodiff.common import UserError
-
 AHEAD = 4  # batches that the thread reads ahead
 ROUNDS = 8  # rounds of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
 
@@ -67,8 +65,6 @@ class DataLoader:
         start_step=0,
         device="cpu",
     ):
-        if world > len(dataset):
-            raise UserError(f"more ranks ({world}) than images ({len(dataset)}) in the data set")
         self.dataset = dataset
         self.device_batch_size = device_batch_size
         self.total_batch_size = total_batch_size

@@ -74,9 +74,10 @@ class Dataset:
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
             if split not in self.meta["splits"]:
-                hint = "; prepare it again with --val_fraction=0.05" if split == "val" else ""
-                splits = ", ".join(self.meta["splits"])
-                raise UserError(f"data set {path.name!r} has no split {split!r}, only {splits}{hint}")
+                raise UserError(
+                    f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
+                    "a set made with --val_fraction=0.05 has val"
+                )
             part = self.meta["splits"][split]
             self.sha256 = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
             self.described = f"{self.name}, {split}, SHA-256 {self.sha256}"  # in protocols
@@ -105,8 +106,7 @@ class Dataset:
                     self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
-                file = path / part["labels"]["file"]
-                raise UserError(f"{file} is damaged: labels beyond 0..{self.num_classes - 1}")
+                raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]

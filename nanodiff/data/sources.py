@@ -52,7 +52,6 @@ class Options:
     seed: int = 0
     aspect_buckets: bool = False
     side_unit: int = 0  # sides of buckets are multiples of it; 0 = resolution / 16
-    bucket_images: int = 0  # minimum of a bucket; 0 = a tenth of the set, at most 64
     pairs: str = ""  # folder or array of second images
     pairs_scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
@@ -186,7 +185,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
     if options.aspect_buckets:
         ratios = [x for x, place in zip(ratios, place_of) if x > 0 and place.split is not None]  # NaN: unreadable
         unit = options.side_unit or max(2, options.resolution // 16)
-        sizes = choose_sizes(np.array(ratios), options.resolution, unit, options.bucket_images)
+        sizes = choose_sizes(np.array(ratios), options.resolution, unit)
 
     def items(suffixes=()):
         for (name, payload, _, caption), place, is_held_out in zip(read(suffixes), place_of, held_out):
@@ -479,7 +478,6 @@ def add_pairs(source: Source, path: Path, scaling: str) -> None:
 READERS = {
     "shapes": read_shapes,
     "cifar10": read_cifar10,
-    "mnist": read_idx,
     "idx": read_idx,
     "npz": read_arrays,
     "npy": read_arrays,
