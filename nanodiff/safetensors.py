@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanodiff.common import UserError
 from nanodiff.files import reading, writing
 
 DTYPES = {
@@ -80,21 +79,19 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:
         # Copy on write: torch wants writable memory, and the file must not change
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        content = torch.frombuffer(data, dtype=torch.uint8)
         start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(bytes(data[8:start]))
+        header = json.loads(data[8:start])
         metadata = header.pop("__metadata__", {})
         num_bytes = max([0, *(info["data_offsets"][1] for info in header.values())])
         if start + num_bytes != len(data):
-            raise UserError(f"{path} is cut or damaged: it has {len(data):,} bytes instead of {start + num_bytes:,}")
+            raise ValueError("its length is not what its header says")
         for name, info in header.items():
             dtype = DTYPES[info["dtype"]]
             begin, end = info["data_offsets"]
-            part = data[start + begin : start + end]
+            part = content[start + begin : start + end]
             if (start + begin) % dtype.itemsize:
-                part = bytearray(part)  # unaligned: copy
-            flat = torch.empty(0, dtype=dtype)
-            if begin < end:  # frombuffer takes no empty buffer
-                flat = torch.frombuffer(part, dtype=dtype)
-            tensors[name] = flat.reshape(info["shape"])
+                part = part.clone()  # unaligned
+            tensors[name] = part.view(dtype).reshape(info["shape"])
     return tensors, metadata

@@ -10,9 +10,7 @@ and beside them the heads, schedule and T that nanodiff needs. OpenAI's is a sta
 null class. What a form does not hold is printed.
 """
 
-import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -73,5 +71,4 @@ num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")
 print0(f"to sample: python -m scripts.sample --model={shlex.quote(with_options(path, told))}")
 if form != "safetensors":
-    process = told | {"variance": loaded.config["variance"]}
-    print0(f"what other loaders must be told: {json.dumps({'model': asdict(loaded.model.config), 'process': process})}")
+    print0(f"other loaders must be told the same, and variance={loaded.config['variance']}")

@@ -111,7 +111,7 @@ def test_targets_are_the_ends_of_names_as_with_peft():
     assert find_layers(modern, "blocks.1.ada,patch_embed") == ["patch_embed", "blocks.1.ada"]
     assert len(find_layers(modern, "all")) == 1 + 2 + 2 * 5 + 2
     assert {name.split(".")[-1] for name in find_layers(unet, "qkv,proj_out")} == {"qkv", "proj_out"}
-    accepted = "all, ada, fc1, fc2, linear, patch_embed, proj, qkv"
+    accepted = "all, 0, 2, ada, fc1, fc2, linear, patch_embed, proj, qkv"
     refused(f"named 'k_proj'; accepted: {accepted}", find_layers, modern, "qkv,k_proj")
 
 

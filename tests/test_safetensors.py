@@ -81,9 +81,9 @@ def test_a_file_cut_anywhere_or_of_another_kind_is_refused(tmp_path):
     too_long = b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'
     for size in (0, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
-        refused(r"a\.safetensors is (no intact|cut)", load_safetensors, path)
+        refused(r"a\.safetensors is no intact", load_safetensors, path)
     path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
-    refused(r"a\.safetensors is cut", load_safetensors, path)
+    refused(r"a\.safetensors is no intact", load_safetensors, path)
     for header in (too_long, b"{hello"):
         refused(r"a\.safetensors is no intact", load_safetensors, write(path, header, bytes(8)))
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")

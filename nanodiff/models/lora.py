@@ -3,8 +3,6 @@
 Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) and B (out, rank), B = 0 at the start.
 """
 
-import re
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -51,7 +49,7 @@ def find_layers(model: nn.Module, targets: str) -> list[str]:
     ends = tuple(f".{target.strip()}" for target in targets.split(","))
     for end in ends:
         if not any(f".{name}".endswith(end) for name in layers):
-            known = sorted({re.search(r"[a-z]\w*(\.\d+)?$", name)[0] for name in layers})
+            known = sorted({name.split(".")[-1] for name in layers})
             raise UserError(f"lora_targets: no linear layer is named {end[1:]!r}; accepted: all, {', '.join(known)}")
     return [name for name in layers if f".{name}".endswith(ends)]
 
