@@ -2,7 +2,7 @@
 Evaluate a trained model, or images in a file or a folder.
 
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
-    python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion, also by timestep
+    python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; in the file by timestep
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
@@ -139,13 +139,8 @@ elif metric == "bpd":
     if loaded.data["kind"] != "images":
         raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
     with autocast:
-        terms = bits_per_dim(*measured, num_images, batch_size)
+        result |= bits_per_dim(*measured, num_images, batch_size)
     result["timesteps"] = loaded.process.num_timesteps
-    result |= {key: terms.pop(key) for key in ("total_bpd", "prior_bpd")}
-    if rank == 0 and loaded.run_dir:
-        path = loaded.run_dir / f"bpd_terms_{loaded.step:06d}.npz"
-        np.savez(path, **terms)
-        print0(f"vb, xstart_mse and mse by timestep, T-1 first: {path}")
 
 elif metric == "features":
     found = metrics.file_features(features, num_images)

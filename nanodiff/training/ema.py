@@ -12,10 +12,8 @@ from nanodiff.training.shard import Optimizer
 
 def parse_rates(rates: str) -> tuple[float, ...]:
     """(0.999, 0.9999) from "0.999,0.9999"; () from ""."""
-    if not rates:
-        return ()
     try:
-        parsed = [float(rate) for rate in rates.split(",")]
+        parsed = [float(rate) for rate in rates.split(",") if rates]
     except ValueError:
         parsed = [0.0]
     if not all(0 < rate < 1 for rate in parsed):

@@ -52,7 +52,7 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
 
 @torch.no_grad()
 def bits_per_dim(model, process, val_set, codec, num_images: int, batch_size: int) -> dict:
-    """Means of process.bits_per_dim over `num_images` of `val_set`: numbers or, by timestep, lists of T."""
+    """Means of process.bits_per_dim over `num_images` of `val_set`: numbers or, by timestep, lists of T, T-1 first."""
     n = min(num_images, len(val_set))
 
     def sums_of(ids):
