@@ -199,21 +199,16 @@ PEAK_FLOPS = {
     "G?H[128]00": 989e12,
     "A[18]00": 312e12,
     "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090 D": 147e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
 }
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of one device, source of the figure): bf16 from the datasheet or, for others (CPU, MPS, laptop
-    GPUs), measured in `dtype` with a large matrix product."""
+    """(peak FLOP/s of one device, source of the figure): bf16 from the datasheet or, for others (CPU, MPS, GeForce),
+    measured in `dtype` with a large matrix product."""
     name = device_name(device)
-    if device.type == "cuda" and "Laptop" not in name:  # laptops' have fewer units under the same name
+    if device.type == "cuda":
         for key, flops in PEAK_FLOPS.items():
-            if re.search(rf"\b{key}\b", name):  # whole words: an RTX A4000 is no A40
+            if re.search(rf"\b{key}\b", name):  # whole words: an RTX A1000 is no A100
                 return flops, "bf16, by the datasheet"
     return measured_peak(device, dtype), f"{dtype}, measured".removeprefix("torch.")
 

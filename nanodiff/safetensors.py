@@ -13,14 +13,9 @@ import torch
 from nanodiff.files import reading, writing
 
 DTYPES = {
-    "BOOL": torch.bool,
     "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "I16": torch.int16,
     "F32": torch.float32,
     "I32": torch.int32,
     "F64": torch.float64,

@@ -224,7 +224,8 @@ if trainable:
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
 # A third for forward, a third for gradients of activations, a third for gradients of the weights that learn
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
-print0(f"model: {arch} d{depth}: {num_params:,} parameters, {flops_per_image:.3e} FLOPs per image (forward + backward)")
+print0(f"model: {arch} d{depth}: {num_params:,} parameters, {num_trained:,} of them trained")
+print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The size of the run. What is not given is derived:

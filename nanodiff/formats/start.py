@@ -141,8 +141,7 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
     add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
     if loaded.adapters:
         continue_from(model, loaded, alpha / rank, new)
-    num_trained = sum(p.numel() for p in trained(model).values())
-    print0(f"adapters: rank {rank}: {num_trained:,} parameters; new classes: {', '.join(new) or 'none'}")
+    print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
     return identity(loaded) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
 
 
@@ -206,5 +205,3 @@ def train_only(model: torch.nn.Module, patterns: str) -> None:
             raise UserError(f"trainable={patterns!r}: no parameter's name contains {pattern!r}; it has {some}")
     for name, p in model.named_parameters():
         p.requires_grad_(any(pattern in name for pattern in wanted))
-    num_trained = sum(p.numel() for p in trained(model).values())
-    print0(f"trainable: {num_trained:,} parameters")

@@ -31,16 +31,14 @@ def memory_line(model, optim, ema, images: int) -> str:
     A compiled DiT in bf16 has 39 bytes of activations per token, width and block, measured on an H100 (d12, d24).
     """
     config = model.config
-    numbers = {
-        "weights": sum(p.numel() for p in model.parameters()),
-        "optimizer": sum(x.numel() for buffer in optim.buffers for x in buffer.state.values()),
-        "averages": sum(x.numel() for average in ema.averages.values() for x in average),
-        "gradients": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    }
+    what = "weights, gradients, optimizer and averages"
+    counts = [p.numel() * (1 + p.requires_grad) for p in model.parameters()]
+    counts += [x.numel() for buffer in optim.buffers for x in buffer.state.values()]
+    counts += [x.numel() for average in ema.averages.values() for x in average]
     if hasattr(config, "width") and not config.checkpointing:
-        numbers["activations"] = 39 * images * config.num_tokens * config.width * config.depth // 4
-    gib = {name: 4 * count / 2**30 for name, count in numbers.items()}
-    return f"memory, estimated: {sum(gib.values()):.1f} GiB: {', '.join(f'{n} {x:.1f}' for n, x in gib.items())}"
+        what += ", and activations"
+        counts.append(39 * images * config.num_tokens * config.width * config.depth // 4)
+    return f"memory, estimated: {4 * sum(counts) / 2**30:.1f} GiB: {what}"
 
 
 def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:
