@@ -144,16 +144,6 @@ def test_a_horizon_behind_the_checkpoint_loses_nothing(tiny, run_script):
     assert run_script("base_train", *args, "--log_every=2")["step"] == 6
 
 
-def test_a_preset_with_an_interval_trains_without_labels(tiny, run_script, capsys):
-    """Scale and interval are ignored together, once said, and recorded as used."""
-    for more in ("--class_cond=False", "--label_drop=0"):
-        args = ("--cfg_interval=0.3,0.85", more, f"--model_tag=tag{more[2:7]}", "--num_iterations=1", "--eval_every=-1")
-        done = run_script("base_train", *TINY, *args, "--sample_every=0", "--sample_steps=2")
-        assert capsys.readouterr().out.count("not guided") == 1
-        config = json.loads((done["run_dir"] / "config.json").read_text())["config"]
-        assert (config["cfg_scale"], config["cfg_interval"]) == (1, "0,1")
-
-
 def test_a_run_that_saves_nothing_says_so(tiny, run_script, capsys, monkeypatch):
     honest = FlowMatching.losses
     stop = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM) or honest(*args, **kwargs)

@@ -9,7 +9,7 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
-from nanodiff.metrics.classifier import Classifier, get_classifier, plan_training, shift, shrink, train_classifier
+from nanodiff.metrics.classifier import Classifier, get_classifier, shift, shrink, train_classifier
 
 
 @pytest.fixture
@@ -31,16 +31,6 @@ def test_shapes_are_learned_and_noise_is_not(base):
     assert float(classifier.accuracy) == pytest.approx(right) and right > 0.9
     _, unrelated = draw_shapes(500, seed=2)
     assert (guessed == unrelated).mean() < 0.25  # by chance 1/8
-
-
-def test_training_takes_as_long_as_the_set_is_large():
-    def drawn(num_images):
-        num_steps, batch_size = plan_training(num_images, epochs=3)
-        assert batch_size <= num_images
-        return num_steps * batch_size
-
-    assert drawn(50_000) == 150_000
-    assert all(2000 <= drawn(n) <= max(3 * n, 2000) + 250 for n in (2, 15, 171, 1000, 7000))
 
 
 @pytest.mark.parametrize("shape", [(1, 28), (3, 33), (4, 8)])

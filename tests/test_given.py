@@ -76,12 +76,3 @@ def test_the_known_part_has_the_noise_of_each_step(process):
         part = t[0] / 1000
         expected = process.q_sample(x0, t.long(), noise) if process.is_gaussian else (1 - part) * x0 + part * noise
         torch.testing.assert_close(x_t, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_folder_of_images_of_any_size(draw, tmp_path, capsys):  # noqa: F811
-    (tmp_path / "folder").mkdir()
-    for name, colour in (("a", (9, 99, 199)), ("b", (200, 100, 0))):
-        Image.new("RGB", (40, 25), colour).save(tmp_path / "folder" / f"{name}.png")
-    drawn, _, _ = draw("--num_images=3", f"--from_images={tmp_path / 'folder'}", "--strength=0.1")
-    assert "strength=0.1 of 3 steps rounds to none" in capsys.readouterr().out
-    assert drawn[:, 4, 4].tolist() == [[9, 99, 199], [200, 100, 0], [9, 99, 199]]

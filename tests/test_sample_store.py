@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 
 import numpy as np
@@ -95,19 +94,3 @@ def test_kill_9(tmp_path, expected, moment):
         finish(store)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
     assert store.output.read_bytes() == expected
-
-
-@pytest.mark.parametrize("limit, parts", [(200, 2), (800, 6)])  # bytes per file: too few for a part, for the .npz
-def test_no_room_on_the_disk(tmp_path, limit, parts):
-    def without_room():
-        store = make(tmp_path)
-        store.open()
-        draw(store, range(2))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match="File too large"):  # which common's excepthook reports in one line
-            draw(store)
-            finish(store)
-
-    assert Started(without_room, context=FORK).wait().returncode == 0
-    left = sorted(p.name for p in make(tmp_path).folder.iterdir() if p.name != "raw")
-    assert left == [".lock", *(f"{k:06d}.npy" for k in range(parts))]

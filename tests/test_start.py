@@ -1,7 +1,4 @@
-"""Starting a run from other weights (own runs: test_base_train; here published files), and the one mapping between
-settings and a model's shape."""
-
-from dataclasses import dataclass
+"""Runs that start from published files, and the one mapping between settings and a model's shape."""
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ from tiny_runs import TINY, load, make_data, make_run, randomise
 
 from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
-from nanodiff.models import build
 from nanodiff.models.build import build_model, make_model_config, model_settings
 from nanodiff.models.dit import DiTConfig
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
@@ -36,19 +32,6 @@ def test_settings_to_a_shape_and_back(args):
     assert make_model_config(dict(settings) | found, FACTS, 3) == shape
     given = {arg[2:].split("=")[0] for arg in args.split()}
     assert all(found[name] == settings[name] for name in given)
-
-
-def test_an_option_of_a_model_without_a_setting_fails_loudly(monkeypatch):
-    @dataclass(frozen=True)
-    class Config(DiTConfig):
-        sandwich: bool = False
-
-    monkeypatch.setattr(build, "DiTConfig", Config)
-    with pytest.raises(KeyError, match="sandwich"):
-        make_model_config(script_settings("base_train"), FACTS, 3)
-    settings = dict(script_settings("base_train")) | {"sandwich": True}
-    shape = make_model_config(settings, FACTS, 3)
-    assert shape.sandwich and model_settings(shape)["sandwich"] is True
 
 
 def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, capsys):

@@ -50,13 +50,6 @@ def test_damaged_shapes_are_not():
     assert dict(zip(damaged, shares.round(2))) == dict.fromkeys(damaged, pytest.approx(0, abs=0.05))
 
 
-def test_an_image_does_not_depend_on_the_others():
-    images, labels = draw_shapes(200, seed=13)
-    crosses = images[labels == 3]
-    halves = [distances(half, 3) for half in np.array_split(crosses, 2)]
-    assert np.allclose(distances(crosses, 3), np.concatenate(halves))
-
-
 def test_a_class_that_is_unknown_is_not_well_formed():
     images, labels = draw_shapes(6, seed=14)
     labels[[2, 4, 5]] = 8
