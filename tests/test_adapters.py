@@ -95,7 +95,6 @@ def test_epochs_and_what_is_saved_after_each(base, old, run_script):
 
 @pytest.mark.slow
 def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
-    """UNet, Gaussian diffusion, super-resolution, unlabelled data, recomputed activations, and a published file."""
     make_data()
     make_data("plain", class_names=(), val=0)
     end = [arg for arg in TINY if not arg.startswith(("--init_from", "--data"))]

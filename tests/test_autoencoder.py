@@ -21,7 +21,6 @@ KL_CONFIG = {"_class_name": "AutoencoderKL", "norm_num_groups": 4}
 
 @pytest.fixture
 def published_kl():
-    """Weights under diffusers' names."""
     return rule_weights(golden("autoencoder_kl.json")["parameters"])
 
 
@@ -80,7 +79,6 @@ def test_tiny_autoencoder_equals_taesd():
 
 
 def test_published_sizes():
-    """SD 1.5's VAE has 83,653,863 parameters; TAESD's encoder 1,222,532 and its decoder 1,222,531."""
     count = lambda module: sum(p.numel() for p in module.parameters())
     with torch.device("meta"):
         vae, tiny = AutoencoderKL((128, 256, 512, 512), 2, 4, 32, True), TinyAutoencoder(4, False)

@@ -21,7 +21,6 @@ from nanodiff.safetensors import save_safetensors
 
 @pytest.fixture
 def quick_classifier(monkeypatch):
-    """A classifier that has seen hardly anything."""
     monkeypatch.setattr(classifier, "MIN_TRAINED", 200)
 
 
@@ -143,7 +142,6 @@ def test_a_row_for_each_sampler_and_number_of_steps(run_dir, run_script, quick_c
 
 
 def test_a_judge_brought_along_has_the_figures_of_the_one_trained_here(run_dir, run_script, quick_classifier, tmp_path):
-    """In a file of half the size."""
     own = evaluate(run_script, "fd_classifier", *FEW)
     trained, judge = classifier.get_classifier(open_dataset("tiny"), open_dataset("tiny", "val"), "cpu"), tmp_path / "j"
     halves = {name: x.half() for name, x in trained.state_dict().items() if x.is_floating_point()}
@@ -233,7 +231,6 @@ def test_training_finds_what_base_eval_finds(base, run_script, quick_classifier)
     ],
 )
 def test_two_ranks_find_the_figures_of_one(run_dir, run_script, quick_classifier, metric, batch_size, args):
-    """In batches of any size."""
     run_dir = run_dir.with_name("eps" if metric == "bpd" else "flow")
     args = [f"--model={run_dir.name}", *args]
     other = batch_size if metric == "fd_classifier" else 7  # which it records

@@ -9,12 +9,11 @@ from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
 from nanodiff.metrics import classifier as module
-from nanodiff.metrics.classifier import Classifier, get_classifier, shift, shrink, train_classifier
+from nanodiff.metrics.classifier import Classifier, get_classifier, shrink, train_classifier
 
 
 @pytest.fixture
 def tiny(base, monkeypatch):
-    """Both splits of a small set."""
     monkeypatch.setattr(module, "MIN_TRAINED", 100)
     make_data()
     return open_dataset("tiny"), open_dataset("tiny", "val")
@@ -70,14 +69,3 @@ def test_shrinking_keeps_the_mean_and_small_images():
     blocks = images.float().unflatten(2, (16, 4)).unflatten(4, (16, 4)).mean((3, 5))
     assert (small.float() - blocks).abs().max() <= 0.5  # what rounding costs
     assert shrink(small, 32) is small
-
-
-def test_shifts_move_whole_images_by_an_eighth_at_most():
-    spot = torch.zeros(500, 1, 16, 16, dtype=torch.uint8)
-    spot[:, :, 8, 8] = 200
-    moved = shift(spot, torch.Generator().manual_seed(0)).flatten(1)
-    assert torch.equal(moved.long().sum(1), torch.full((500,), 200))
-    where = moved.argmax(1)
-    assert set((where // 16).tolist()) == set((where % 16).tolist()) == {6, 7, 8, 9, 10}
-    flat = torch.full((4, 2, 16, 16), 7, dtype=torch.uint8)
-    assert torch.equal(shift(flat, torch.Generator().manual_seed(0)), flat)  # no border comes in

@@ -1,7 +1,6 @@
 """The ground floor: seeds that mean something, files that are whole, mistakes of one line, signals."""
 
 import errno
-import io
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from conftest import ROOT
 from processes import FORK, Started
 
 from nanodiff import common
-from nanodiff.common import BLOCK, LostRank, Progress, draw_rows, make_generator
+from nanodiff.common import BLOCK, LostRank, draw_rows, make_generator
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic, writing
 
@@ -94,23 +93,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, failing):
     write_atomic(path, b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o644  # not the 0o600 of a temporary file
-
-
-def test_progress_is_for_terminals(monkeypatch):
-    """Of rank 0; a log gets a line now and then."""
-    for rank, terminal, seconds, said in (
-        ("0", True, 0, r"(.|\s)*reading 1,000/1,000 images(.|\s)*\r\x1b\[K"),  # wiped at the end
-        ("0", False, 0, ""),
-        ("1", True, 0, ""),
-        ("0", False, 31, r"reading 1,000/1,000 images \| [\d,.]+/s \| eta \d+ s\n"),
-    ):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-        stream.isatty = lambda terminal=terminal: terminal
-        with Progress(1000, "images", "reading") as bar:
-            bar.last -= seconds
-            bar.update(1000)
-        assert re.fullmatch(said, stream.getvalue())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from configurator import RULE, help_text, read_settings, satisfies
+from configurator import RULE, read_settings, satisfies
 
 SCRIPT = '''"""
 A program.
@@ -20,7 +20,7 @@ TABLE = {"euler": 1, "heun": 2}
 # ----------------------------------------------------------------
 # Settings: this is for readers of the source
 
-# Model
+# What everybody touches
 depth = 12  # >= 1: layers
 width = 64 * 4  # derived from an expression
 dtype = "auto"  # auto|bfloat16|float32: of the forward pass
@@ -157,30 +157,24 @@ def test_mistakes_in_a_preset(script, preset, capsys, text, parts):
     assert all(part in line for part in parts), line
 
 
-def test_help_prints_every_setting_with_default_and_comment(script, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as stop:
-        script("--depth=3", "-h", "--nonsense")
-    out, err = capsys.readouterr()
-    assert (stop.value.code, err) == (0, "")
+@pytest.mark.parametrize("columns", [45, 100])
+def test_help_prints_every_setting_with_default_and_comment(script, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = []
+    for argv in (["-h", "--nonsense"], ["--help=all"]):
+        with pytest.raises(SystemExit, match="0"):
+            script("--depth=3", *argv)
+        printed.append(capsys.readouterr().out)
+    short, out = printed
+    assert "--sampler=" in short and "--dropout=" not in short
+    assert short.endswith(f"\n--help=all: {len(DEFAULTS) - 4} more settings\n")
     lines = out.splitlines()
     rows = [next(line for line in lines if line.split()[:1] == [f"--{n}={v}"]) for n, v in DEFAULTS.items() if v != ""]
     assert [lines.index(row) for row in rows] == sorted(lines.index(row) for row in rows)  # file order
-    assert rows[0].split(None, 2) == ["--depth=12", "int", ">= 1: layers"]
-    assert lines.index("Model") < lines.index(rows[0]) < lines.index("Run") < lines.index(rows[-1])
-    assert "auto|euler|heun: the names of a table" in out and "and a second line of help" in out
+    assert rows[0].split()[:4] == ["--depth=12", "int", ">=", "1:"]
+    assert lines.index("What everybody touches") < lines.index(rows[0]) < lines.index("Run") < lines.index(rows[-1])
+    assert "auto|euler|heun: the names of a table and a second line of help" in " ".join(out.split())
     assert all(len(line) <= 100 for line in lines[1:]) and "_private" not in out
-
-
-def test_help_shows_what_everybody_touches_and_breaks_no_word(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "45")
-    globals_ = DEFAULTS | {"__file__": tmp_path / "program.py", "__doc__": "A\n\nB", "TABLE": {"euler": 1, "heun": 2}}
-    globals_["__file__"].write_text(SCRIPT.replace("# Model", "# What everybody touches"))
-    settings = read_settings(globals_)
-    short, whole = (help_text(settings, globals_, whole) for whole in (False, True))
-    assert "--sampler=" in short and "--dropout=" not in short
-    assert short.endswith(f"\n--help=all: {len(settings) - 4} more settings") and "--dropout=" in whole
-    assert {*" ".join(s.comment for s in settings.values()).split()} <= {*whole.split()}
 
 
 def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeypatch):

@@ -1,7 +1,4 @@
-"""On a GPU as on a CPU: the same numbers, one wait a step, nothing compiled twice, every collective.
-
-Each test also runs on the CPU, so that the test itself is known to work. `pytest -m cuda` runs them on the GPU alone.
-"""
+"""On a GPU as on a CPU, where each test runs, too: the same numbers, one wait a step, nothing compiled twice."""
 
 import functools
 import threading

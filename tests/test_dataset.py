@@ -166,7 +166,7 @@ def test_more_shards_than_open_files(base, monkeypatch):
 
 def test_unknown_name_and_split_tell_what_there_is(base):
     write("birds")
-    refused(r"no data set 'bird'; nearest in [^:]*: birds, .*prepare_data", open_dataset, "bird")
+    refused(r"no data set 'bird'; nearest in [^:]*: birds; .*prepare_data", open_dataset, "bird")
     refused(r"no split 'test', only train, val", open_dataset, "birds", "test")
 
 

@@ -164,7 +164,6 @@ def unet_file(path, **settings):
 
 @pytest.mark.parametrize("settings", [dict(out_channels=6), dict(num_classes=3, low_res=4)])
 def test_improved_diffusions_file_is_its_model(export, tmp_path, capsys, settings):
-    """And exported, the same bytes."""
     model = unet_file(tmp_path / "ema.pt", channel_mult=(1, 2), attention_resolutions=(16,), **settings)
     loaded = load_run(str(tmp_path / "ema.pt"), "cpu")
     assert "does not hold heads=4" in capsys.readouterr().out

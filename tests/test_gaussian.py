@@ -88,7 +88,6 @@ def test_published_losses(row):
 
 @pytest.fixture
 def published():
-    """The process of the published single steps and loops, and its model."""
     process = GaussianDiffusion("linear", 1000, True, "learned_range", "rescaled_mse")
     return process.respaced("20"), toy_model(learned=True)
 

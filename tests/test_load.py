@@ -52,7 +52,6 @@ def test_a_damaged_config_is_written_anew(base, run_script, capsys):
 
 
 def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
-    """An unknown objective, a field of a later version, weights of another shape, files of another kind."""
     write_run(base, "a", objective="telepathy")
     refused(r"ema_0\.99.* was trained with objective='telepathy'; known: flow, ", load_run, "a", "cpu")
     meta = json.loads((write_run(base, "b") / "meta.json").read_text())
@@ -94,7 +93,6 @@ def test_a_description_with_a_key_missing_or_odd_is_one_line(base, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_named_and_converted(base, run_script):
-    """In place; its samples stay the same."""
     new = write_run(base, "a", objective="flow", sample_steps=2)
     before = nanodiff.load("a").sample(num_images=2)
     manifest = json.loads((new / "manifest.json").read_text())

@@ -87,7 +87,6 @@ def test_merged_weights_give_the_outputs_of_the_adapters(kind, tmp_path):
 
 
 def test_the_change_is_linear_in_the_scale_and_of_the_rank_that_was_asked_for(tmp_path):
-    """Rows of the class table included."""
     train(make_loaded(), path := tmp_path / "a.safetensors", rank=3, rows=[0, 1], seed=1)
     base = make_loaded().model.state_dict()
 
@@ -146,7 +145,6 @@ def test_a_set_is_seen_with_the_classes_of_a_model(base):
 
 
 def test_without_a_null_class_a_new_one_starts_as_the_mean():
-    """Else as the null class: test_base_train.py."""
     table = torch.randn(3, 8)
     rows = class_rows(table, NAMES, ["bar", "dots"], 2)
     assert torch.equal(rows, torch.stack([table[2], table.mean(0)]))

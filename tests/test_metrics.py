@@ -5,14 +5,8 @@ import pytest
 import torch
 from conftest import refused
 
-from nanodiff.metrics.distances import (
-    frechet_distance,
-    inception_score,
-    kernel_distance,
-    mean_and_covariance,
-    outer_sums,
-    precision_recall,
-)
+from nanodiff.metrics import distances
+from nanodiff.metrics.distances import frechet_distance, inception_score, kernel_distance, precision_recall
 from nanodiff.metrics.features import load_stats
 
 
@@ -21,7 +15,7 @@ def randn(*shape, seed=0):
 
 
 def stats_of(features):
-    mu, sigma = mean_and_covariance(sum(outer_sums(part) for part in features.split(13)))
+    mu, sigma = distances.mean_and_covariance(sum(distances.outer_sums(part) for part in features.split(13)))
     np.testing.assert_allclose(mu, features.mean(0), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(sigma, np.cov(features.numpy(), rowvar=False), rtol=1e-9, atol=1e-12)
     return mu, sigma

@@ -39,7 +39,6 @@ def finish(store):
 
 @pytest.fixture
 def expected(tmp_path_factory):
-    """What numpy writes."""
     path = tmp_path_factory.mktemp("numpy") / "a.npz"
     np.savez(path, arr_0=IMAGES, arr_1=LABELS, labels=LABELS, protocol=json.dumps(PROTOCOL))
     return path.read_bytes()

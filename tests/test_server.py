@@ -24,7 +24,6 @@ class Handler(LocalHandler):
 
 @contextlib.contextmanager
 def served(handler):
-    """A server that runs in a thread."""
     server = LocalServer(0, handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,))
     thread.start()

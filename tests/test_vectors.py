@@ -48,7 +48,6 @@ def test_one_hot_vectors_are_labels():
 
 
 def test_a_run_learns_from_vectors(base, run_script):
-    """Their way through a resume: tests/test_dataloader.py."""
     make_data(vectors_of=words, train=72)
     run_script("base_train", *TINY, "--model_tag=whole")
     assert weights(base, "whole")["model.safetensors"]["vector_embed.weight"].abs().max() > 0
@@ -82,9 +81,6 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
     again = (*SAMPLE, "--steps=3", f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'drawn'}")
     refused("another protocol", run_script, *again)
-
-
-def test_mistakes_are_one_line(here, run_script, tmp_path):
     for array, said in (
         (np.zeros((3, 7), np.float32), r"accepted: \('n', 8\)"),
         (np.full((3, 8), np.nan, np.float32), "NaN"),

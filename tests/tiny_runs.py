@@ -94,7 +94,6 @@ def assert_identical(a, b, path=""):
 
 
 def logged(run_dir):
-    """[{...}] of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
