@@ -98,8 +98,6 @@ def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
     if not config.low_res:
         return {}
     size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
-    if x0.device.type == "mps" and any(side % small for side, small in zip(x0.shape[2:], size)):
-        raise UserError(f"low_res_size={config.low_res}; accepted on MPS: divisors of the sides of images")
     return {"low_res": F.interpolate(x0, size=size, mode="area")}
 
 

@@ -109,8 +109,6 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
             "flip": flip,
         }
         writer.resume(plan)
-        finished = len([*writer.parts.glob("notes/*[0-9].json")])
-        print0(f"encoding the images of {data!r}; {finished} shards of them are finished")
     verify(source)  # else the new set's hashes would hide that it is damaged
     with collective("the wait for the first rank"):
         wait_for_first_rank()

@@ -163,8 +163,7 @@ sizes = " or ".join(f"{made.channels}x{height}x{width}" for height, width in mad
 labelled = f"{made.num_classes} classes" if class_names else "unlabelled"
 if pairs:
     labelled += ", second images of {given_channels} channels ({given_scaling})".format(**made.meta)
-for condition in images_in.arrays:
-    labelled += f", {condition} of {'x'.join(map(str, made.cond(0)[condition].shape))}"
+labelled = ", ".join([labelled, *images_in.arrays])
 print0(
     f"made {writer.path} in {dt:.1f} s: {numbers} images, {sizes}, {labelled}; "
     f"train on it: python -m scripts.base_train --data={writer.path.name}"

@@ -102,7 +102,7 @@ MISTAKES = {  # what is prepared (a path, or settings), and what the line must s
     "range of bytes": (lambda t: array(t, IMAGES, range="0,1"), "is for arrays beyond 8 bits"),
     "range of nothing": (lambda t: array(t, np.eye(8)[None], range="5,9"), "from 0 to 1; range=5,9 has none of them"),
     "floats to be scaled": (lambda t: array(t, np.eye(8)[None], resolution=4), "only uint8 .* be scaled, not float16"),
-    "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"looks like \(N, C, H, W\)"),
+    "channels first": (lambda t: array(t, IMAGES.transpose(0, 3, 1, 2)), r"\(4, 3, 8, 8\); accepted: .*\(N, H, W, C\)"),
     "oblong arrays": (lambda t: array(t, np.ones((4, 8, 6))), r"float64 of shape \(4, 8, 6\); accepted: squares"),
     "flat arrays": (lambda t: array(t, np.ones((4, 8))), r"accepted: numbers of shape \(N, H, W\)"),
     "a name missing": (lambda t: vectors(t, names=FILES[:1], vectors=np.ones((1, 2))), "none for 7 .* 'cat/1.png'"),

@@ -23,7 +23,6 @@ import resource
 import shutil
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -247,11 +246,10 @@ def files_of(part: dict) -> list[dict]:
     return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
-def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
+def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
 
-    The ranks of a machine share its work: another machine may have a copy of its own. With `pause`, half of the time
-    is rest.
+    The ranks of a machine share its work: another machine may have a copy of its own.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     entries = []
@@ -259,14 +257,11 @@ def verify(dataset: Dataset, pause: bool = False) -> tuple[int, int]:
         entries += files_of(part)
     entries = entries[get_dist()[1] % ranks_here :: ranks_here]
     for entry in entries:
-        start = time.perf_counter()
         path = dataset.path / entry["file"]
         with reading(path):
             digest = sha256_of(path)
         if digest != entry["sha256"]:
             raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
-        if pause:
-            time.sleep(time.perf_counter() - start)
     return len(entries), sum(entry["bytes"] for entry in entries)
 
 
@@ -281,7 +276,7 @@ def start_verifying(dataset: Dataset) -> list[UserError]:
 
     def work():
         try:
-            verify(dataset, pause=True)  # leaves half of the disk to the loader
+            verify(dataset)
         except UserError as error:
             faults.append(error)
 
@@ -367,15 +362,15 @@ class DatasetWriter:
         busy = f"data set {path.name!r} is being prepared by another process"
         tmp = f".{path.name}.tmp-"
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
-        hint = "it is no data set"
         may_replace = False
         if is_set(path):
             shutil.rmtree(path / "notes", ignore_errors=True)  # of a writer killed as it ended
-            hint = "--overwrite replaces it"
             may_replace = self.overwrite or wait
         if path.exists() and not may_replace:
             self._lock.close()
-            raise UserError(f"{path} exists already ({hint}); choose another --name")
+            raise UserError(
+                f"{path} exists already; choose another --name (--overwrite replaces it unless it is no data set)"
+            )
         self.folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=tmp))
         return self
 

@@ -338,12 +338,12 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
-    if images.dtype.kind not in "uif" or images.ndim not in (3, 4) or not len(images) or is_picture:
+    is_channels_first = images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]
+    is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
+    if is_odd or images.dtype.kind not in "uif" or not len(images):
         raise UserError(
             f"{path} holds {images.dtype} of shape {images.shape}; accepted: numbers of shape (N, H, W) or (N, H, W, C)"
         )
-    if images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]:
-        raise UserError(f"{path} looks like (N, C, H, W), by its shape {images.shape}; accepted: (N, H, W, C)")
     if labels is not None:
         if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
             raise UserError(f"{path}: its labels are not class numbers 0, 1, ...")
