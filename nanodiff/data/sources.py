@@ -5,7 +5,6 @@ import glob
 import hashlib
 import itertools
 import os
-import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -304,25 +303,11 @@ def read_idx(path: Path, options: Options) -> Source:
 
 
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
-    """The arrays of an .npz, or the one in an .npy under this name."""
+    """The arrays of an .npz, each read whole, or the one in an .npy under this name, read as it is used."""
     file = np.load(path, mmap_mode="r")
     if isinstance(file, np.ndarray):
         return {name: file}
     return file
-
-
-def mapped(path: Path) -> np.ndarray:
-    """Memory-map `arr_0` of an .npz, as 50,000 samples of 256 px are 10 GB. A compressed array is read whole."""
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo("arr_0.npy")
-        if info.compress_type != zipfile.ZIP_STORED:
-            return np.load(path)["arr_0"]
-        with archive.open(info) as member:
-            start = archive.fp.tell()  # open has read what stands before the member's content
-            np.lib.format.read_magic(member)
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
-            start += member.tell()
-    return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
 def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
@@ -334,7 +319,7 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
-        images = file["arr_0"] if isinstance(file, dict) else mapped(path)
+        images = file["arr_0"]
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
