@@ -95,7 +95,7 @@ init_from = ""  # a run or file to start from: its weights and, unless given, it
 trainable = ""  # train only parameters whose names contain one of these: final,blocks.11; "" = all
 lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = off
 # What is learned
-objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|v: flow = velocity, flow_x0 = image; flow_map... =
+objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
 #                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow (above 0.98: 1 of 20,000),
 #                    else uniform; mixed = logit-normal and a uniform tenth

@@ -148,7 +148,7 @@ def test_a_set_without_validation_split_trains(base, run_script, capsys):
         "--arch=unet --num_res_blocks=1 --objective=v --dropout=0.1 --class_cond=False",
         "--arch=dit_classic --objective=eps --variance=learned_range --gaussian_loss=rescaled_kl "
         "--timesteps=loss-second-moment",
-        "--low_res_size=4 --objective=eps --variance=learned --sampler=ddpm --sample_steps=25",
+        "--low_res_size=4 --objective=x_prev --variance=learned --sampler=ddpm --sample_steps=25",
         "--objective=x0 --noise_schedule=linear --variance=fixed_large --ema_rates= --checkpointing",
     ],
 )

@@ -62,22 +62,13 @@ def test_published_respacing():
         ), key  # fmt: skip
 
 
-PREDICTIONS = {"EPSILON": "eps", "START_X": "x0"}  # what their scripts offer, of three in their library
-
-
 @pytest.mark.parametrize(
-    "row",
-    [row for row in golden["losses"]["rows"] if row["mean"] in PREDICTIONS],
-    ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}",
+    "row", golden["losses"]["rows"], ids=lambda r: f"{r['mean']}-{r['var']}-{r['loss']}-T{r['T']}-{r['respacing']}"
 )
 def test_published_losses(row):
+    prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]
     process = GaussianDiffusion(
-        row["schedule"],
-        row["T"],
-        row["rescale_timesteps"],
-        row["var"].lower(),
-        row["loss"].lower(),
-        PREDICTIONS[row["mean"]],
+        row["schedule"], row["T"], row["rescale_timesteps"], row["var"].lower(), row["loss"].lower(), prediction
     ).respaced(row["respacing"])
     model = toy_model(process.num_outputs == 2)
     losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0), {})
@@ -129,7 +120,7 @@ def test_published_loops_and_bits_per_dim(published):
         assert_figures(bpd[name], want[name])
 
 
-@pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
+@pytest.mark.parametrize("prediction", ["eps", "x0", "x_prev", "v"])
 def test_predictions_are_reparametrisations(prediction):
     """Fed the truth, they give x0 and the reverse mean, and have neither MSE nor, but for the decoder at t = 0, KL."""
     g = torch.Generator().manual_seed(0)
@@ -137,7 +128,7 @@ def test_predictions_are_reparametrisations(prediction):
     t = torch.arange(0, 40)
     process, kl = (GaussianDiffusion("cosine", 50, objective=prediction, gaussian_loss=loss) for loss in ("mse", "kl"))
     x_t = process.q_sample(x0, t, noise)
-    out = process.target(x0, t, noise)
+    out = process.target(x0, x_t, t, noise)
     torch.testing.assert_close(process.predict_x0(out, x_t, t), x0, rtol=0, atol=2e-5)
     mean, _, _ = process.p_mean_variance(out, None, x_t, t)
     torch.testing.assert_close(mean, process.q_posterior(x0, x_t, t)[0], rtol=0, atol=2e-5)

@@ -57,6 +57,7 @@ MISTAKES = [
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
+    ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
     ((*SAMPLE, "--sampler=ddim"), "auto, euler, heun, ralston, sde"),
     ((*SAMPLE, "--respacing=ddim10"), "respacing='ddim10'"),
     ((*SAMPLE, "--model=eps", "--respacing=ddim19"), "ddim19"),

@@ -154,7 +154,7 @@ class GaussianDiffusion:
     `rescale_timesteps`. `clip_denoised` clamps predictions of x0 to [-1, 1] in sampling and bits/dim, not in training.
     """
 
-    # Only objective=eps|x0|v
+    # Only objective=eps|x0|x_prev|v
     noise_schedule: str = "cosine"  # linear|cosine: betas of the Gaussian diffusion
     num_timesteps: int = 1000  # >= 1: T of the Gaussian diffusion
     rescale_timesteps: bool = True  # the model sees t in [0, 1000) whatever T is; some published models see t itself
@@ -173,7 +173,7 @@ class GaussianDiffusion:
         T = self.num_timesteps
         self.num_outputs = 2 if self.variance.startswith("learned") else 1  # of the network, per channel of x_t
         self.t_end = 1000.0 if self.rescale_timesteps else float(T)  # the model sees t in [0, t_end)
-        self.default_steps = min(25, T)
+        self.default_steps = T if self.objective == "x_prev" else min(25, T)
         betas = make_betas(self.noise_schedule, T)
         model_t = np.arange(T) * (self.t_end / T)
         self.set_alpha_bar(np.cumprod(1 - betas), model_t)
@@ -224,6 +224,8 @@ class GaussianDiffusion:
             kept = [T - 1]  # from noise; the published rule keeps t = 0
         if len(kept) == T:
             return self
+        if self.objective == "x_prev":
+            raise UserError(f"steps (sample_steps)={steps}; accepted: {T}, as objective=x_prev predicts single steps")
         process = copy.copy(self)
         process.set_alpha_bar(self.alpha_bar[kept], self.model_t[kept])
         return process
@@ -251,12 +253,14 @@ class GaussianDiffusion:
         at = self.at(t)
         return (x_t - at.sqrt_alpha_bar * x0) / at.sqrt_one_minus_alpha_bar
 
-    def target(self, x0, t, noise):
+    def target(self, x0, x_t, t, noise):
         """The output of a perfect model."""
         if self.objective == "eps":
             return noise
         if self.objective == "x0":
             return x0
+        if self.objective == "x_prev":
+            return self.q_posterior(x0, x_t, t)[0]
         at = self.at(t)  # v: Salimans and Ho 2022, arXiv:2202.00512, section 4
         return at.sqrt_alpha_bar * noise - at.sqrt_one_minus_alpha_bar * x0
 
@@ -272,6 +276,8 @@ class GaussianDiffusion:
             return (x_t - at.sqrt_one_minus_alpha_bar * prediction) / at.sqrt_alpha_bar
         if self.objective == "x0":
             return prediction
+        if self.objective == "x_prev":
+            return (prediction - at.posterior_mean_coef2 * x_t) / at.posterior_mean_coef1
         return at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * prediction
 
     def p_mean_variance(self, prediction, log_variance, x_t, t, clip=False):
@@ -281,6 +287,8 @@ class GaussianDiffusion:
         if clip:
             x0 = x0.clamp(-1, 1)
         mean, min_log = self.q_posterior(x0, x_t, t)
+        if self.objective == "x_prev":
+            mean = prediction
         if self.variance == "fixed_small":
             log_variance = min_log
         if self.variance == "fixed_large":
@@ -319,7 +327,7 @@ class GaussianDiffusion:
         if self.gaussian_loss.endswith("kl"):
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
             return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
-        target = self.target(x0, t, noise)
+        target = self.target(x0, x_t, t, noise)
         mse = mean_flat((target - prediction) ** 2)
         if self.num_outputs == 1:
             return {"loss": mse, "mse": mse}

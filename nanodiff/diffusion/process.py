@@ -9,12 +9,12 @@ from nanodiff.diffusion.flow_map import FlowMap
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.diffusion.guidance import parse_interval
 
-OBJECTIVES = ("flow", "flow_x0", "flow_map", "flow_map_x0", "eps", "x0", "v")
+OBJECTIVES = ("flow", "flow_x0", "flow_map", "flow_map_x0", "eps", "x0", "x_prev", "v")
 SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose docstring says what it does
 
 
 def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
-    """The process of config["objective"]: flow matching, a flow map or, by eps, x0 or v, Gaussian diffusion.
+    """The process of config["objective"]: flow matching, a flow map or, by eps, x0, x_prev or v, Gaussian diffusion.
 
     `facts`: a codec's; predictions of x0 are clipped to [-1, 1] for images, not for latents.
     """

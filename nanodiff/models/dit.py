@@ -49,19 +49,21 @@ class DiTConfig(Conditioned):
         image_size: int,
         heads: int = 0,
         # Only arch=dit|dit_classic
-        patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = about size / 16, at least 2: 256
-        #                       tokens for 32, 64, 128 px
+        patch_size: int = 0,  # >= 0: side of a token in pixels or latents; 0 = size // 16, at least 2: 256 tokens for
+        #                       32, 64, 128 px
         width: int = 0,  # >= 0: overrides 64*depth, such as DiT-XL's 1152 at depth 28; 0 = 64*depth
         **others,
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
-        Sizes of 0 are chosen here. patch_size is the divisor of the image's side that comes nearest to 16 tokens per
-        side, but 1 only where the side is odd: 2 at 32 px, 4 at 64, 16 at 256.
+        Sizes of 0 are chosen here. patch_size is image_size // 16, at least 2: 2 at 32 px, 4 at 64, 16 at 256. If that
+        does not divide the image, it is the divisor that comes nearest to 16 tokens per side.
         """
         if not patch_size:
-            divisors = [p for p in range(2 - image_size % 2, image_size + 1) if image_size % p == 0]
-            patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
+            patch_size = max(2, image_size // 16)
+            if image_size % patch_size:
+                divisors = [p for p in range(1, image_size + 1) if image_size % p == 0]
+                patch_size = min(divisors, key=lambda p: abs(math.log(image_size / p / 16)))
         width = width or 64 * depth
         heads = heads or max(4, width // 64)
         return cls(image_size, patch_size=patch_size, width=width, depth=depth, heads=heads, **others)
