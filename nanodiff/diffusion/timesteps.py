@@ -26,14 +26,31 @@ def uniform(u, process):
     """t = floor(u T), int64; for flow matching t = u, shifted."""
     if process.is_gaussian:
         T = process.num_timesteps
-        return (u * T).long().clamp(max=T - 1)
-    return process.shift(u)
+        t = (u * T).long().clamp(max=T - 1)
+    else:
+        t = process.shift(u)
+    return t, torch.ones_like(u)
+
+
+def bell(u, process):
+    """Uniform t, weighted by exp(-2 (t - 1/2)^2) minus its end value, scaled to mean 1, as in DiffSynth-Studio."""
+
+    def height(t):
+        from_middle = unit(t.float(), process) - 0.5
+        above_end = torch.exp(-2 * from_middle.square()) - math.exp(-0.5)
+        return above_end.clamp(min=0)
+
+    t, _ = uniform(u, process)
+    evenly = (torch.arange(1000, device=u.device) + 0.5) / 1000
+    everywhere, _ = uniform(evenly, process)
+    return t, height(t) / height(everywhere).mean()
 
 
 def logit_normal(u, process):
     """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
-    return process.shift(torch.sigmoid(z))
+    t = process.shift(torch.sigmoid(z))
+    return t, torch.ones_like(u)
 
 
 def mixed(u, process):
@@ -44,7 +61,8 @@ def mixed(u, process):
     z, cdf = torch.stack([z, cdf]).float().to(u.device, non_blocking=True)
     i = torch.searchsorted(cdf, u).clamp(1, len(z) - 1)  # the inverse CDF, linear between the table's z
     share = (u - cdf[i - 1]) / (cdf[i] - cdf[i - 1])
-    return process.shift(torch.sigmoid(torch.lerp(z[i - 1], z[i], share.clamp(0, 1))))
+    t = process.shift(torch.sigmoid(torch.lerp(z[i - 1], z[i], share.clamp(0, 1))))
+    return t, torch.ones_like(u)
 
 
 class Timesteps(torch.nn.Module):
@@ -56,14 +74,15 @@ class Timesteps(torch.nn.Module):
         self.process = process
         # draw grows with u, so these t come from one range of u
         evenly = (torch.arange(100_000) + 0.5) / 100_000
-        t = unit(draw(evenly, process), process)
+        t, _ = draw(evenly, process)
+        t = unit(t, process)
         self.low = (t < low).float().mean().item()
         self.high = (t <= high).float().mean().item()
         if self.low >= self.high:
             raise UserError(f"t_range={low:g},{high:g} holds no t; accepted: a wider one")
 
     def sample(self, u):
-        return self.draw(self.low + (self.high - self.low) * u, self.process), torch.ones_like(u)
+        return self.draw(self.low + (self.high - self.low) * u, self.process)
 
     def update(self, t, losses) -> None:
         """Learn from the losses; most distributions do not."""
@@ -116,24 +135,21 @@ class LossSecondMoment(Timesteps):
             seen[row] += 1
 
 
+FOR_BOTH = {"uniform": uniform, "bell": bell}
 FOR_FLOW = {
-    "uniform": uniform,
     "logit-normal": logit_normal,
     "mixed": mixed,
 }  # t is continuous; may use process.shift and process.timestep_std
-FOR_GAUSSIAN = {
-    "uniform": uniform,
-    "loss-second-moment": LossSecondMoment,
-}  # t is an integer below process.num_timesteps
-TIMESTEPS = FOR_FLOW | FOR_GAUSSIAN
+FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below process.num_timesteps
+TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
 
 def make_timesteps(name: str, process, low: float = 0.0, high: float = 1.0) -> Timesteps:
     """The distribution `name`; "auto" is logit-normal for flow matching, else uniform."""
     if process.is_gaussian:
-        table = {"auto": uniform} | FOR_GAUSSIAN
+        table = {"auto": uniform} | FOR_BOTH | FOR_GAUSSIAN
     else:
-        table = {"auto": logit_normal} | FOR_FLOW
+        table = {"auto": logit_normal} | FOR_BOTH | FOR_FLOW
     if name not in table:
         raise UserError(f"timesteps={name} is not for {process.kind}; accepted: {', '.join(table)}")
     draw = table[name]
