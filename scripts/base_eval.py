@@ -16,6 +16,7 @@ Evaluate a trained model, or images in a file or a folder.
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -131,6 +132,12 @@ if metric in ("loss", "bpd"):
 if metric == "loss":
     with autocast:
         loss, quarters = validation_loss(*measured, num_images, batch_size, seed)
+        if not loaded.process.is_gaussian:  # else t is uniform; here quarters have few images near the ends of t
+            few = math.ceil(num_images / 20)
+            edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
+            by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
+            result["loss_by_t"] = by_t
+            print0("loss by t: [0, 0.02], 18 parts of 0.053, [0.98, 1]: " + " ".join(f"{x:.3f}" for x in by_t))
     result |= {"loss": loss} | {f"loss_q{i}": q for i, q in enumerate(quarters) if not math.isnan(q)}  # NaN: no image
 
 elif metric == "bpd":
@@ -253,6 +260,8 @@ else:
 
 real = result.get("real_images", {})
 for row in result.get("rows", [result]):
+    if metric in metrics.DISTANCES and row.get(metric, 0) < real.get(metric, 0):  # on the first rank
+        print0("closer than real images of the other split: too few images, or copies of the reference")
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"metric={metric}: {key} of {source} is {value}: its weights or predictions are not finite")

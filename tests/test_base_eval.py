@@ -45,6 +45,7 @@ def test_what_a_validation_loss_is_of(run_dir, run_script):
     of_nothing = evaluate(run_script, "loss", "--checkpoint_step=0")
     x0 = to_model_range(torch.from_numpy(open_dataset("tiny", "val").images(range(24))))
     assert of_nothing["loss"] == pytest.approx(1 + float(x0.square().mean()), abs=5 * (6 / x0.numel()) ** 0.5)
+    assert of_nothing["loss_by_t"] == pytest.approx([of_nothing["loss"]] * 20, rel=0.2)
 
 
 def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_script):

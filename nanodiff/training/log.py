@@ -37,6 +37,7 @@ class Meter:
         self.shapes = set()  # of images so far; the first step of each shape compiles and does not count in speeds
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
         self.wall_steps = 0  # since wall_start, with evaluations and saves between them: for what is left
+        self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
     def restart(self) -> None:
@@ -122,6 +123,11 @@ class Meter:
             "train/mfu": 100 * flops_per_image * img_per_sec / peak_flops,
         }
         line |= self.mean_losses()
+        near_noise = line["train/loss_q3"]
+        if near_noise > 10 * self.near_noise:
+            print0(f"warning: the loss of the last quarter of t is {near_noise:.3g}, over ten times its running value")
+        if math.isfinite(near_noise):
+            self.near_noise = min(near_noise, 0.9 * self.near_noise + 0.1 * near_noise)
         self.restart()
         return line
 

@@ -27,18 +27,19 @@ def held_out(model, val_set, codec, ids):
 
 
 @torch.no_grad()
-def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int):
+def validation_loss(model, process, val_set, codec, num_images: int, batch_size: int, seed: int, t_range=()):
     """Mean loss over `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
     An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
     batch size. The t of all images are evenly spread quantiles of one distribution, logit-normal for flow matching,
-    uniform for a Gaussian diffusion, whatever training uses, so that runs compare.
+    uniform for a Gaussian diffusion, whatever training uses, so that runs compare; in a given `t_range`, uniform.
     """
     n = min(num_images, len(val_set))
     chosen = val_set.spread(n)
     u = (torch.randperm(n, generator=make_generator(seed, 1)) + 0.5) / n
     plain = process if process.is_gaussian else FlowMatching()
-    t_of, _ = make_timesteps("auto", plain).sample(u)  # (n,), in the order of `chosen`
+    law = make_timesteps("uniform" if t_range else "auto", plain, *t_range)
+    t_of, _ = law.sample(u)  # (n,), in the order of `chosen`
     sums = torch.zeros(2, 4, dtype=torch.float64)
     for ids in rank_batches(shared_batches(val_set, n, batch_size)):
         x0, cond, generator = held_out(model, val_set, codec, ids)
