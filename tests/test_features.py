@@ -83,12 +83,8 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     assert samples.classes is None
 
 
-def features_of(name):
-    return reference_features(open_dataset(name), make_network()).mu
-
-
-def classifier_of(name):
-    return get_classifier(open_dataset(name), open_dataset(name, "val"), "cpu").head.weight
+features_of = lambda name: reference_features(open_dataset(name), make_network()).mu
+classifier_of = lambda name: get_classifier(open_dataset(name), open_dataset(name, "val"), "cpu").head.weight
 
 
 @pytest.mark.parametrize(

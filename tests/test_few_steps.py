@@ -121,10 +121,7 @@ def test_the_teacher_is_asked_for_its_own_classes():
 
 
 MEAN, STD = 0.5, 0.3
-
-
-def spread(t):
-    return ((1 - t) ** 2 * STD**2 + t**2) ** 0.5
+spread = lambda t: ((1 - t) ** 2 * STD**2 + t**2) ** 0.5
 
 
 def exact_map(x, t, r):

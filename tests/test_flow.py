@@ -14,14 +14,8 @@ MU = torch.tensor([0.5, -1.0])
 S = torch.tensor([[0.5, 0.3], [0.3, 0.4]])
 EYE = torch.eye(2)
 oracle = GaussianOracle(MU.tolist(), S.tolist())
-
-
-def image(x):
-    return x[:, :, None, None]  # (N, C, 1, 1)
-
-
-def flat(x):
-    return x[:, :, 0, 0]
+image = lambda x: x[:, :, None, None]  # (N, C, 1, 1)
+flat = lambda x: x[:, :, 0, 0]
 
 
 def marginal(t):

@@ -13,14 +13,11 @@ from nanodiff.diffusion.timesteps import FOR_BOTH, FOR_FLOW, FOR_GAUSSIAN, TIMES
 from nanodiff.models.dit import timestep_embedding
 
 FLOW = FlowMatching()
+grid = lambda n: (torch.arange(n) + 0.5) / n
 
 
 def gaussian(T):
     return SimpleNamespace(is_gaussian=True, kind="Gaussian diffusion", num_timesteps=T)
-
-
-def grid(n):
-    return (torch.arange(n) + 0.5) / n
 
 
 @pytest.mark.parametrize("T", [1, 7, 1000])
