@@ -145,9 +145,9 @@ def other_eyes(what):
     honest = checkpoint.from_first_rank
 
     def from_first_rank(value, what):
-        path, meta = honest(value, what)
+        path = honest(value, what)
         (path / "optim.pt").unlink()
-        return path, meta
+        return path
 
     checkpoint.from_first_rank = from_first_rank
 
