@@ -283,6 +283,7 @@ class GaussianDiffusion:
     def p_mean_variance(self, prediction, log_variance, x_t, t, clip=False):
         """mean and log_variance of p(x_{t-1} | x_t), and x0, for the model's output: (N, C, H, W); a fixed log_variance
         has the shape (N, 1, 1, 1)."""
+        at = self.at(t)
         x0 = self.predict_x0(prediction, x_t, t)
         if clip:
             x0 = x0.clamp(-1, 1)
@@ -292,10 +293,10 @@ class GaussianDiffusion:
         if self.variance == "fixed_small":
             log_variance = min_log
         if self.variance == "fixed_large":
-            log_variance = self.at(t).fixed_large_log_variance
+            log_variance = at.fixed_large_log_variance
         if self.variance == "learned_range":  # -1 ... 1 interpolates from posterior variance to beta (IDDPM eq. 15)
             share = (log_variance + 1) / 2
-            log_variance = share * self.at(t).log_betas + (1 - share) * min_log
+            log_variance = share * at.log_betas + (1 - share) * min_log
         return mean, log_variance, x0
 
     def denoise(self, model, x_t, t, **cond):
@@ -323,16 +324,18 @@ class GaussianDiffusion:
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)
         scales = {"rescaled_kl": self.num_timesteps, "rescaled_mse": self.num_timesteps / 1000}
-        vb_scale = scales.get(self.gaussian_loss, 1)
-        if self.gaussian_loss.endswith("kl"):
+
+        def vb_of(prediction):
             p = self.p_mean_variance(prediction, log_variance, x_t, t)
-            return {"loss": vb_scale * self.vb_term(p, x0, x_t, t)}
+            return scales.get(self.gaussian_loss, 1) * self.vb_term(p, x0, x_t, t)
+
+        if self.gaussian_loss.endswith("kl"):
+            return {"loss": vb_of(prediction)}
         target = self.target(x0, x_t, t, noise)
         mse = mean_flat((target - prediction) ** 2)
         if self.num_outputs == 1:
             return {"loss": mse, "mse": mse}
-        p = self.p_mean_variance(prediction.detach(), log_variance, x_t, t)
-        vb = vb_scale * self.vb_term(p, x0, x_t, t)
+        vb = vb_of(prediction.detach())
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
