@@ -313,8 +313,10 @@ if objective.startswith("flow_map"):
     print0(f"teacher: {source.title}")
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
+several_gpus = world > 1 and device.type == "cuda"
+grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as ranks send them
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
-optim = Optimizer(raw_model, groups, beta2, compile)
+optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
 scaler = LossScaler(enabled=compute_dtype == torch.float16)  # the identity in bf16 and fp32
 if fp8:

@@ -274,9 +274,10 @@ def two_ranks(folder):
         with ema.applied(model):
             found[case]["applied"] = params(model)
 
-    for name, overlap in (("after", False), ("during", True)):
+    exchanges = (("after", False, torch.float32), ("during", True, torch.float32), ("bf16", True, torch.bfloat16))
+    for name, overlap, grad_dtype in exchanges:
         model = Toy()
-        opt = make_optimizer(model, **OPTIONS)
+        opt = make_optimizer(model, **OPTIONS, grad_dtype=grad_dtype)
         x, y = batch(0)
         for micro_step in range(2):
             opt.last_micro_step = overlap and micro_step == 1
@@ -349,6 +350,10 @@ def test_the_exchange_during_backward_changes_no_bit(ranks):
         assert after["norm"] == during["norm"]
         assert during["gathering"] == [during["buffers"], 0]  # the weights, until the model reads them
         assert largest_difference(after["params"], during["params"]) == 0
+    # sent in bf16, gradients are good to 8 bits, and both ranks stay alike
+    exact, rounded = ranks[0]["during"], ranks[0]["bf16"]
+    assert 0 < abs(rounded["norm"] - exact["norm"]) < 2**-8 * exact["norm"]
+    assert largest_difference(rounded["params"], ranks[1]["bf16"]["params"]) == 0
 
 
 def test_the_walk_is_the_published_one():

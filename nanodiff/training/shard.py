@@ -90,10 +90,12 @@ class Buffer:
         params: dict,
         rank: int,
         world: int,
+        grad_dtype,
     ):
         self.group = group
         self.rule = rule
         self.world = world
+        self.grad_dtype = grad_dtype
         self.names = list(params)
         self.params = list(params.values())
         self.missing = len(params)  # gradients that backward has still to compute
@@ -119,7 +121,7 @@ class Buffer:
         for name, p, view in zip(self.names, self.params, self.views(self.flat)):
             if p.data_ptr() != view.data_ptr():
                 raise RuntimeError(f"{name} has left the optimizer's buffer: move the model before its optimizer")
-        full = torch.zeros_like(self.flat)
+        full = torch.zeros_like(self.flat, dtype=self.grad_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
         for p in self.params:
@@ -127,7 +129,7 @@ class Buffer:
         if self.world == 1:
             self.grad = full
             return
-        self.grad = torch.empty_like(self.own)
+        self.grad = torch.empty_like(self.own, dtype=self.grad_dtype)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
         self.work = reduce_scatter(self.grad, full, async_op=True)
 
@@ -176,6 +178,7 @@ class Optimizer:
     """Updates the param_groups of a model that is already on its device, in fp32; a collective.
 
     `sync_grads(); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
+    `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
     Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
     there. sync_grads starts the others.
     """
@@ -188,13 +191,14 @@ class Optimizer:
         groups: list[dict],
         beta2=0.999,
         compile=False,
+        grad_dtype=torch.float32,
     ):
         rank, _, self.world = get_dist()
         rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
         self.steps = 0
         self.param_groups = groups
         self.buffers = [
-            Buffer(group, rules[group["kind"]], part, rank, self.world)
+            Buffer(group, rules[group["kind"]], part, rank, self.world, grad_dtype)
             for group in groups
             for part in cut_group(group, self.world)
         ]
@@ -242,6 +246,7 @@ class Optimizer:
             buffer.reduce_grads()
         for buffer in self.buffers:
             buffer.wait()
+            buffer.grad = buffer.grad.float()
             buffer.missing = len(buffer.params)
         self.last_micro_step = False
         self.unsent = self.exchange_order.copy()
