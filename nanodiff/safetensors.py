@@ -15,7 +15,6 @@ from nanodiff.files import reading, writing
 DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,

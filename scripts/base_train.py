@@ -192,9 +192,8 @@ train_set = open_dataset(data, "train", like)
 val_set = open_dataset(data, "val", like) if "val" in train_set.meta["splits"] else None
 codec = make_codec(train_set, device, autoencoder, flip, like)  # stored uint8 or latents <-> x0 <-> pixels
 class_names = codec.description["class_names"] if class_cond else []
-num_classes = len(class_names)  # also the null class's label
 sizes = ", ".join("x".join(map(str, shape)) for shape in codec.shapes)
-print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {num_classes or 'no'} classes")
+print0(f"data: {data}: {len(train_set):,} + {len(val_set or ()):,} images of {sizes}, {len(class_names)} classes")
 if sample_every >= 0:
     codec.decoder()
 
@@ -314,7 +313,7 @@ if objective.startswith("flow_map"):
     process.teacher = replace(source, model=compiled(source.model, device, num_iterations, compile))
 # Each rank keeps the optimizer's state of its share of the parameters, and updates that (ZeRO stage 1)
 several_gpus = world > 1 and device.type == "cuda"
-grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as ranks send them
+grad_dtype = compute_dtype if several_gpus and compute_dtype == torch.bfloat16 else torch.float32  # as sent
 groups = param_groups(raw_model, optimizer, lr, muon_lr, weight_decay)
 optim = Optimizer(raw_model, groups, beta2, compile, grad_dtype)
 ema = EMA(raw_model, optim, ema_rates, ema_ramp)
@@ -493,7 +492,7 @@ while True:
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
-        # null class, num_classes; vectors and second images become NaN
+        # null class, one beyond the last; vectors and second images become NaN
         cond = from_stored(stored_cond, codec.description, flips)
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
