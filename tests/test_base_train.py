@@ -279,6 +279,8 @@ def test_going_back_puts_the_other_branch_aside_and_survives_a_kill(tiny, run_sc
     assert metrics(tiny, "a")[:3] == lines[:3] and metrics(tiny, "a")[3:] != lines[3:]
     assert run_script("base_train", *args, "--resume=2", "--lr=0.02")["start_step"] == 2
     assert steps("a") == [2, 4, 6] and len([*(tiny / "runs").glob("a.left_*/step_*6")]) == 2
+    (tiny / "runs" / "a" / "metrics.jsonl").unlink()  # by a user
+    assert run_script("base_train", *args, "--resume=2", "--lr=0.03")["start_step"] == 2
 
 
 def test_an_average_can_be_added_when_resuming(tiny, run_script):

@@ -187,8 +187,7 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
     checkpoint = from_first_rank(checkpoint, "the checkpoint to resume from")
     if checkpoint is None:
         return None, {}
-    fault = why_corrupt(checkpoint, hashes=False)
-    if fault:
+    if fault := why_corrupt(checkpoint, hashes=False):
         raise UserError(f"rank {rank} of {world} cannot open {checkpoint}, which rank 0 resumes from: {fault}")
     if resume == "never":
         raise UserError(f"resume=never, but {run_dir} holds checkpoints: move them away or choose another model_tag")
@@ -201,7 +200,8 @@ def go_back(run_dir: Path, step: int) -> None:
     if not later:
         return
     left = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=f"{run_dir.name}.left_"))
-    shutil.copy(run_dir / "metrics.jsonl", left)
+    for file in run_dir.glob("metrics.jsonl"):  # unless somebody has removed it
+        shutil.copy(file, left)
     for path in later:
         path.rename(left / path.name)
     print0(f"back at step {step}: later checkpoints, grids and the log are now in {left}")
@@ -214,8 +214,7 @@ def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
         return "try --compile=False" if is_compiled else "try --dtype=float32"
     lowest, sane = math.inf, 0
     with contextlib.suppress(FileNotFoundError):
-        text = (run_dir / "metrics.jsonl").read_text()
-        for found in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', text):
+        for found in re.finditer(r'{"step": (\d+)\b.*"train/loss": ([^,}]+)', (run_dir / "metrics.jsonl").read_text()):
             loss = float(found[2])
             lowest = min(lowest, loss)
             if loss < 2 * lowest:

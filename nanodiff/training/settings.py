@@ -50,8 +50,9 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
     if learns_guidance(meta["config"], step) > learns_guidance(config, step):
         raise UserError(f"{tag} has learned guidance by step {step}; accepted: a guided_from that begins before")
     if 0 < config["num_iterations"] < step:
-        fault = f"{checkpoint} is at step {step}; accepted: {step} or more, or 0"
-        raise UserError(f"num_iterations={config['num_iterations']}: {fault}")
+        raise UserError(
+            f"num_iterations={config['num_iterations']}: {checkpoint} is at step {step}; accepted: {step} or more, or 0"
+        )
     now = f", now with {', '.join(changed.values())}" if changed else ""
     print0(f"resumed from {checkpoint}{now}")
 
