@@ -15,6 +15,7 @@ Rerunning the same command resumes where the run stopped. What it does, for the 
         step along the gradient of the loss; average the weights
 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
+Why the velocity, why Muon? Measured to be better (runs/LOG.md, 4 to 6). Tasks are in runs/GUIDE.md.
 
 Words: a codec turns stored images or latents into x0, and samples into pixels. A process is the mathematics: noising,
 loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one worker of the run, a micro-batch
@@ -39,8 +40,8 @@ from nanodiff.data.dataset import open_dataset, start_verifying
 from nanodiff.data.pixels import from_stored
 from nanodiff.device import autocast_to, choose_dtype, device_name, host_copy, init_device, peak_flops
 from nanodiff.diffusion.guidance import choose_guidance, learns_guidance, parse_interval, why_unguided
-from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (a setting)
-from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (the settings name TIMESTEPS)
+from nanodiff.diffusion.process import SAMPLERS, choose_sampler, make_process  # noqa: F401 (setting)
+from nanodiff.diffusion.timesteps import TIMESTEPS, make_timesteps  # noqa: F401 (setting)
 from nanodiff.dist import StopSignal
 from nanodiff.files import load_tensors
 from nanodiff.models.build import build_model, compiled, estimate_flops, load_weights, make_model_config, uncompiled
@@ -75,13 +76,13 @@ cfg_scale = 2.0  # [0, 100]: classifier-free guidance of the samples; 1 = none
 # The run
 run = "dummy"  # name of the wandb run; "dummy" = no wandb
 resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint, if any, with the same settings;
-#                  changed = with other rates, horizon; a number = changed, from that step
+#                  changed = though rates or length differ; a number = changed, from that step
 seed = 42  # >= 0: seed of weights, order of images, noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products; float32 is TF32 on CUDA
+dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products (float32: TF32 on CUDA); the rest is fp32
 compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
-# Other horizons than num_iterations and the ratio
+# The horizon, if neither num_iterations nor the ratio says how long
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 # Model
@@ -95,8 +96,8 @@ init_from = ""  # a run or file to start from: its weights and, unless given, it
 trainable = ""  # train only parameters whose names contain one of these: final,blocks.11; "" = all
 lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = off
 # What is learned
-objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map... =
-#                     jumps, tuned from a flow run; the rest = a Gaussian diffusion
+objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map,
+#                     flow_map_x0 = jumps, tuned from a flow run; others = Gaussian diffusion
 timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow (above 0.98: 1 of 20,000),
 #                    else uniform; mixed = logit-normal and a uniform tenth
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
@@ -105,11 +106,11 @@ label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for c
 optimizer = "muon"  # muon|adamw: Muon for the blocks' matrices, AdamW for the rest; or AdamW for all
 weight_decay = 0.0  # >= 0: decoupled, on tensors with 2 or more dimensions
 beta2 = 0.95  # [0, 1): AdamW's decay of the mean squared gradient
-grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient (in Muon's momentum, its share); -1 = any
+grad_clip = 1.0  # > 0 or -1: largest global norm of the gradient (Muon ignores size: only in its momentum); -1 = any
 warmup_ratio = 0.02  # [0, 1]: fraction of the steps in which the learning rate rises linearly
 warmdown_ratio = 0.5  # [0, 1]: fraction in which it falls linearly
 ema_rates = "0.999"  # weight averages, comma-separated; the first is sampled; "" = none
-ema_ramp = True  # rate <= (1 + step) / (10 + step), to forget the initial weights; published: False
+ema_ramp = True  # rate <= (1 + step) / (10 + step): forget the initial weights; published: False
 # Evaluation
 eval_images = 1024  # >= 1: validation images
 fid_every = -1  # >= -1: steps between distances of samples, precision, recall
@@ -134,11 +135,11 @@ autoencoder = ""  # path of a VAE, to encode images on the fly, or of a latent s
 # Only arch=unet
 dropout = 0.0  # [0, 1): dropout rate
 
-# Settings of one backbone or process alone stand in these modules, under "# Only"; --help=all shows all
+# Settings of one backbone or process alone are in these modules; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals. `config` is a dict of all, config.given of those given. Derived
-# values go to both; log.txt has the machine's (device_batch_size, dtype)
+# Presets, then the command line override the globals, which count below. `config`, a dict of all settings with the
+# derived sizes and rates, is the record that checkpoints keep; config.given holds those given
 
 
 def inherited(config):
@@ -171,7 +172,7 @@ if ddp_rank == 0:
 device = init_device(device_type, deterministic=deterministic)
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
-# FLOP/s of one device: by its datasheet, if device.py lists it; else measured by large matrix products
+# FLOP/s of one device, as device.py lists it or measured. mfu counts matrix products and attention
 peak, peak_source = peak_flops(device, compute_dtype)
 print0(f"device: {world} x {device_name(device)}, {compute_dtype}, torch {torch.__version__}")
 print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
@@ -180,7 +181,7 @@ print0(f"peak: {peak / 1e12:.3g} TFLOP/s in {peak_source}; mfu = share of it")
 # Where it starts: the newest intact checkpoint, else init_from's model, else weights drawn from the seed
 
 checkpoint, meta = resume_point(run_dir, resume)
-# `source`: init_from's model. `like`: its data, whose scale and, with adapters, class numbers the new data take
+# `source`: init_from's model. `like`: its data; the new ones take its scale and, with adapters, its class numbers
 source = like = None
 if init_from:
     source, like = start.open_source(config, meta, device)
@@ -221,7 +222,7 @@ lora = start.with_adapters(raw_model, source, config, class_names) if lora_rank 
 if trainable:
     start.train_only(raw_model, trainable)
 num_trained = sum(p.numel() for p in raw_model.parameters() if p.requires_grad)
-# A third for forward, a third for gradients of activations, a third for gradients of the weights that learn
+# A third each: forward, gradients of activations, gradients of the weights that learn
 flops_per_image = estimate_flops(raw_model) * (2 * num_params + num_trained) // (3 * num_params)
 print0(f"model: {arch} d{depth}: {num_params:,} parameters, {num_trained:,} of them trained")
 print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
@@ -229,16 +230,16 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # ---------------------------------------------------------------------------------------------------------------------
 # The size of the run. What is not given is derived:
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
-#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 is right for 20e6 tokens
+#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 was right at 20e6 tokens
 #     steps  = images / batch
 #     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
-# Why? A model of twice the size gets twice the tokens, as in nanochat. The end of a longer run needs less noisy
-# gradients, so larger batches; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root
-# of the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 27).
+# Why? A model of twice the size gets twice the tokens, as in nanochat. Late in a long run the gradient's noise limits
+# the loss, so batches grow; the root is a choice (nanochat: the power 0.38). That the best rates grow with the root of
+# the batch was measured up to batch 128 and depth 2; whether AdamW's should at 512 is open (runs/LOG.md, 7 and 27).
 # 256 / width: AdamW moves each weight by about lr, and a wider layer adds up more such moves; Muon scales itself
 
-# 1) The horizon
+# 1) The horizon: how long the run is
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known yet
 horizons = [name for name in ("num_iterations", "num_epochs", "target_flops") if config.given.get(name, -1) > 0]
@@ -294,7 +295,7 @@ cadences = f"{eval_every:,}, {sample_every:,}, {save_every:,} steps"
 print0(f"validation, grid, checkpoint: every {cadences} and at the end (0: only there, -1: never)")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refuse useless settings and, on resume, changed ones: only training/settings.py's FREE and RATES may change
+# Refuse useless settings and, on resume, changed ones: training/settings.py's FREE may change, RATES if asked
 
 config |= {name: globals()[name] for name in config}  # with what was derived
 refuse_useless(config, codec.description, droppable(model_config), checkpoint)
@@ -327,10 +328,10 @@ if device_batch_size == 0:
     device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devices x {grad_accum_steps} passes)")
-print0(memory_line(raw_model, optim, ema, device_batch_size))
+print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88 MiB an image
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples. A model that learns guidance is sampled without it from the start
+# Samples. A model that learns guidance is sampled unguided, even before it has learned it
 
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
@@ -353,7 +354,7 @@ meter = Meter(process, device, progress)
 if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
-    optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))  # each rank keeps its share
+    optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))
     # A new average starts from the weights
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
     train_state = load_tensors(checkpoint / "train.pt")
@@ -403,7 +404,7 @@ def save():
             "step": step,
             "arch": arch,
             "config": config,
-            "command": sys.argv[1:],  # a rerun of a --resume=STEP does not go back again
+            "command": sys.argv[1:],  # rerunning --resume=STEP continues, instead of going back again
             "model_config": asdict(model_config),
             "data": codec.description,
             "ema_rates": list(ema.rates),
@@ -414,7 +415,7 @@ def save():
             start.save_adapters(run_dir, saved, tensors)
         # While fp16 skips steps, the weights may have exploded: delete nothing
         saver.start(run_dir, step, tensors, saved, -1 if scaler.skipped else checkpoints_kept)
-    saver.step = step  # on all ranks, which save together
+    saver.step = step  # on all ranks
 
 
 model = compiled(raw_model, device, num_iterations, compile)
@@ -445,14 +446,14 @@ while True:
         figures = {}
         on_val = (process, val_set, codec, eval_images, device_batch_size, seed)
         with uncompiled(), autocast:
-            # The same images, t and noise each time; no label dropped, no flip: compare val only with val
+            # The same images, t and noise each time; no label dropped, no flip: compare val with val
             if due(eval_every):
                 raw_model.eval()
                 figures["val/loss"], _ = validation_loss(raw_model, *on_val)
                 raw_model.train()
             with ema.applied(raw_model):  # and eval mode
                 if due(eval_every):
-                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)
+                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # lags at first
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
                     measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
@@ -478,7 +479,7 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; weight 1, but for importance sampling
+    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; weight 1 unless t is drawn by importance
     process.done = step / num_iterations
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast in every micro-step
         optim.cast_weights(raw_model)
@@ -486,7 +487,7 @@ while True:
     # Micro-batches: what fits into memory; gradients add up in p.grad, in fp32
     for micro_step in range(grad_accum_steps):
         first = (micro_step * world + ddp_rank) * device_batch_size
-        rows = slice(first, first + device_batch_size)  # this rank's rows of the batch
+        rows = slice(first, first + device_batch_size)
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
         x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, in [-1, 1]
@@ -497,15 +498,14 @@ while True:
         cond = conditioning(model_config, cond, x0, dropped=u_drop[rows] < label_drop)
         if dropout:
             torch.manual_seed(make_generator(seed, step, DROPOUT, first).initial_seed())
-        # Flow matching on straight paths (diffusion/flow.py), t from 0 (image) to 1 (noise):
+        # Flow matching (flow.py; or noise prediction, gaussian.py; jumps, flow_map.py), t from 0 (image) to 1 (noise):
         #     x_t = (1 - t) * x0 + t * noise
         #     loss = mean((model(x_t, t, y) - (noise - x0))^2)    the network sees 62.5 t: time_input
-        # Or noise prediction (gaussian.py), or jumps from t to r (flow_map.py)
         draw_jumps = functools.partial(draw_rows, (seed, step, JUMPS), first, draw_device, random=torch.rand)
         if fp8 and micro_step == 0 and (step == saver.step or due(eval_every) or step & (step - 1) == 0):
             calibrate(raw_model, process, autocast, (x0, t[rows], noise, cond, draw_jumps), total_batch_size // world)
         with autocast:
-            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # "loss" and other terms, (B,) each
+            terms = process.losses(model, x0, t[rows], noise, cond, draw_jumps)  # asks model(x_t, t): "loss", ... (B,)
         loss = (terms["loss"] * t_weight[rows]).mean() / grad_accum_steps
         optim.last_micro_step = micro_step == grad_accum_steps - 1  # its backward sends gradients while it computes
         scaler.scale(loss).backward()
@@ -526,8 +526,8 @@ while True:
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip > 0 else 1.0
         optim.step(grad_scale=clip * scaler.inv_scale)
         ema.update(step + 1)  # average <- rate * average + (1 - rate) * weights
-    # The host waits for the norm while the GPU updates. A NaN or infinity, which changed no weight, ends the run and
-    # names step and parameter
+    # The host waits for the norm while the GPU updates. At a NaN or infinity no weight has changed: the run ends and
+    # names step and parameter (in fp16 it goes on)
     grad_norm, stopping = optim.read_norm()
     grad_norm *= scaler.inv_scale
     if not math.isfinite(grad_norm) and not scaler.can_skip:
