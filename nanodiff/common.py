@@ -72,13 +72,13 @@ def get_dist():
 
 
 def printable(text: str) -> str:
-    """`text` with "?" for control characters and invalid bytes: names of classes and files may command a terminal."""
+    """Replace control characters and invalid bytes by "?": a file's or class's name could control the terminal."""
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
 
 
 def print0(text):
-    """print on rank 0, flushed, and text to print0.file too, if a run has opened its log. If the reader is gone
-    (`| head`, closed terminal), the run continues."""
+    """Print on rank 0, and write to print0.file once a run has opened its log. If the reader is gone (`| head`, closed
+    terminal), the run continues."""
     if get_dist()[0] > 0:
         return
     text = printable(str(text))
@@ -96,7 +96,7 @@ print0.file = None
 
 
 def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator seeded by the integers >= 0 in `key`, such as (seed, step); trailing zeros do not count."""
+    """A generator seeded by the integers >= 0 in `key`, such as (seed, step). Keys (1,) and (1, 0) seed alike."""
     sequence = np.random.SeedSequence(key)
     high, low = sequence.generate_state(2, np.uint32).tolist()
     return torch.Generator(device=device).manual_seed(high << 32 | low)
@@ -108,8 +108,8 @@ BLOCK = 32
 
 
 def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, random=torch.randn) -> torch.Tensor:
-    """N rows from `first` on, shaped like `like` (N, ...), of an endless table of `random` numbers set by `key`, drawn
-    on `device`. Every BLOCK rows have their own generator: a rank draws little more than it uses."""
+    """Rows first to first + N - 1, like `like` (N, ...), of an endless table of `random` numbers, a function of `key`
+    and `device`. Each BLOCK rows have their own generator, so that a rank draws little more than it uses."""
     drawn = []
     last = first + len(like) - 1
     for block in range(first // BLOCK, last // BLOCK + 1):
@@ -120,7 +120,7 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, rand
 
 
 class StackedGenerator:
-    """One generator per image, so that its noise depends on its seed alone. Drawn on the CPU: equal on every device."""
+    """One generator per image, so that an image's noise depends on its seed alone; on the CPU, so on no device."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(seed) for seed in seeds]
@@ -139,7 +139,7 @@ class StackedGenerator:
 
 
 def at(name: str | Path) -> Path:
-    """A path as users write it; ~nobody stays as it is."""
+    """Expand ~ in a path; that of an unknown user stays as it is."""
     return Path(os.path.expanduser(name))
 
 
@@ -150,12 +150,12 @@ def base_dir() -> Path:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The five names that are most like `name`, for messages; "none" if nothing is known."""
+    """The names most like `name`, at most five, for messages; "none" if nothing is known."""
     return ", ".join(difflib.get_close_matches(name, known, 5, cutoff=0)) or "none"
 
 
 class Progress:
-    """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA, live or, in a file, every 30 s."""
+    """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA; every 30 s if not on a terminal."""
 
     def __init__(self, total: int, unit: str, label: str = ""):
         self.total = total

@@ -1,12 +1,12 @@
 """Conditions: what a model is given beside x_t and t, one dict from the set to the model.
 
     y        labels (N,) int64
-    vectors  (N, D), or sequences (N, L, D), zeros behind their end
+    vectors  (N, D), or sequences (N, L, D) padded with zeros
     given    (N, C, h, w): a second image, such as a mask
-    low_res  (N, C, h, w): the second image of super-resolution, made of x0
+    low_res  (N, C, h, w): the second image of super-resolution, made from x0
 
-A set keeps rows (to_stored), the loader passes them on, from_stored (data/pixels.py) makes them what models take, and
-conditioning chooses those that this model takes and drops some. How to add one: runs/GUIDE.md, Change.
+A set stores rows (to_stored), the loader passes them on, from_stored (data/pixels.py) normalises them, and
+conditioning selects the model's and drops some. How to add a condition: runs/GUIDE.md, Change.
 """
 
 import math
@@ -25,23 +25,23 @@ from nanodiff.common import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Conditioned:
-    """The fields of a model's config that say what it is given."""
+    """The fields of a model's config that describe its conditions."""
 
     num_classes: int = 0  # the null class is num_classes; 0 = no labels
     # Channels of a second image, concatenated to x_t with one more channel that says where it is null. 0 in published
     # and earlier super-resolution models: their second image has x_t's channels, is never null and lacks that channel
     given_channels: int = 0
-    low_res: int = 0  # super-resolution: the second image is made of x0, with this side in pixels; 0 = off
+    low_res: int = 0  # super-resolution: side in pixels of the second image, made from x0; 0 = off
     vector_dim: int = 0  # length D of the vectors; 0 = none
-    vector_len: int = 0  # L vectors an image, such as a caption, become a DiT's tokens; 0 = one, added to t's embedding
+    vector_len: int = 0  # L vectors per image, such as a caption, become tokens; 0 = one vector, added to t's embedding
 
 
 FIELDS = tuple(Conditioned.__annotations__)
-# Conditions that are rows of floats in a file, one (D,) or a sequence (L, D) for each image -> the fields of D and L
+# Conditions of floats in a file, per image one row (D,) or a sequence (L, D) -> the fields of D and L
 NUMBERS = {"vectors": ("vector_dim", "vector_len")}
-# The fields that the data decide; a description has them. The first is matched by the names of classes
+# The fields that the data decide, kept in a codec's description. The first is matched by class names
 FACTS = ("num_classes", "given_channels", *chain(*NUMBERS.values()))
-IMAGES = ("given", "low_res")  # a model takes one of them at most
+IMAGES = ("given", "low_res")  # a model takes at most one
 
 
 def second_channels(config: Conditioned) -> int:
@@ -67,7 +67,7 @@ def row_shapes(config: Conditioned) -> dict[str, tuple]:
 
 
 def droppable(config: Conditioned) -> list[str]:
-    """The conditions that training drops, so that samples can be guided away from their absence."""
+    """The conditions that training drops: guidance needs predictions without them."""
     return [name for name in row_shapes(config) if name != "low_res" or config.given_channels]
 
 
@@ -81,9 +81,8 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torc
 
 
 def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
-    """The model's inputs beside x_t and t: the `given` conditions that it takes and those made of x0, null where
-    `dropped` (N,).
-    """
+    """The model's inputs beside x_t and t: the `given` conditions that it takes and those made from x0; null where
+    `dropped` (N,) is True."""
     rows = given | made_from(x0, config)
     cond = {name: rows[name] for name in row_shapes(config)}
     if dropped is not None:
@@ -94,7 +93,7 @@ def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dic
 
 
 def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
-    """The conditions that are made of x0 (N, C, H, W)."""
+    """The conditions that are made from x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
     size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
@@ -113,7 +112,7 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
 
 
 def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Floats (N, ...) -> the same with zeros for NaN, and which rows are null: (N, 1, ...) with as many dimensions."""
+    """Floats (N, ...) -> the same with 0 instead of NaN, and (N, 1, ..., 1): 1 where a row is null, else 0."""
     is_nan = x.isnan()
     is_null = is_nan.any(tuple(range(1, x.ndim)), keepdim=True)
     return x.masked_fill(is_nan, 0), is_null.to(x.dtype)
@@ -128,7 +127,7 @@ def input_channels(config: Conditioned) -> int:
 
 
 def with_images(config: Conditioned, x_t, **images):
-    """x_t (N, C, H, W) with further channels: the second image, resized, and one that is 1 where that is null."""
+    """x_t (N, C, H, W) with more channels: the second image, resized, and one that is 1 where the image is null."""
     size = x_t.shape[2:]
     parts = [x_t]
     for image in images.values():
@@ -146,11 +145,11 @@ def with_images(config: Conditioned, x_t, **images):
 # What a set keeps
 
 FILES = {"y": "labels"} | {name: name for name in NUMBERS}  # name -> file of rows, and its key in meta.json
-GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose channels are behind those of the images
+GIVEN = ("given_channels", "given_scaling")  # keys of second images, whose channels follow the images'
 
 
 def describe_conditions(meta: dict) -> dict:
-    """A codec's description of the conditions, from a set's meta.json: FACTS, class names, what from_stored needs."""
+    """A codec's description of the conditions, from a set's meta.json: FACTS, class names, statistics."""
     class_names = list(meta["class_names"])
     described = {"num_classes": len(class_names), "class_names": class_names}
     described |= {key: meta[key] for key in GIVEN if key in meta}
@@ -164,7 +163,7 @@ def describe_conditions(meta: dict) -> dict:
 
 
 def to_stored(name: str, rows, meta: dict) -> np.ndarray:
-    """Rows (n, ...) of a condition as a set of this `meta` keeps them; their shape is noted there."""
+    """Rows (n, ...) of a condition as a set stores them; the shape of float rows is noted in its `meta`."""
     if name == "y":
         rows = np.array(rows, np.int64)
         assert rows.ndim == 1 and 0 <= rows.min() <= rows.max() < len(meta["class_names"])
@@ -181,11 +180,11 @@ def to_stored(name: str, rows, meta: dict) -> np.ndarray:
 
 
 def note_statistics(rows: dict[str, list], meta: dict) -> None:
-    """Add statistics of a set's training rows, {name: arrays}, to its `meta`. from_stored needs the mean and deviation
-    (D,) of NUMBERS. Zeros behind a sequence's end do not count. A constant has deviation 1.
+    """Add the mean and deviation (D,) of each of NUMBERS, over a set's training rows {name: arrays}, to its `meta`.
+    A sequence's padding does not count. A constant has deviation 1.
     """
     for name in NUMBERS.keys() & rows:
-        if "mean" in meta[name]:  # a set of latents has those of its images
+        if "mean" in meta[name]:  # a set of latents copies its image set's
             continue
         count = 0
         total = 0.0
@@ -197,9 +196,9 @@ def note_statistics(rows: dict[str, list], meta: dict) -> None:
             count += len(tokens)
             total += tokens.sum(0)
             squares += (tokens**2).sum(0)
-        mean = total / max(count, 1)  # none, if all sequences of this split are empty
+        mean = total / max(count, 1)  # count is 0 if all sequences are empty
         square = squares / max(count, 1)
         variance = square - mean**2
-        is_constant = variance <= 1e-14 * square  # by float64's rounding
+        is_constant = variance <= 1e-14 * square  # float64's rounding error
         std = np.sqrt(np.where(is_constant, 1.0, variance))
         meta[name] |= {"mean": mean.tolist(), "std": std.tolist()}

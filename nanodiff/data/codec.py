@@ -1,6 +1,6 @@
-"""Which codec stands between a data set, x0 and pixels: Pixels, Arrays or Latents.
+"""Choose the codec between a data set, x0 and pixels: Pixels, Arrays or Latents.
 
-Checkpoints keep a codec's `description`. make_codec makes a codec for training; load_codec makes a trained model's.
+Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec that of a trained model.
 """
 
 from nanodiff.common import UserError
@@ -18,11 +18,12 @@ def make_codec(
     flip: bool = False,
     like: dict | None = None,
 ) -> Pixels:
-    """For training: Latents for a latent set, or for an image set with the path of an `autoencoder`; else Pixels.
+    """The codec for training: Latents for a latent set, or for images with the path of an `autoencoder`; else Pixels
+    or Arrays.
 
-    A latent set is normalised by its mean and deviation per channel or, if it was made with latent_norm=scale, by the
-    autoencoder's published scale and shift, as latents made on the fly are. `like`: the description of the model that
-    training starts from: latents and vectors are then normalised as that model knows them.
+    Latents are normalised by the autoencoder's published scale and shift if they are made on the fly or with
+    latent_norm=scale; else by the set's mean and deviation per channel. `like`: the description of the model that
+    training starts from, whose normalisation of latents and vectors is kept.
     """
     stored = dataset.meta.get("latents")
     if flip and stored and stored["copies"] < 2:
@@ -53,7 +54,7 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """
     facts = ("kind", "channels", "resolution", "range", *FACTS[1:])  # classes are matched by name
-    wanted = {key: description.get(key) or 0 for key in facts}  # of the set
+    wanted = {key: description.get(key) or 0 for key in facts}  # what the set must have
     if description["kind"] == "images":
         codec = Pixels(description)
     elif description["kind"] == "arrays":
@@ -88,7 +89,7 @@ def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -
 
 
 def describe_data(dataset, unit: int = 1) -> dict:
-    """What sampling needs to know of the training set; sizes in `unit`s."""
+    """What sampling must know of the training set; a `unit` of its sizes is that many pixels."""
     description = {
         "name": dataset.name,
         "kind": dataset.meta["kind"],
@@ -108,7 +109,7 @@ def describe_data(dataset, unit: int = 1) -> dict:
 
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:
-    """UserError if a run would resume with data that differ from its checkpoint's beyond their location."""
+    """Raise UserError if a run would resume with data other than its checkpoint's; their location may differ."""
     changed = [key for key in new if key not in ("name", "latents") and new[key] != old.get(key)]
     old_latents = old.get("latents", {})
     new_latents = new.get("latents", {})

@@ -17,12 +17,12 @@ from nanodiff.files import reading
 
 SUFFIXES = tuple(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm".split())
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-MAX_BYTES = 2**28  # of a file in an archive: 11 MB of zip may hold 2.5 GB of zeros
-NO_FILE = " (no file, or over 256 MB)"  # behind a name: then it is no image's, but one of those that are ignored
+MAX_BYTES = 2**28  # per file in an archive: a zip of 11 MB may hold 2.5 GB of zeros
+NO_FILE = " (no file, or over 256 MB)"  # added to a name, so that it ends like no image's and is ignored
 
 
 def cleaned(name: str) -> str:
-    """A path with / between folders, though Windows writes \\, and é as one character, though macOS writes two."""
+    """A path with / between folders (Windows writes \\), and é as one character (macOS writes two)."""
     return unicodedata.normalize("NFC", posixpath.normpath(name.replace("\\", "/")))
 
 
@@ -32,14 +32,14 @@ def key_of(name: str) -> str:
 
 
 def is_image(name: str) -> bool:
-    """By suffix, but not if hidden or added by macOS."""
+    """Judged by suffix; files that are hidden or added by macOS do not count."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
     return name.lower().endswith(SUFFIXES) and not hidden
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A container: path -> its files on the disk, and a stream for each archive. stream(suffixes) yields (name, path or
-# content) of all members; the content may be None if the name has none of these suffixes.
+# A container: path -> its files on the disk, and one stream per archive. stream(suffixes) yields (name, path or
+# content) of all members; in an archive, the content is None unless the name has one of these suffixes.
 
 
 def open_folder(path: Path):

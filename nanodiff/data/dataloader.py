@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 AHEAD = 4  # batches that the thread reads ahead
-ROUNDS = 8  # rounds of shuffled(); from 3 on, positions and pairs are as frequent as in random orders
+ROUNDS = 8  # of shuffled(); with 3 or more, positions and pairs are as frequent as in random orders
 
 
 def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarray:
-    """(n,) positions in [0, num) -> (n,) int64: the elements there of a random order of 0..num-1, set by `key`.
+    """The elements (n,) int64 at `positions` (n,) of a random order of 0..num-1, which is a function of `key`.
 
-    A bijection without a table: a Feistel network, whose rounds swap the halves of a number's bits, permutes [0, 4^k),
-    the least that holds num. Results beyond num go through it again.
+    A bijection without a table: a Feistel network permutes [0, 4^k), the smallest such range that holds num; each of
+    its rounds swaps the halves of a number's bits and mixes one of them. Results >= num go through it again.
     """
     bits = int(num - 1).bit_length()
     half = np.uint64(max(1, (bits + 1) // 2))
@@ -37,9 +37,9 @@ def shuffled(positions: np.ndarray, num: int, key: tuple[int, ...]) -> np.ndarra
     return found.astype(np.int64)
 
 
-@functools.lru_cache(1)  # 70 ms for 1e8 images, once an epoch
+@functools.lru_cache(1)  # 70 ms per epoch of 1e8 images
 def shuffled_buckets(num_batches: tuple[int, ...], key: tuple[int, ...]) -> np.ndarray:
-    """The bucket that each batch of an epoch draws from, given the batches of each bucket."""
+    """The bucket that each batch of an epoch draws from, given the number of batches per bucket."""
     bucket_of = np.repeat(np.arange(len(num_batches)), num_batches)
     return bucket_of[shuffled(np.arange(len(bucket_of)), len(bucket_of), key)]
 
@@ -50,7 +50,7 @@ class DataLoader:
     Position p of the stream is image p % n of epoch p // n, shuffled by (seed, epoch) only. Step s takes
     total_batch_size positions from s*total_batch_size on; of these, rank r at micro-step m takes B from (m*world + r)*B
     on. So the images of a step depend neither on `world` nor on B, and any step can be the first.
-    A set in buckets has one such stream per bucket, and a step takes its images from one of them: see `bucket`.
+    A set in buckets has one stream per bucket; each step draws from one of them: see `bucket`.
     `.data_wait`: seconds that the last next() waited.
     """
 
@@ -95,7 +95,7 @@ class DataLoader:
         self._thread.shutdown(cancel_futures=True)
 
     def indices(self, step: int, micro_step: int) -> np.ndarray:
-        """(B,) the images of this rank at a micro-step."""
+        """(B,) indices of this rank's images at a micro-step."""
         number, step = self.bucket(step)
         bucket = list(self.dataset.buckets.values())[number]
         first_row = (micro_step * self.world + self.rank) * self.device_batch_size
@@ -111,8 +111,8 @@ class DataLoader:
     def bucket(self, step: int) -> tuple[int, int]:
         """Number of the bucket that step `step` draws from, and how many earlier steps drew from it.
 
-        After e epochs a bucket of n images has filled e*n // total_batch_size batches; what is left over joins the next
-        epoch's. The order of an epoch's batches is a function of (seed, epoch).
+        After e epochs a bucket of n images has filled e*n // total_batch_size batches; images left over wait for the
+        next epoch. The order of an epoch's batches is a function of (seed, epoch).
         """
         counts = np.array([len(bucket) for bucket in self.dataset.buckets.values()])
         if len(counts) == 1:

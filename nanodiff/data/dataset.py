@@ -4,7 +4,7 @@ $NANODIFF_BASE_DIR/data/<name>/
     train_images_000.npy ...   (n, C, H, W) uint8 images, fp16 arrays in [-1, 1] or latents; at most 128 MiB per file.
                                Second images, if any, add their channels after the image's
     train_labels.npy           (N,) int64; absent if the set is unlabelled
-    train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if it has none
+    train_vectors.npy          (N, D) or (N, L, D) fp16, a vector or a sequence per image; absent if there are none
     val_images_000.npy ...     the held-out split, if there is one
     meta.json                  what the set is, and the size and SHA-256 of each file; written last
 
@@ -37,7 +37,7 @@ FORMAT = 1
 SPLITS = ("train", "val")
 SHAPES = {"shapes": 16, "shapes32": 32, "shapes64": 64}  # embedded sets: name -> resolution
 MAX_SHARD_BYTES = 2**27
-MAX_FILES = 10_240  # files open at a time: as many as macOS grants; each mapped shard is one
+MAX_FILES = 10_240  # open at a time, macOS's limit; each mapped shard is one
 
 
 def data_dir() -> Path:
@@ -53,9 +53,9 @@ def is_set(folder: Path) -> bool:
 
 
 class Dataset:
-    """One split of a set, from open_dataset, which opens the same set again by `.name`.
+    """One split of a set. open_dataset makes it, and opens the same set again by `.name`.
 
-    `buckets`: (H, W) -> range of indices; one for a set of one size. `sha256`: of the hashes of the split's files.
+    `buckets`: (H, W) -> range of indices; one for a set of one size. `sha256`: hash of the split's entry in meta.json.
     """
 
     def __init__(self, path: Path, split: str):
@@ -63,7 +63,7 @@ class Dataset:
         self.split = split
         self.name = path.name if path.parent == data_dir() else str(path)
         self.meta = read_json(path / "meta.json")
-        # Check what costs nothing; map labels and vectors now, shards on first use
+        # Check what is cheap; map labels and vectors now, shards on first use
         with reading(path / "meta.json"):
             if self.meta["format"] != FORMAT:
                 raise UserError(f"{path} is in format {self.meta['format']}; this version reads format {FORMAT}")
@@ -132,8 +132,8 @@ class Dataset:
         return batches
 
     def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(n,) integers in [0, num_images), n > 0, in any order, of one bucket -> (n, C, H, W) uint8 or fp16, and the
-        conditions; second images among them, "given" (n, C, H, W)."""
+        """Indices (n,) of one bucket, n > 0, in any order -> images (n, C, H, W) uint8 or fp16, and their conditions;
+        second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
         shard_of = np.searchsorted(self._ends, indices, side="right")  # (n,)
         order = np.argsort(indices, kind="stable")  # to read the disk forwards
@@ -153,7 +153,7 @@ class Dataset:
         return self.rows(indices)[0]
 
     def cond(self, indices) -> dict[str, np.ndarray]:
-        """Rows (n, ...) of the conditions but second images, as stored (see conditions.py): "y" (n,) int64, ..."""
+        """Rows (n, ...) of all conditions except second images, as stored (see conditions.py): "y" (n,) int64, ..."""
         return {name: rows[indices] for name, rows in self._rows.items()}
 
     def labels(self, indices) -> np.ndarray:
@@ -167,8 +167,8 @@ class Dataset:
         return other
 
     def seen_by(self, model: dict) -> "Dataset":
-        """The same images with the classes of a model of this description, matched by name, or by order (see
-        same_order). Classes that the model lacks follow; unlabelled images get its null class."""
+        """The same images with the class numbers of the model that has this description, matched by name or by order
+        (same_order). Classes new to the model follow its own; unlabelled images get its null class."""
         known = model["class_names"]
         own_names = self.class_names
         if same_order(own_names, known):
@@ -200,15 +200,15 @@ def match_labels(names: list[str], known: list[str], what: str) -> list[int]:
 
 
 def same_order(names: list[str], known: list[str]) -> bool:
-    """Can equally many classes be matched by order, since one side's are called "0", "1", ...?"""
+    """Can equally many classes be matched by order, as one side calls them "0", "1", ...?"""
     numbers = [*map(str, range(len(names)))]
     return len(names) == len(known) and numbers in ([*names], [*known])
 
 
 def open_dataset(name_or_path: str | Path, split: str = "train", like: dict | None = None) -> Dataset:
-    """Open a split of a set in $NANODIFF_BASE_DIR/data, or in a folder, or of an embedded one, drawn on first use.
+    """Open a split of a set: a name in $NANODIFF_BASE_DIR/data, a folder, or an embedded set, drawn on first use.
 
-    `like`: a model's description; the set then has that model's classes (Dataset.seen_by).
+    `like`: a model's description, whose class numbers the set then has (Dataset.seen_by).
     """
     name = str(name_or_path)
     path = at(name).absolute()
@@ -247,9 +247,9 @@ def files_of(part: dict) -> list[dict]:
 
 
 def verify(dataset: Dataset) -> tuple[int, int]:
-    """Compare the files of the set, in all splits, with their SHA-256 -> number of files, bytes.
+    """Compare the files of all splits with their SHA-256 -> number of files, bytes.
 
-    The ranks of a machine share its work: another machine may have a copy of its own.
+    The ranks of one machine share the work, as another machine may have its own copy.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     entries = []
@@ -266,8 +266,8 @@ def verify(dataset: Dataset) -> tuple[int, int]:
 
 
 def start_verifying(dataset: Dataset) -> list[UserError]:
-    """Verify a set in a thread while training begins, once it is known that all ranks have the same; a collective.
-    Errors are appended to the returned list."""
+    """A collective: check that all ranks have the same set, then verify it in a thread while training begins. Errors
+    are appended to the returned list."""
     faults = []
     splits = dataset.meta["splits"]
     if from_first_rank(splits, "the hashes of the data") != splits:
@@ -285,7 +285,7 @@ def start_verifying(dataset: Dataset) -> list[UserError]:
 
 
 def open_npy(path: Path, *shape: int) -> np.ndarray:
-    """The array in a file, read as it is used; UserError unless its shape begins so."""
+    """The array in a file, mapped into memory; UserError unless its shape begins with `shape`."""
     with reading(path):
         array = np.asarray(np.load(path, mmap_mode="r"))
         if array.shape[: len(shape)] != shape:
@@ -321,7 +321,7 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
         "bytes": written["size"],
         "sha256": written["sha256"],
     }
-    if len(set(array.shape[2:])) == 2:  # () of labels
+    if len(set(array.shape[2:])) == 2:  # an image that is not square
         entry["size"] = array.shape[2:]
     return entry
 
@@ -329,12 +329,12 @@ def write_npy(path: Path, array: np.ndarray) -> dict:
 class DatasetWriter:
     """`with DatasetWriter(name, class_names, ...) as writer: writer.append("train", images, labels)`.
 
-    Writes to a hidden folder, renamed when the block ends, removed when it raises. `.meta` may change until the first
-    images: class_names ([] = unlabelled), resolution (0 = that of the images), given_channels and given_scaling of
-    second images (whose channels follow those of the images), where the images are from.
+    Writes to a hidden folder, renamed when the block ends, removed when it raises. Until the first images, `.meta` may
+    be changed: class_names ([] = unlabelled), resolution (0 = the images'), given_channels and given_scaling of second
+    images (whose channels follow the images'), the images' source.
 
-    Refuses an existing set without `overwrite`, a folder that is no set, and an embedded set's name. `wait` allows that
-    name: it waits for a process that is writing the set, and keeps the result.
+    Refuses to replace a set without `overwrite`, or a folder that is no set. Refuses an embedded set's name without
+    `wait`, which waits for another process that is writing the set, and keeps its result.
     """
 
     def __init__(self, name, class_names=(), overwrite=False, wait=False):
@@ -351,7 +351,7 @@ class DatasetWriter:
             "class_names": list(class_names),
             "splits": {},
         }
-        # (its entry in meta.json, {name of a condition: (n, ...) as stored}) of each shard that is written
+        # Per shard written: (its entry in meta.json, {name of a condition: (n, ...) as stored})
         self._parts = {split: [] for split in SPLITS}
 
     def __enter__(self):
@@ -364,7 +364,7 @@ class DatasetWriter:
         self._lock = lock_file(path.parent / f".{path.name}.lock", busy, wait=wait, leftovers=(tmp + 8 * "[a-z0-9_]",))
         may_replace = False
         if is_set(path):
-            shutil.rmtree(path / "notes", ignore_errors=True)  # of a writer killed as it ended
+            shutil.rmtree(path / "notes", ignore_errors=True)  # left by a writer killed as it ended
             may_replace = self.overwrite or wait
         if path.exists() and not may_replace:
             self._lock.close()
@@ -375,8 +375,8 @@ class DatasetWriter:
         return self
 
     def resume(self, plan: dict) -> None:
-        """Write to the folder `parts`, where a note marks each finished part. It outlives a kill, and an error once
-        a part is finished. Parts of another plan are removed."""
+        """Write to the folder `parts`, where a note marks each finished part. Finished parts survive a kill or an
+        error. Those of another plan are removed."""
         shutil.rmtree(self.folder)
         self.folder = self.parts
         plan_file = self.folder / "notes" / "plan.json"

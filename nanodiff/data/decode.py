@@ -1,4 +1,4 @@
-"""Image files and arrays -> images of the sizes of a set."""
+"""Decode image files and arrays, and crop them to a set's sizes."""
 
 import io
 import math
@@ -51,7 +51,7 @@ def open_image(payload: str | bytes):
 
 
 def orientation(image) -> int:
-    """EXIF's code, 1 to 8, for how the camera was held."""
+    """EXIF's code, 1 to 8: how the camera was held."""
     try:
         return image.getexif().get(EXIF_ORIENTATION, 1)
     except Exception:  # damaged EXIF data are no reason to lose the image
@@ -77,11 +77,11 @@ def kept_area(ratios, sizes: list) -> np.ndarray:
 
 
 def center_crop(image, height: int, width: int, scaling: str = ""):
-    """PIL image of this size, made as ADM and DiT do: halve while twice too large, scale bicubically to cover it, crop
-    the centre. `scaling`, one of SCALINGS: by this alone.
+    """A PIL image of this size, cropped as ADM and DiT do: halve while twice too large, scale bicubically to cover the
+    size, crop the centre. With a `scaling`, one of SCALINGS, scale once, by that.
 
-    Unlike theirs, refuses an image of which less than 1 / THINNEST would be left: 75 bytes of 10,000x1 pixels, scaled
-    to cover 256x256, would take 2.9 GB.
+    Unlike ADM, refuses an image of which less than 1 / THINNEST would be left: a file of 75 bytes with 10,000x1 pixels,
+    scaled to cover 256x256, would take 2.9 GB.
     """
     Image = import_pillow()
     if kept_area(image.width / image.height, [(height, width)]) < 1 / THINNEST:
@@ -126,10 +126,10 @@ def to_rgb(image, ground: str = "white"):
 
 
 def decode(payload: str | bytes | np.ndarray, sizes: list) -> tuple[np.ndarray, int]:
-    """-> (C, H, W) uint8, or fp16 for an array of it, and the image's shorter side before scaling.
+    """-> (C, H, W) uint8, or fp16 for an fp16 array, and the image's shorter side before scaling.
 
-    C = 3 for files. The image gets the size (H, W) of `sizes` that is nearest in shape; without sizes it keeps its own.
-    Needs Pillow for files and for scaling.
+    C = 3 for files. The image is cropped to the size (H, W) in `sizes` nearest in shape; without sizes it keeps its
+    own. Needs Pillow for files and for scaling.
     """
     if isinstance(payload, np.ndarray):
         height, width, channels = payload.shape
@@ -178,7 +178,7 @@ def decode_second(payload: str | np.ndarray, scaling: str, channels: int, height
 
 
 def with_second(item: Item, image: np.ndarray) -> np.ndarray:
-    """(C, H, W) and, behind its channels, those of the item's second image, cropped likewise."""
+    """Append the channels of the item's second image, cropped likewise, to its image (C, H, W)."""
     path = item.second[0]
     if isinstance(path, str) and not 0.98 < aspect_ratio(item.payload) / aspect_ratio(path) < 1.02:
         raise ValueError(f"{path} has other proportions")
@@ -193,8 +193,8 @@ def with_second(item: Item, image: np.ndarray) -> np.ndarray:
 
 
 def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]], list[str]]:
-    """-> the items with their image (C, H, W) as payload, each with its shorter side before scaling; and "name: reason"
-    of the unreadable ones."""
+    """-> (item with its image (C, H, W) as payload, shorter side before scaling) for each readable one, and "name:
+    reason" for the others."""
     done = []
     skipped = []
     for item in items:

@@ -1,4 +1,4 @@
-"""Which class, caption and split an image has: by a table, by files beside it, or by its folder."""
+"""Find an image's class, caption and split: in a table, in files beside it, or by its folder."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ CAPTION_COLUMNS = ("text", "caption", "prompt")
 BESIDE = {".cls": "label", ".txt": "text"}  # files beside an image, and what their text is
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Class and caption: (str, str), "" for what is not said
+# Class and caption: (str, str), "" = not given
 
 
 def text_of(payload: str | bytes, where: str) -> str:
@@ -62,8 +62,8 @@ def class_and_caption(row: dict, options) -> tuple[str, str]:
 def read_table(table: dict, payload: str | bytes, where: str, options, folder: str = "") -> None:
     """Add the rows of a .csv, .jsonl or .json, given its path or content, to {file: (class, caption)}.
 
-    Rows are read by column; those of a .csv without a header are file,class. EDM's dataset.json has pairs of these,
-    kohya's metadata.json a row for each file."""
+    A .csv without a header has rows file,class; else rows are read by column. EDM's dataset.json lists such pairs,
+    kohya's metadata.json maps each file to its row."""
     text = text_of(payload, where)
     with reading(where, "is not a table"):
         if where.endswith(".csv"):
@@ -122,8 +122,8 @@ def samples(streams: list, table: dict, options, ignored: Counter, suffixes: tup
     """(name, path or content, class, caption) of each image; the content only if it has one of the suffixes. The class
     is "" if none is given, None if there is a table without the image.
 
-    Neighbours of one key are an image and what lies beside it; of several images, each has what shares its path up to
-    the last dot. Files that are not used are `ignored`, counted by suffix."""
+    Successive files with one key_of are a sample. If it has several images, each takes the files that share its path
+    up to the last dot. Unused files are counted by suffix in `ignored`."""
     unlisted = None if table else ""
     for stream in streams:
         members = stream((*BESIDE, ".json", *suffixes))
@@ -165,8 +165,8 @@ class Place:
     """Images of one folder and one class."""
 
     folder: str
-    label: str | None  # "" if nothing gives it, None if there is a table without it
-    example: str  # the name of one
+    label: str | None  # "" = not given, None = missing in the table
+    example: str  # name of one image
     count: int = 0
     split: str | None = ""  # "train", "val", "" if there are no splits, None outside them
     number: int = 0  # of its class
@@ -182,10 +182,10 @@ def val_mask(num: int, val_fraction: float, seed: int) -> np.ndarray:
 
 
 def split_folders(places: list[Place]) -> list[Place]:
-    """Find the splits of places, and the first folder below a split's -> the places in a split.
+    """Find the split of each place, and cut its folder to the first below the split's -> the places in a split.
 
-    A train/ folder with val/ or test/ beside it is a split. One folder around all others, as in many archives, is
-    cut off, too.
+    A train/ folder with val/ or test/ beside it is a split. One folder around all others, common in archives, is
+    ignored.
     """
     paths = [[*place.folder.split("/"), ""] for place in places]
     below = {path[1].lower() for path in paths}
@@ -206,13 +206,13 @@ def split_folders(places: list[Place]) -> list[Place]:
 
 
 def classify(places: list[Place], labels: str, row: str | None = None) -> list[str]:
-    """Find the split and the class of places -> class_names. `row`: a file that the table names; None without one.
+    """Find the split and class of places -> class_names. `row`: a file that the table names; None without a table.
 
     labels     an image's class
     "folder"   its first folder, below a split's
     "none"     there are no classes
     "file"     place.label
-    others     place.label, if any place has one or lacks a row; else "none" with a table, "folder" if there are folders
+    others     place.label if any is given or missing in the table; else "none" with a table, "folder" with folders
     """
     places = split_folders(places)
     given = {place.label for place in places}

@@ -1,4 +1,4 @@
-"""The codec of latents: what an autoencoder makes of images, once for a set or at each step."""
+"""The codec of latents, which an autoencoder encodes from images once for a set, or at each step."""
 
 import torch
 
@@ -10,9 +10,9 @@ from nanodiff.models.autoencoder import Autoencoder, open_autoencoder
 class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
-    A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), and again for the mirrored
-    image if the set has it (`copies`). `autoencoder` encodes images; without it, `path` overrides the decoder's path in
-    the description.
+    A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), then the same of the
+    mirrored image if `copies` is 2. `autoencoder` encodes images; without it, `path` overrides the decoder's path
+    in the description.
     """
 
     def __init__(self, description: dict, device, autoencoder=None, path: str = ""):
@@ -98,7 +98,7 @@ def describe_latents(autoencoder, path: str) -> dict:
 
 
 def latents_of(description: dict, autoencoder: str) -> dict:
-    """description["latents"]; published weights lack it, and may be used with an `autoencoder` or without."""
+    """description["latents"], or if it is missing (published weights), made from `autoencoder` or with scale 1."""
     if "latents" in description:
         return dict(description["latents"])
     if autoencoder:

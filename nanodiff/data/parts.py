@@ -1,8 +1,8 @@
-"""Sets made in parts that outlive a kill: a worker decodes, writes and hashes a part, then leaves a note of it.
+"""Make sets in parts that survive a kill: a worker decodes, writes and hashes a part, then writes its note.
 
 data/.<name>.parts/            renamed to data/<name> at the end
     train_images_00007_0.npy   a shard of part 7
-    notes/00007.json           their entries in meta.json, labels, ...: the part is done
+    notes/00007.json           the part is done: its shards' entries in meta.json, labels, ...
     notes/plan.json            what the set is made from; parts of another plan are made again
 """
 
@@ -22,7 +22,7 @@ from nanodiff.files import fsync_dir, read_json, write_json
 
 
 def images_per_part(num_images: int, image_bytes: int) -> int:
-    """1/64 of the set, but 64 to 8,192 images and at most a shard; a kill loses at most a part per worker."""
+    """1/64 of the set, but 64 to 8,192 images and at most a shard; a kill loses at most two parts per worker."""
     return min(8192, max(64, num_images // 64), max(1, MAX_SHARD_BYTES // image_bytes))
 
 
@@ -34,7 +34,7 @@ def write_note(file: Path, note: dict) -> None:
 
 def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> Iterator[dict]:
     """Write the images of a source, and yield the notes of its parts in order. The number of workers does not change
-    the result. They are threads, as most of the work releases the GIL, with two parts each."""
+    the result. Workers are threads, as most of the work releases the GIL; two parts each are under way."""
     pending = deque()
     pool = ThreadPoolExecutor(workers)
     try:
@@ -49,7 +49,7 @@ def make_parts(source: Source, resolution: int, folder: Path, workers: int) -> I
 
 
 def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
-    """The items of each part, whose files and images fit into a shard."""
+    """Split the items into parts, whose files and images together have about the bytes of a shard at most."""
     image_bytes = (3 + source.meta.get("given_channels", 0)) * resolution**2
     most = images_per_part(source.num_images, image_bytes or 2**19)  # a guess before they are decoded
     task = []
@@ -68,7 +68,7 @@ def make_tasks(source: Source, resolution: int) -> Iterator[list[Item]]:
 def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dict:
     """Decode, write and hash the items of a part, unless that is done -> its note."""
     file = folder / "notes" / f"{number:05d}.json"
-    with contextlib.suppress(UserError):  # there is none, or it or a shard of its is damaged
+    with contextlib.suppress(UserError):  # there is no note, or it or one of its shards is damaged
         note = read_json(file)
         for group in note["groups"]:
             open_npy(folder / group["shard"]["file"])

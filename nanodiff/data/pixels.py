@@ -7,7 +7,7 @@ from nanodiff.conditions import NUMBERS
 
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 (N, C, H, W) -> fp32 in [-1, 1], as floats are already; mirrored left-right where `flip` (N,) is True."""
+    """uint8 (N, C, H, W), or floats in [-1, 1] -> fp32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
     x = images.float()
     if images.dtype == torch.uint8:
         x = x / 127.5 - 1
@@ -20,8 +20,8 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
 def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
     """Stored rows, arrays or tensors -> what models take.
 
-    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; zeros
-    behind a sequence's end stay zeros. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
+    NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; the
+    zeros that pad a sequence stay. Second images (N, C, H, W) pass to_model_range, mirrored with their images.
     """
     cond = {name: torch.as_tensor(x, device=device) for name, x in rows.items()}
     if "given" in cond:
@@ -59,9 +59,9 @@ class Pixels:
         self.description = description
         channels = description["channels"]
         side = description["resolution"]
-        self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of the same area
+        self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of about that area
         sizes = description.get("sizes") or [(side, side, 1)]
-        self.shapes = [(channels, height, width) for height, width, _ in sizes]  # all there are
+        self.shapes = [(channels, height, width) for height, width, _ in sizes]  # of all buckets
         self.counts = np.cumsum([number for _, _, number in sizes])  # cumulative image counts
         self.image_size = side  # side of decoded images in pixels
 
@@ -72,15 +72,14 @@ class Pixels:
         return self.shapes[np.searchsorted(shares, u, side="right")]
 
     def to_x0(self, stored, flip=None, randn_like=None) -> torch.Tensor:
-        """What the data set stores -> x0, float32; mirrored where `flip` (N,).
+        """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
 
-        A stored latent is a distribution, from which `randn_like` (as torch's) draws; None takes its mean.
+        Latents are distributions: `randn_like` (as torch's) draws a sample; None takes the mean.
         """
         return to_model_range(stored, flip)
 
     def read(self, dataset, ids, device, randn_like=None):
-        """x0 (N, C, H, W) of images of a set, and their conditions as models take them; latents are samples if
-        `randn_like` is given, else means."""
+        """x0 (N, C, H, W) of images of a set, and their conditions as models take them."""
         images, rows = dataset.rows(ids)
         x0 = self.to_x0(torch.from_numpy(images).to(device), None, randn_like)
         return x0, from_stored(rows, self.description, device=device)
@@ -90,11 +89,11 @@ class Pixels:
         return to_uint8(visible(x0)).cpu()
 
     def to_output(self, x0) -> np.ndarray:
-        """x0 -> (N, C, H, W) as the source of the data had them: all channels, dtype and range."""
+        """x0 -> (N, C, H, W) as in the data's source: all channels, its dtype and range."""
         return to_uint8(x0).cpu().numpy()
 
     def picture(self, output: np.ndarray) -> np.ndarray:
-        """What to_output gave -> uint8 (N, 1 or 3, H, W)."""
+        """An array from to_output -> uint8 (N, 1 or 3, H, W)."""
         return visible(output)
 
     def preview(self, x0) -> torch.Tensor:
@@ -105,11 +104,11 @@ class Pixels:
         """Keep the decoder in memory, to decode batch after batch."""
 
     def decoder(self):
-        """What makes pixels of x0, if that takes a model; UserError if it is not there."""
+        """The model that decodes x0, or None if none is needed; UserError if its file is missing."""
 
 
 class Arrays(Pixels):
-    """Arrays beyond 8 bits: fp16 (N, C, H, W) in [-1, 1] <-> x0. `range` of the source's values became [-1, 1]."""
+    """Arrays beyond 8 bits: fp16 (N, C, H, W) in [-1, 1] <-> x0. The source's values in `range` became [-1, 1]."""
 
     rounding = "clamped to the range of the data"
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-# No two look alike at 16 pixels (hence no square beside the circle): a classifier can tell if a model obeys its labels
+# No two look alike at 16 pixels (so no square beside the circle): a classifier can check that a model obeys its labels
 CLASS_NAMES = "circle ring target triangle cross bar stripes dots".split()
 COLOURS = np.array(
     [
@@ -17,7 +17,7 @@ COLOURS = np.array(
 )
 GROUND = np.array([18, 18, 24], np.float32)
 NUM_IMAGES = {"train": 20_000, "val": 2_000}
-RADII = 0.34, 0.46  # least and largest, of the circumscribed circle; the image's side is 1
+RADII = 0.34, 0.46  # smallest and largest radius of the circumscribed circle; the image's side is 1
 SUPERSAMPLES = 4  # per pixel and axis
 
 
@@ -45,9 +45,9 @@ def paint(labels: np.ndarray, colours: np.ndarray, poses: np.ndarray, resolution
 
 
 def inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points (x, y) lie in the shape, in units of its circumscribed radius.
+    """Which points (x, y), in units of the circumscribed radius, lie in the shape.
 
-    All stand upright: shapes at every angle take a small model an hour, not minutes.
+    All stand upright: with shapes at every angle, a small model trains for an hour instead of minutes.
     """
     r2 = x * x + y * y
     dx = abs(x)
@@ -81,7 +81,7 @@ def draw_poses(num: int, rng: np.random.Generator, radii=RADII) -> np.ndarray:
 
 
 def within(poses: np.ndarray, radii) -> np.ndarray:
-    """Poses (..., 3), moved to sizes and places that draw_poses gives."""
+    """Clip poses (..., 3) to the radii and places that draw_poses gives."""
     radius = poses[..., :1].clip(*radii)
     return np.concatenate([radius, poses[..., 1:].clip(radius, 1 - radius)], axis=-1)
 

@@ -1,4 +1,4 @@
-"""Image sources: detection by path, readers of image files, CIFAR-10, IDX, .npz and .npy, vectors."""
+"""Image sources: image files, CIFAR-10, IDX, .npz and .npy; their vectors and second images."""
 
 import functools
 import glob
@@ -50,7 +50,7 @@ class Options:
     val_fraction: float = 0.05
     seed: int = 0
     aspect_buckets: bool = False
-    side_unit: int = 0  # sides of buckets are multiples of it; 0 = resolution / 16
+    side_unit: int = 0  # sides of buckets are multiples of this; 0 = resolution / 16
     pairs: str = ""  # folder or array of second images
     pairs_scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
@@ -64,10 +64,10 @@ class Source:
     class_names: list[str]  # [] = unlabelled
     items: Iterator[Item]
     unread: Callable[[], Iterator[Item]] | None = None  # items of image files, without their content
-    files: list[str | Path] = field(default_factory=list)  # that they are read from
+    files: list[str | Path] = field(default_factory=list)  # the images and their tables are read from these
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (H, W) of the set, one or buckets; [] = the images'
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # name of a condition -> (rows, ...)
-    meta: dict = field(default_factory=dict)  # for meta.json: of second images, and of arrays that become fp16
+    meta: dict = field(default_factory=dict)  # for meta.json, about second images and arrays beyond 8 bits
     num_clipped: int = 0  # values beyond the range; grows with the items
 
 
@@ -124,7 +124,7 @@ def open_source(source: str, path: str, options: Options) -> Source:
 
 
 def state_of(files: list[str | Path]) -> str:
-    """A hash of the names, sizes and times of those files that are there."""
+    """A hash of the names, sizes and times of the files that exist."""
     digest = hashlib.sha256()
     for file in files:
         if os.path.exists(file):  # else a link to nowhere
@@ -134,7 +134,7 @@ def state_of(files: list[str | Path]) -> str:
 
 
 def read_images(path: Path, kind: str, options: Options) -> Source:
-    """The images of one of CONTAINERS. They are listed first, which keeps a few bytes of each, then read once."""
+    """The images of one of CONTAINERS: listed first, keeping a few bytes of each, then read once."""
     import_pillow()
     print0(f"listing the files in {path}")
     files, streams = CONTAINERS[kind](path)
@@ -204,7 +204,7 @@ def read_images(path: Path, kind: str, options: Options) -> Source:
 
 
 def array_source(blocks: Iterable, num_images: int, class_names: list[str], options: Options) -> Source:
-    """A Source of blocks (split, images (n, H, W) or (n, H, W, C), classes (n,) by name, or None); of split "" a share
+    """A Source of blocks: (split, images (n, H, W) or (n, H, W, C), classes (n,) by name or None). A share of split ""
     is held out."""
     held_out = val_mask(num_images, options.val_fraction, options.seed)
     numbers = {name: number for number, name in enumerate(class_names)}
@@ -251,7 +251,7 @@ def read_cifar10(path: Path, options: Options) -> Source:
 
 
 def class_numbers(labels: np.ndarray | None) -> list[str]:
-    """The numbers that images have."""
+    """The class numbers that occur, as names."""
     if labels is None:
         return []
     numbers = np.unique(labels)
@@ -303,7 +303,7 @@ def read_idx(path: Path, options: Options) -> Source:
 
 
 def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
-    """The arrays of an .npz, each read whole, or the one in an .npy under this name, read as it is used."""
+    """The arrays of an .npz, each read whole; or the one in an .npy, as `name`, read as it is used."""
     file = np.load(path, mmap_mode="r")
     if isinstance(file, np.ndarray):
         return {name: file}
@@ -311,10 +311,10 @@ def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
 
 
 def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
-    """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz.
+    """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz; class numbers (N,) int64 or
+    None; protocol.
 
-    An .npz may also have class numbers (N,) int64, in `labels` or, as ADM's and EDM's, `arr_1`; and scripts/sample.py's
-    protocol."""
+    An .npz may have class numbers in `labels` or, as ADM's, in `arr_1`; and scripts/sample.py's `protocol`."""
     with reading(path):
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
@@ -339,7 +339,7 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 
 
 def read_arrays(path: Path, options: Options) -> Source:
-    """uint8 arrays as they are; other numbers as fp16, with options.range mapped to [-1, 1]."""
+    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]."""
     images, labels, _ = open_arrays(path)
     is_bytes = images.dtype == np.uint8
     is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
@@ -378,7 +378,7 @@ def read_arrays(path: Path, options: Options) -> Source:
 
 
 def read_numbers(name: str, path: Path) -> tuple[list[str], np.ndarray]:
-    """Names of images, perhaps [], and rows: (N, D) one per image, or (N, L, D) a sequence, zeros behind its end."""
+    """Names of images (or []), and per image a row, (N, D), or a sequence padded with zeros, (N, L, D)."""
     with reading(path, f"holds no {name}; accepted: an .npz with arrays names and {name}, or an .npy"):
         file = load_arrays(path, name)
         rows = file[name]
@@ -409,7 +409,7 @@ def check_different(names: list[str], what: str) -> None:
 
 
 def matched(source: Source, names: list, num_rows: int, setting: str, path: Path, key=str) -> Iterator:
-    """Each item and its row: the one named key(item.name) or, for arrays, the one of the item's number."""
+    """Each item and its row: by name, key(item.name), or for arrays by the item's position."""
     what = f"{setting}={str(path)!r}"
     if not source.unread:
         if num_rows != source.num_images:
@@ -434,7 +434,7 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 
 
 def add_pairs(source: Source, path: Path, scaling: str) -> None:
-    """Give each item its second image: in a folder, the file of its path but for the suffix; for arrays, a row."""
+    """Give each item its second image: from a folder, the file with its path except the suffix; for arrays, a row."""
 
     def stem(name):
         return splitext(name)[0]
