@@ -25,17 +25,17 @@ MAX_PIXELS = {"cpu": 2**16, "cuda": 2**20, "mps": 2**18}
 
 
 class Autoencoder(nn.Module):
-    """Base class; a subclass has `encoder`, to latents of mean and log variance or mean alone, and `decoder`."""
+    """Base class. A subclass has a `decoder`, and an `encoder` that gives mean and log variance, or the mean alone."""
 
     downsample = 8  # pixels per latent pixel, along a side
     scale, shift = 1.0, 0.0  # published normalisation: (z - shift) * scale
     parts = 2  # mean and std; 1 = mean alone, std is zero
-    name = sha256 = ""  # the weight file's
+    name = sha256 = ""  # of the weight file
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (N, 3, H, W) in [-1, 1], of sides that `downsample` divides -> mean and std of the latents, each
-        (N, C, H/8, W/8) in fp32."""
+        """Images (N, 3, H, W) in [-1, 1], sides multiples of `downsample` -> mean and std of the latents, each
+        (N, C, H/downsample, W/downsample) in fp32."""
         x = x.contiguous(memory_format=torch.channels_last)
         out = in_slices(self.encoder, x, x[0, 0].numel())
         if self.parts == 1:
@@ -45,13 +45,13 @@ class Autoencoder(nn.Module):
 
     @torch.no_grad()
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents (N, C, h, w) -> images (N, 3, 8h, 8w) in fp32; about [-1, 1], not clamped."""
+        """The inverse of encode, to fp32 images of about [-1, 1], not clamped."""
         pixels = z[0, 0].numel() * self.downsample**2
         return in_slices(self.decoder, z, pixels)
 
 
 def in_slices(network: nn.Module, x: torch.Tensor, pixels: int) -> torch.Tensor:
-    """network(x) in fp32, for MAX_PIXELS at a time; each row of x has `pixels`."""
+    """network(x) in fp32, MAX_PIXELS at a time; a row of x stands for an image of `pixels`."""
     batch = max(1, MAX_PIXELS[x.device.type] // pixels)
     return torch.cat([network(part).float() for part in x.split(batch)])
 
@@ -119,7 +119,7 @@ def levels(widths, blocks: int, groups: int, resample) -> nn.Sequential:
 
 
 class AutoencoderKL(Autoencoder):
-    """The VAE of Stable Diffusion. That of SD 1 and 2 has widths 128, 256, 512, 512, 2 blocks: 83.7 M parameters."""
+    """Stable Diffusion's VAE. In SD 1 and 2: widths 128, 256, 512, 512, 2 blocks each, 83.7 M parameters."""
 
     scale = 0.18215  # 1 / deviation of the latents, Rombach et al. 2022, appendix G
 
@@ -163,7 +163,7 @@ class AutoencoderKL(Autoencoder):
 
 
 class TinyBlock(nn.Module):
-    """Three convolutions and a skip, behind FLUX.2's normalised 1x1 bottleneck if `pool`."""
+    """Three convolutions and a skip; before them, if `pool`, FLUX.2's 1x1 convolutions with a norm."""
 
     def __init__(self, width: int, pool: bool = False):
         super().__init__()
@@ -190,7 +190,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyAutoencoder(Autoencoder):
-    """TAESD: 1.2 M parameters each way, distilled from a large VAE; std is zero, latents are normalised already.
+    """TAESD: 1.2 M parameters each way, distilled from a large VAE. Its latents have std 0 and are already normalised.
 
     4 latent channels (SD, SDXL), 16 (SD 3, FLUX.1) or 32 with `mid_pool` (FLUX.2).
     """
@@ -226,7 +226,7 @@ class TinyAutoencoder(Autoencoder):
 # Weight files
 
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-RENAMES = [  # from CompVis' names, TAESD's, diffusers', and diffusers' before 0.18 (SD 1.5's VAE), to the names above
+RENAMES = [  # from the names of CompVis, TAESD, diffusers, and diffusers before 0.18 (SD 1.5's VAE) to those above
     (r"^first_stage_model\.", ""),  # in a whole SD checkpoint
     (r"^decoder\.(\d+)", lambda m: f"decoder.{int(m[1]) - 1}"),  # TAESD counts the clamp of z as layer 0
     (r"^(encoder|decoder)\.layers\.", r"\1."),
@@ -252,7 +252,7 @@ RENAMES = [  # from CompVis' names, TAESD's, diffusers', and diffusers' before 0
 def open_autoencoder(path: str | Path) -> Autoencoder:
     """The frozen autoencoder at `path`, in fp32 on the CPU; its shape is read off the weights.
 
-    `path`: a weight file with diffusers' or CompVis' names (a whole SD checkpoint too), either file of a TAESD pair
+    `path`: a weight file with the names of diffusers or CompVis (or a whole SD checkpoint), either file of a TAESD pair
     `*encoder.*`, `*decoder.*`, or a folder with one of these (if several, `diffusion_pytorch_model.*`). A config.json
     beside it sets scale, shift and the norms' groups. A pair's sha256 is the hash of `cat encoder decoder`.
     """
@@ -289,7 +289,7 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
 
 
 def find_weights(path: Path) -> dict[str, Path]:
-    """{"": file} or {"encoder.": file, "decoder.": file}, found as open_autoencoder says."""
+    """{"": file} or {"encoder.": file, "decoder.": file}, by open_autoencoder's rules."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
@@ -326,7 +326,7 @@ def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
-    """An autoencoder of the shape that the weights show."""
+    """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
         latent_channels = weights["decoder.0.weight"].shape[1]
         has_pool = any(".pool." in name for name in weights)

@@ -1,4 +1,4 @@
-"""Map settings to the shape of a backbone and back; build and compile one. formats/ builds one from a checkpoint."""
+"""Map settings to a backbone's shape and back; build and compile it. formats/ builds one from a checkpoint."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ from nanodiff.device import why_not_compiled
 from nanodiff.models.dit import DiT, DiTConfig
 from nanodiff.models.unet import NORM_GROUPS, UNet, UNetConfig
 
-# Fields of a model's config that the data decide, and fields that follow from others. All the rest have a setting
+# Fields of a model's config that the data decide, and fields that follow from others. The rest have a setting
 FROM_DATA = ("image_size", "in_channels", "out_channels", *FACTS)
 DERIVED = ("mlp_ratio", "channel_mult", "null_class", "flow_map")
 # Field -> its setting in base_train, where the names differ
@@ -21,7 +21,7 @@ SETTINGS = {"block": "arch", "model_channels": "depth", "num_heads": "heads", "l
 
 
 def setting_fields(kind: type) -> dict[str, str]:
-    """{field: setting} of a DiTConfig or UNetConfig: the one mapping between settings and a model's shape."""
+    """{field: setting} of a DiTConfig or UNetConfig: the only mapping between settings and a model's shape."""
     names = [field.name for field in fields(kind) if field.name not in FROM_DATA + DERIVED]
     return {name: SETTINGS.get(name, name) for name in names}
 
@@ -52,7 +52,7 @@ def to_setting(field: str, value):
 
 
 def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
-    """The settings of base_train that give a model of this shape, on the same data."""
+    """The settings of base_train that give a model of this shape on the same data."""
     settings = {"arch": "unet"}
     for field, setting in setting_fields(type(model_config)).items():
         settings[setting] = to_setting(field, getattr(model_config, field))
@@ -60,7 +60,7 @@ def model_settings(model_config: DiTConfig | UNetConfig) -> dict:
 
 
 def make_model_config(config: dict, facts: dict, out_channels: int) -> DiTConfig | UNetConfig:
-    """The shape that the settings `config` ask for, on data with these `facts` (a codec's)."""
+    """The shape that the settings `config` ask for. `facts`: a codec's description of the data."""
     low_res = config["low_res_size"]
     if low_res >= facts["resolution"]:
         raise UserError(f"low_res_size={low_res}; accepted: less than the images' {facts['resolution']} pixels")
@@ -125,7 +125,7 @@ def build_model(model_config: DiTConfig | UNetConfig, device, seed: int) -> nn.M
 
 
 def load_weights(model: nn.Module, tensors: dict, source, assign: bool = False) -> None:
-    """Strict load_state_dict. `assign`: the model takes the tensors, without a copy."""
+    """Strict load_state_dict. `assign`: the model keeps these tensors instead of copying them."""
     try:
         model.load_state_dict(tensors, assign=assign)
     except RuntimeError as error:
@@ -134,8 +134,8 @@ def load_weights(model: nn.Module, tensors: dict, source, assign: bool = False) 
 
 @torch.no_grad()
 def estimate_flops(model: nn.Module) -> int:
-    """FLOPs per image, 2 per multiply-add, of matrix products and attention, counted on one image. Forward + backward =
-    3 x forward."""
+    """FLOPs per image, forward + backward = 3 x forward: matrix products, convolutions and attention, 2 per
+    multiply-add, counted on one image."""
     counts = []
 
     def count(module, args, out):
@@ -155,7 +155,7 @@ def estimate_flops(model: nn.Module) -> int:
 
 
 def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
-    """Compile the whole model, or its blocks in place, one by one; blocks of one shape share a graph at any depth."""
+    """Compile the whole model, or in place its blocks, of which those of one shape share a graph."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 
@@ -173,7 +173,7 @@ def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
 
 
 def uncompiled():
-    """A context in which compiled models run eagerly: compiling for the few batches of an evaluation takes longer."""
+    """A context in which compiled models run eagerly: for the few batches of an evaluation, compiling would not pay."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled; its import takes seconds
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -191,9 +191,9 @@ def compiled(
     """The model, compiled if `compile`, where torch.compile works here.
 
     Blocks are compiled one by one. Only a run of one rank on a CPU, of COMPILE_WHOLE steps or more, compiles the whole
-    model: at depth 3 on two cores that costs 28 s more in the first step and saves 9 to 18 ms in each of the others. On
-    an H100 it saves nothing (d12: 197.6 ms a step, by blocks 197.4). With several ranks, compiled blocks let gradients
-    arrive, and their exchange start, before backward ends.
+    model: at depth 3 on two cores the first step takes 28 s more, each later one 9 to 18 ms less. On an H100 it saves
+    nothing (d12: 197.6 ms per step, by blocks 197.4). With several ranks, compiled blocks let the exchange of gradients
+    start before backward ends.
     """
     if not compile:
         return model

@@ -8,7 +8,7 @@ from nanodiff.dist import over_ranks
 
 
 def results(out: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs and, where they need them, the gradients of their squares."""
+    """The outputs and, if gradients are enabled, the gradients of the sum of their squares."""
     if not out.requires_grad:
         return [out]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), weights, materialize_grads=True)]
@@ -17,17 +17,17 @@ def results(out: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor
 class Checked:
     """A compiled model, compared with eager code before its results count.
 
-    Compilers err: GCC 12 turns AVX512 code for CPUs that it does not know into gradients that are wrong or NaN. The
-    first batch of each kind is computed twice more: outputs and gradients of its first and last image, compiled and
-    eager, must agree as far as the dtype allows. If not, a CPU's code is compiled again for AVX2, a tenth slower; if
-    that is wrong too, and on a GPU, the model runs uncompiled. Ranks decide together.
+    Compilers err: on CPUs that GCC 12 does not know, its AVX512 code gives wrong or NaN gradients. So the first batch
+    of each kind is computed twice more, compiled and eager. Outputs and gradients of its first and last image must
+    agree as far as the dtype allows. If not, a CPU's code is compiled again for AVX2, a tenth slower. If that fails
+    too, or on a GPU, the model runs uncompiled. Ranks decide together.
     """
 
     def __init__(self, raw, model):
         self.raw = raw
         self.model = model  # compiled: raw itself, if its blocks are
         self.config = raw.config
-        self.known = set()  # kinds of batches: each has code of its own
+        self.known = set()  # kinds of batches checked; each has its own code
 
     def __call__(self, x_t, t, **cond):
         kind = (x_t.shape, torch.is_grad_enabled(), *cond)
@@ -57,10 +57,10 @@ class Checked:
             torch.compiler.set_stance("force_eager")
 
     def difference(self, x_t, t, cond: dict) -> float:
-        """The largest relative error of the first and last image's outputs and of each weight's gradient, by norms; a
-        tiny gradient's is relative to a hundredth of the mean norm.
+        """The largest relative error, by norms, of the first and last image's outputs and of each weight's gradient.
+        Errors of tiny gradients are relative to a hundredth of the mean norm.
 
-        In a new model adaLN and the last layer are zero, and so are most gradients: here these weights are random.
+        In a new model adaLN and the last layer are zero, and so most gradients are; here those weights are random.
         """
         weights = [p for p in self.raw.parameters() if p.requires_grad]
         zeros = [p for p in weights if not p.any()]

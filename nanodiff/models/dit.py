@@ -19,11 +19,11 @@ T_EMBED_DIM = 256  # sinusoids per timestep, cosines first
 class DiTConfig(Conditioned):
     """Shape of a DiT.
 
-    block="modern": RMSNorm, qk-norm (Henry et al. 2020), axial 2-D RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), biases
-    in adaLN only. block="classic": LayerNorm, biases and GELU, as published.
+    block="modern": RMSNorm, qk-norm (Henry et al. 2020), axial 2-D RoPE (Su et al. 2021), SwiGLU (Shazeer 2020); in
+    blocks, biases in adaLN only. block="classic": LayerNorm, biases and GELU, as published.
     """
 
-    image_size: int  # side of the image in (latent) pixels; for a rectangle, the side of a square of the same area
+    image_size: int  # side of the image in (latent) pixels; for rectangles, of a square of about their area
     in_channels: int
     out_channels: int  # 2 * in_channels if the variance is learned
     patch_size: int
@@ -31,9 +31,9 @@ class DiTConfig(Conditioned):
     depth: int
     heads: int
     block: str = "modern"
-    mlp_ratio: float = 4.0  # hidden / width; 2/3 of it in a modern MLP, which has three matrices, not two
+    mlp_ratio: float = 4.0  # hidden / width; 2/3 of this in a modern MLP, which has three matrices instead of two
     checkpointing: bool = False  # recompute each block in backward: less memory, a third more compute
-    flow_map: bool = False  # also sees h, the time to jump
+    flow_map: bool = False  # also takes h, the time to jump
 
     def __post_init__(self):
         if self.patch_size < 1 or self.image_size % self.patch_size:
@@ -56,8 +56,8 @@ class DiTConfig(Conditioned):
     ):
         """The one dial: width = 64 * depth, a head per 64 of width but at least 4, about 256 tokens. Depth 12 is DiT-B.
 
-        Sizes of 0 are chosen here. patch_size is image_size // 16, at least 2: 2 at 32 px, 4 at 64, 16 at 256. If that
-        does not divide the image, it is the divisor that comes nearest to 16 tokens per side.
+        Sizes of 0 are chosen here. patch_size is image_size // 16, at least 2: 2 at 32 px, 4 at 64, 16 at 256; if that
+        does not divide image_size, the divisor nearest to 16 tokens per side.
         """
         if not patch_size:
             patch_size = max(2, image_size // 16)
@@ -70,7 +70,7 @@ class DiTConfig(Conditioned):
 
     @property
     def grid(self) -> int:
-        """Tokens on a side."""
+        """Tokens per side."""
         return self.image_size // self.patch_size
 
     @property
@@ -98,9 +98,9 @@ def token_angles(
     dim: int,
     device,
 ):
-    """Each token's row and column times base^(-i / dim): (T, 2, dim), T = rows * cols.
+    """Each token's row and column times base^(-i / dim), i < dim: (T, 2, dim) float64, T = rows * cols.
 
-    A square of G tokens on a side counts from 0 to G-1; rectangles are centred on the same point.
+    Rows and columns of a square of G x G tokens count from 0 to G-1; a rectangle has the same centre.
     """
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # MPS has no float64
     count = functools.partial(torch.arange, dtype=dtype, device=device)
@@ -112,8 +112,8 @@ def token_angles(
 
 
 def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> torch.Tensor:
-    """(T, C) fp32, in the published order: waves of the column fill the first half of C, of the row the second; sines
-    before cosines."""
+    """Sin-cos position embeddings (T, C) fp32 in the published order: first half the column's waves, second half the
+    row's, each sines before cosines."""
     angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device)
     waves = torch.stack([angles.sin(), angles.cos()], dim=2)
     return waves.flip(1).flatten(1).float()
@@ -126,9 +126,9 @@ def sincos_table(config: DiTConfig) -> torch.Tensor:
 
 def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """RoPE's sin and cos, (L + T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the
-    rest. The L = vector_len tokens before the image's have no position: they are rotated by the angle 0.
+    rest. The L = vector_len tokens before the image's have no position, so their angle is 0.
 
-    Base 100, not 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
+    Base 100 instead of 10000: a grid has tens of positions, not thousands (Heo et al. 2024, arXiv:2403.13298).
     """
     head_dim = config.width // config.heads
     angles = token_angles(config, rows, cols, 100.0, head_dim // 4, device)
@@ -138,7 +138,7 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tup
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """t (N,) in [0, 1000] -> (N, dim) fp32: cos, then sin, of t at frequencies from 1 to 1/10000 (DDPM)."""
+    """t (N,) in [0, 1000] -> (N, dim) fp32: cos, then sin, of t times frequencies from 1 to about 1/10000 (DDPM)."""
     half = dim // 2
     powers = torch.arange(half, dtype=torch.float32, device=t.device)
     freqs = torch.exp(-math.log(10000) / half * powers)
@@ -147,7 +147,7 @@ def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def embedder(dim: int, C: int) -> nn.Module:
-    """The MLP of two layers that takes a timestep_embedding of length `dim`."""
+    """An MLP of two layers: a timestep_embedding (N, dim) -> (N, C)."""
     return nn.Sequential(nn.Linear(dim, C), nn.SiLU(), nn.Linear(C, C))
 
 
@@ -174,7 +174,7 @@ def attention(q, k, v):
 
 
 def modulate(norm, x, shift, scale):
-    """x (N, T, C), normalised by F.rms_norm or F.layer_norm, times 1 + scale, plus shift, both (N, 1, C)."""
+    """norm(x) (1 + scale) + shift in fp32: x (N, T, C), scale and shift (N, 1, C), norm F.rms_norm or F.layer_norm."""
     h = norm(x.float(), x.shape[-1:], eps=1e-6)
     return h * (1 + scale) + shift
 
@@ -201,7 +201,7 @@ class Block(nn.Module):
         # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
         ada = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C) each
         shift1, scale1, gate1, shift2, scale2, gate2 = ada
-        # Gates and sums are computed in fp32, then rounded to the stream's dtype
+        # Gates and sums are computed in fp32, then rounded to x's dtype
         h = modulate(self.norm, x, shift1, scale1)
         x = (x + gate1 * self.attention(h, rotation)).to(x.dtype)
         h = modulate(self.norm, x, shift2, scale2)
@@ -216,7 +216,7 @@ class Block(nn.Module):
     def rotate(self, qkv, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        # split, not slices: the backward of a slice writes a full fp32 qkv of zeros, and reads it again
+        # split, not slices: a slice's backward writes and reads a whole fp32 qkv of zeros
         qk, v = qkv.split((2, 1), dim=2)
         normed = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
         a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
@@ -256,7 +256,7 @@ class DiT(nn.Module):
         self.t_embed = embedder(T_EMBED_DIM, C)
         if config.flow_map:
             self.h_embed = embedder(T_EMBED_DIM, C)
-        # nn.Embedding would draw its table; for that, torch on "meta" imports its compiler: 2 s at every start
+        # nn.Embedding would draw its table; on "meta", torch imports its compiler for that: 2 s at every start
         if config.num_classes:
             self.y_embed = nn.Embedding.from_pretrained(torch.empty(config.num_classes + 1, C), freeze=False)
         if config.vector_len:
@@ -271,8 +271,8 @@ class DiT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Published init, drawn on the CPU, so that every device starts from the same weights.
 
-        Xavier-uniform matrices, N(0, 0.02) embeddings; biases, adaLN and the last layer are zero, so each block starts
-        as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
+        Xavier-uniform matrices, embeddings of deviation 0.02; biases, adaLN and the last layer are zero, so each block
+        starts as the identity (adaLN-Zero) and the prediction as 0. A single vector's embedding starts at 0 too.
         """
         zero = ("ada", "final")
         if not self.config.vector_len:
@@ -283,24 +283,24 @@ class DiT(nn.Module):
                 w.normal_(std=0.02, generator=generator)
             elif p.ndim > 1 and not any(part in name for part in zero):
                 nn.init.xavier_uniform_(w, generator=generator)
-            if name == "h_embed.2.weight":  # a flow model is then a flow map from the start, good for short jumps
+            if name == "h_embed.2.weight":  # so a tuned flow model is at once a flow map, good for short jumps
                 w.zero_()
             p.copy_(w)
 
     def forward(self, x_t, t, y=None, vectors=None, h=None, **images):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D) or (N, L, D), images as with_images
-        takes them -> (N, out_channels, H, W).
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D) or (N, L, D), images for
+        with_images -> (N, out_channels, H, W).
 
-        Labels run from 0 to num_classes, which is the null class. Null vectors are NaN. h (N,): how far a flow map
-        jumps; None = 0.
+        Labels run from 0 to num_classes, the null class. Null vectors are NaN. h (N,): how far a flow map jumps;
+        None = 0.
         """
         cfg = self.config
         p = cfg.patch_size
         x = with_images(cfg, x_t, **images)
         x = F.pixel_unshuffle(x, p)  # (N, C p p, rows, cols)
         N, _, rows, cols = x.shape
-        x = self.patch_embed(x.flatten(2).mT.contiguous())  # a token for each patch, in the order of rows
-        # (N, T, C): the residual stream, in bf16 where autocast is: half the memory traffic. fp16's range is too small
+        x = self.patch_embed(x.flatten(2).mT.contiguous())  # (N, T, C), a token per patch, row by row
+        # The residual stream is in bf16 under bf16 autocast: half the memory traffic. fp16's range would be too small
         stream = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         positions = position_table(cfg, rows, cols, x.device)
         x = (x.float() + positions).to(stream)

@@ -1,8 +1,8 @@
-"""fp8 for the four linear layers of a DiT's blocks, in training alone: forward in e4m3 x e4m3, the gradient of the
-input in e5m2 x e4m3, that of the weights in bf16 (Micikevicius et al. 2022, arXiv:2209.05433).
+"""fp8 for the four linear layers of a DiT's blocks, in training alone: forward in e4m3 x e4m3, gradients of inputs in
+e5m2 x e4m3, gradients of weights in bf16 (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Each tensor has one scale. A weight's is exact. Those of inputs and gradients stay from one `calibrate` to the next:
-only a scale known beforehand lets Inductor cast in the kernels that write these tensors.
+Each tensor has one scale. A weight's scale is measured at every step. Those of inputs and gradients are measured by
+`calibrate` alone: only with a scale known beforehand can Inductor cast in the kernels that write these tensors.
 """
 
 import torch
@@ -16,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def scale_for(x, dtype, headroom=1.0):
-    """How much a unit in `dtype` stands for, so that `headroom` times the largest number of x fits."""
+    """The factor to divide x by, so that `headroom` times its largest number still fits into `dtype`."""
     return (x.abs().amax().float() + 1e-20) * headroom / torch.finfo(dtype).max
 
 
@@ -49,7 +49,7 @@ class Product(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """In eval mode nn.Linear, whose backward sets the scales."""
+    """A linear layer in fp8; in eval mode nn.Linear, whose backward sets the scales."""
 
     def forward(self, x):
         if self.training:
@@ -61,7 +61,7 @@ class Linear(nn.Linear):
         return out
 
     def measure(self, x, g):
-        # A number may grow until the next calibration. e5m2 keeps its precision over 30 powers of two
+        # Headroom, as numbers may grow until the next calibration; e5m2 keeps its precision over 30 powers of two
         self.x_scale.copy_(scale_for(x, E4M3, 2.0))
         self.g_scale.copy_(scale_for(g, E5M2, 64.0))
 
@@ -86,10 +86,10 @@ def use_fp8(model: nn.Module, device, dtype) -> None:
 
 
 def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
-    """Set the scales of inputs and gradients by a pass over eight images, eager and in bf16; a collective. So at each
-    save and evaluation, which a resumed run then shares, and at first with every doubling of the steps.
+    """A collective: set the scales of inputs and gradients by a pass over eight images, eager and in bf16. Called at
+    powers of two, at evaluations, and after saves, so that a resumed run has the same scales.
 
-    `batch`: arguments of process.losses behind the model. `share`: images of a rank in a step, over which it averages.
+    `batch`: process.losses' arguments after the model. `share`: images per rank and step, over which the loss averages.
     """
     *tensors, cond, draw_jumps = batch
     cond = {name: value[:8] for name, value in cond.items()}

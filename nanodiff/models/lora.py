@@ -1,6 +1,6 @@
 """LoRA: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on linear layers, and trainable rows of the class table.
 
-Beside a frozen W (out, in) a layer learns alpha / rank B A, with A (rank, in) and B (out, rank), B = 0 at the start.
+A layer adds alpha / rank B A to its frozen W (out, in), and learns A (rank, in) and B (out, rank), at first 0.
 """
 
 import torch
@@ -30,7 +30,7 @@ def adapt(layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator)
 
 
 def learn_rows(table: nn.Embedding, rows: list[int]) -> None:
-    """Let the rows `rows` (K,) of a class table (N, C) learn, as a parameter (K, C) with peft's name."""
+    """Let `rows` (K,) of a class table (N, C) learn, as a parameter (K, C) with peft's name."""
     rows = torch.tensor(rows, device=table.weight.device)
     table.token_adapter = nn.ParameterDict({"trainable_tokens_delta": table.weight.detach()[rows]})
 
@@ -65,7 +65,7 @@ def add_lora(
 ) -> None:
     """Freeze all but new adapters on the layers of `lora_targets` (see find_layers) and `rows` of the class table.
 
-    The model predicts the same as before, bit for bit. Its state_dict holds what learns, and nothing else.
+    At first the model's predictions do not change, bit for bit. Its state_dict holds only what learns.
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)

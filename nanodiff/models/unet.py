@@ -32,7 +32,7 @@ class UNetConfig(Conditioned):
     model_channels: int = 128
     channel_mult: tuple[int, ...] = CHANNEL_MULT[32]
     num_heads: int = 4
-    null_class: bool = True  # one more row in the class table; published tables lack it
+    null_class: bool = True  # one more row in the class table, which published tables lack
     dropout: float = 0.0
     checkpointing: bool = False  # recompute each block in backward, to save memory
     # Only arch=unet
@@ -66,7 +66,7 @@ class UNetConfig(Conditioned):
 
     @property
     def num_tokens(self) -> int:
-        """Number of 2 x 2 patches: up to 32 pixels an image counts for target_param_data_ratio as for a DiT."""
+        """Number of 2 x 2 patches, so that target_param_data_ratio counts images up to 32 pixels as for a DiT."""
         return (self.image_size // 2) ** 2
 
     @property
@@ -76,7 +76,7 @@ class UNetConfig(Conditioned):
 
     @property
     def attention_levels(self) -> set[int]:
-        """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) select the levels of 14 and 7."""
+        """Levels nearest to attention_resolutions by ratio: at 28 pixels, (16, 8) selects the levels of 14 and 7."""
         return {round(math.log2(self.image_size / res)) for res in self.attention_resolutions if res > 0}
 
 
@@ -225,7 +225,7 @@ class UNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Uniform within 1/sqrt(fan_in), labels N(0, 1), last layers 0. Drawn on the CPU: equal on every device."""
+        """Uniform within 1/sqrt(fan_in), class table N(0, 1), last layers 0. Drawn on the CPU, so equal everywhere."""
         for m in self.modules():
             if isinstance(m, nn.GroupNorm):
                 m.reset_parameters()  # scale 1, shift 0
@@ -241,10 +241,10 @@ class UNet(nn.Module):
                 p.zero_()
 
     def forward(self, x_t, t, y=None, vectors=None, **images):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D), images as with_images takes them
+        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D), images for with_images
         -> (N, out_channels, H, W).
 
-        The null class, if any, is label num_classes. The output is fp32 under autocast, too.
+        The null class, if any, is label num_classes. The output is fp32, also under autocast.
         """
         c = self.config
         x_t = with_images(c, x_t, **images)
@@ -259,7 +259,8 @@ class UNet(nn.Module):
             if c.vector_dim:
                 vectors, is_null = null_rows(vectors)
                 emb = emb + self.vector_emb(vectors) + is_null * self.vector_null
-            # Unlike published, this too: bf16 near +-1 is coarser than the last steps' noise (0.06 bits/dim on MNIST)
+            # Also the first layer, unlike published: bf16 is coarser near +-1 than the last steps' noise, which costs
+            # 0.06 bits/dim on MNIST
             h = self.input_blocks[0](x_t, emb).to(dtype)
         skips = [h]
         for block in self.input_blocks[1:]:
