@@ -12,8 +12,8 @@ from nanodiff.conditions import null_condition
 
 # How a network sees t
 TIMES = {
-    "1000t": lambda t: 1000.0 * t,  # the range that its embedding of t is made for
-    # 16 times slower waves: neighbouring t look alike, and untrained ones like trained ones
+    "1000t": lambda t: 1000.0 * t,  # the range that timestep_embedding is made for
+    # 16 times slower waves: neighbouring t look alike, so that seldom-trained t gain from the others
     "62.5t": lambda t: 62.5 * t,
     "t": lambda t: t,  # REPA
     "1-t": lambda t: 1.0 - t,  # SiT
@@ -26,8 +26,8 @@ def per_image(x):
 
 
 # Samplers: step(velocity, x, t, t_next, generator) -> (x at t_next, prediction of x0). velocity(x, t) evaluates the
-# network; t and t_next are floats, 1 >= t > t_next >= 0; generator has randn_like, as the module torch does. A new
-# sampler is one such function and its entry in SAMPLERS.
+# network; t and t_next are floats, 1 >= t > t_next >= 0; generator has randn_like, as torch does. To add a sampler,
+# write such a function and enter it in SAMPLERS.
 
 
 def euler(velocity, x, t, t_next, generator):
@@ -59,7 +59,8 @@ def ralston(velocity, x, t, t_next, generator):
 def sde(velocity, x, t, t_next, generator):
     """Euler-Maruyama for the reverse SDE with the ODE's marginals (SiT, Ma et al. 2024, arXiv:2401.08740, eq. 4).
 
-    Backwards in time dx = [v - w/2 score] dt + sqrt(w) dW; w = t, score = -E[noise | x_t] / t = -(x + (1 - t) v) / t.
+    Backwards in time dx = [v - w/2 score] dt + sqrt(w) dW, with w = t and
+    score = -E[noise | x_t] / t = -(x + (1 - t) v) / t.
     """
     v = velocity(x, t)
     h = t - t_next
@@ -79,7 +80,7 @@ class FlowMatching:
     """The network predicts `prediction`, "v" or "x0"; the loss is on v in both cases.
 
     x0-prediction: v = (x_t - out) / max(t, 0.05), in losses and in sampling (Li & He 2025, arXiv:2511.13720).
-    `cfg_scale`, `cfg_interval`: the classifier-free guidance that a model learns after `guided_from` of its training.
+    `cfg_scale`, `cfg_interval`: the classifier-free guidance that the model learns, from `guided_from` of the run on.
     """
 
     prediction: str = "v"
@@ -90,7 +91,7 @@ class FlowMatching:
     guided_from: float = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
     #                           cfg_interval, so that samples need none and cost half; 1 = never
     # Only objective=flow|flow_x0|flow_map|flow_map_x0
-    timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards the noise, in training and sampling
+    timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards noise if s > 1; in samples too
     # Only objective=flow|flow_x0|flow_map|flow_map_x0, Only timesteps=auto|logit-normal|mixed
     timestep_std: float = 1.0  # > 0: standard deviation of logit(t), if t is logit-normal; below 1 favours the middle
 
@@ -100,10 +101,10 @@ class FlowMatching:
     samplers = SAMPLERS
     default_sampler = "heun"
     default_steps = 25
-    done = 0.0  # the fraction of the training that is over
+    done = 0.0  # the fraction of the run that is over
 
     def shift(self, t):
-        """The same noise level for s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
+        """t with the same effect of noise on s^2 times as many pixels (Esser et al. 2024, arXiv:2403.03206, eq. 23)."""
         s = self.timestep_shift
         return s * t / (1 + (s - 1) * t)
 
@@ -115,11 +116,11 @@ class FlowMatching:
         return (x_t - out) / per_image(t).clamp(min=MIN_T)
 
     def noised(self, x0, t, noise):
-        """x_t; t is a float or broadcasts."""
+        """x_t at t, a float or a tensor that broadcasts."""
         return (1 - t) * x0 + t * noise
 
     def is_guided(self, t):
-        """(N, 1, 1, 1) bool: True where t lies in the interval of guidance."""
+        """(N, 1, 1, 1) bool: True where t (N,) lies in cfg_interval."""
         low, high = self.cfg_interval
         inside = (low <= t) & (t <= high)
         return per_image(inside)
@@ -128,11 +129,11 @@ class FlowMatching:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).
 
         `draw`: random numbers for flow maps, passed only in training; here only its presence matters.
-        From `guided_from` of the training on, the model learns its own classifier-free guidance of scale w (GFT, Chen
-        et al. 2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
-            v + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
-        whose solution is v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training:
-        guidance of scale w. The bracket is 0 where the label is dropped.
+        From `guided_from` of the run on, the model learns its own classifier-free guidance of scale w (GFT, Chen et al.
+        2025, arXiv:2501.15420; Tang et al. 2025, arXiv:2502.12154). With sg = no gradient, the target becomes
+            noise - x0 + (1 - 1/w) sg[v(x_t, t, y) - v(x_t, t, null)],
+        which is solved by v(x_t, t, y) = null + w (class - null), with the null and class velocities of plain training.
+        The bracket is 0 where the label is dropped.
         """
         x_t = self.noised(x0, per_image(t), noise)
         v = self.velocity(model, x_t, t, **cond)
@@ -161,8 +162,8 @@ class FlowMatching:
         """Images (N, C, H, W) in fp32, at t = 0, from noise at t = 1, in `steps` steps, uniform before the shift.
         `denoiser`: see make_denoiser.
 
-        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is for DDIM alone. `known`, of
-        sampling/draw.py: an image to start from at a later step, and the part of it to put back after each step.
+        Step i = 1 ... steps calls progress(i, steps, predicted x0). eta is ignored: it is DDIM's. `known` (Known in
+        sampling/draw.py): an image to start from at a later step, and the part of it to restore after each step.
         """
 
         def velocity(x, *times):

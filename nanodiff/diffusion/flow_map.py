@@ -24,23 +24,24 @@ SAMPLERS = {"map": jump} | flow.SAMPLERS
 class FlowMap(FlowMatching):
     """Flow matching in one to four steps: the network also sees r <= t and learns the mean velocity u(x_t, t, r).
 
-    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. The map jumps to within 1/4
-    of r, and the teacher walks the rest. With sg = no gradient and m = min(t, r + 1/4), all times before the shift:
+    It is tuned from a flow model, its `teacher`, whose velocity v is guided by cfg_scale. For a target the map jumps to
+    m = min(t, r + 1/4), and the teacher goes on to r. With sg = no gradient, and times before the shift:
         x_m = x_t - (t - m) sg u(x_t, t, m)
-        (t - r) u(x_t, t, r)  <-  x_t - x_r, with x_r where a step of ralston leads x_m by v (two, beyond shift 4)
-    So jumps of at most 1/4 are taught by the teacher alone, and a longer one by those that are 1/4 shorter, like a
-    progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four such steps, 12 evaluations, draw as well as
-    heun's 25 (runs/LOG.md, index). A bias remains in detail: from 1/4 to 0 one step keeps 0.99 of a deviation of
-    0.15, but 0.65 of one of 0.05. In minutes, on the shapes, four jumps stay behind the flow run's 21 evaluations; the
-    shipped map's four, after an hour, are 6% behind its teacher's 25 (runs/weights/README.md).
-    Towards r = t this is u <- v(x_t, t), so the flow model's samplers still work.
+        x_r = x_m moved from m to r along v, by one step of ralston, or two if the shift exceeds 4
+        (t - r) u(x_t, t, r)  <-  x_t - x_r
+    So the teacher alone teaches jumps of at most 1/4; a longer jump is taught by one that is 1/4 shorter, as in
+    progressive distillation (Salimans & Ho 2022, arXiv:2202.00512). Four steps of ralston, 12 evaluations, draw as well
+    as heun's 25 (runs/LOG.md, index), but lose fine detail: from 1/4 to 0 one step keeps 0.99 of a deviation of 0.15,
+    0.65 of one of 0.05. The shipped map's four jumps score 6% worse than its teacher's 25 evaluations
+    (runs/weights/README.md).
+    As r approaches t, u becomes v(x_t, t), so the flow model's samplers still work.
     """
 
     samplers = SAMPLERS
     default_sampler = "map"
     default_steps = 4
     teacher = None  # for training
-    classes = None  # the teacher's number of each class and, behind them, of the null class
+    classes = None  # the teacher's number of each class, then of the null class
 
     def learn_from(self, teacher) -> None:
         """`teacher`: a trained flow model (formats.load.Loaded)."""
@@ -52,9 +53,9 @@ class FlowMap(FlowMatching):
         self.teacher = teacher
 
     def velocity(self, model, x_t, t, r=None, **cond):
-        """Given r (N,) <= t, the mean velocity between t and r; without, the flow model's v at t."""
+        """The mean velocity between t and r (N,) <= t; without r, the flow model's v at t."""
         if r is not None:
-            cond["h"] = 50.0 * (t - r)  # in [0, 50]: 20 times slower waves than t gets, as u changes slowly with r
+            cond["h"] = 50.0 * (t - r)  # in [0, 50], so slow waves, as u changes slowly with r
         return super().velocity(model, x_t, t, **cond)
 
     def teacher_velocity(self, cond, x_t, t):
@@ -71,17 +72,17 @@ class FlowMap(FlowMatching):
             v, v_null = with_and_without(velocity, x_t, t, cond, null)
             guided = v_null + self.cfg_scale * (v - v_null)
             v = torch.where(self.is_guided(t), guided, v)
-        if self.teacher.process.prediction == "x0":  # x - x0 was divided by MIN_T at least, which is too much below it
+        if self.teacher.process.prediction == "x0":  # below t = MIN_T, x - x0 was divided by MIN_T instead of t
             v = v * per_image(MIN_T / t.clamp(0.01, MIN_T))
         return v
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
-        """{"loss": (N,), "t": (N,)}: the loss of u, and the t that the jumps began at. Without `draw`, in validation:
-        the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row for each image."""
+        """{"loss": (N,), "t": (N,)}: the loss of u, and the t at which the jumps begin. Without `draw` (in validation),
+        the plain loss of v. draw(like) returns numbers uniform in [0, 1), a row per image."""
         if draw is None:
             return super().losses(model, x0, t, noise, cond)
         u_n, u_i, u_kind = draw(t.new_empty(len(t), 3)).unbind(1)
-        # 80% of the rows: a jump between two of the times 0, 1/4, 1/2, 3/4, 1. 20%: one of at most 1/4, anywhere
+        # 80% of the rows jump between two of the times 0, 1/4, 1/2, 3/4, 1; 20% jump by at most 1/4, anywhere
         quarters = 1 + (4 * u_n).floor()
         first = ((5 - quarters) * u_i).floor()
         is_short = u_kind < 0.2
@@ -101,7 +102,7 @@ class FlowMap(FlowMatching):
             for times in pairwise(map(per_image, walk)):
                 x_r, _ = flow.ralston(velocity, x_r, *times, None)
             target = (x_t - x_r) / per_image(t - r)
-        # Squares are ruled by a few large errors, and one jump then draws worse (runs/LOG.md, 20). Absolute errors
-        # learn a median, which is the mean here, as nothing in the target is random once x_t is given
+        # A few large errors dominate squares, and one jump then draws worse (runs/LOG.md, 20). Absolute errors learn
+        # the median, which is also the mean, as the target is a function of x_t
         loss = torch.nn.functional.smooth_l1_loss(u_tr, target, beta=0.1, reduction="none")
         return {"loss": loss.flatten(1).mean(1), "t": t}

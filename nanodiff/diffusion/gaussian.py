@@ -34,7 +34,7 @@ def make_betas(schedule: str, num_timesteps: int) -> np.ndarray:
 
 
 def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
-    """Timesteps to keep, ascending, as in IDDPM's code. "": all; "250": that many, evenly spaced; "10,15,20": that many
+    """Timesteps to keep, ascending, as in IDDPM's code. "": all; "250": so many, evenly spaced; "10,15,20": so many
     from each third; "ddim50": every k-th, if an integer k gives 50."""
     spec = spec or str(num_timesteps)
     if not re.fullmatch("ddim[1-9][0-9]*|[1-9][0-9]*(,[1-9][0-9]*)*", spec):
@@ -65,13 +65,14 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
 
 def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
     """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2)))."""
-    # Four terms that cancel to about 1e-7 in fp32: the published order reproduces published figures
+    # The terms cancel to about 1e-7 in fp32: summed in the published order to reproduce published figures
     gap = -1 + log_variance2 - log_variance1 + torch.exp(log_variance1 - log_variance2)
     return 0.5 * (gap + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
 
 def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
-    """log N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; end bins are open (eq. 13)."""
+    """Log probability under N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; the end bins
+    are open (Ho et al. eq. 13)."""
 
     def cdf(z):  # as published, good to 3e-4: erf would shift published bits/dim
         cubic = z + 0.044715 * z**3
@@ -90,9 +91,9 @@ def mean_flat(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samplers: step(process, x_t, i, p, x0_last, generator, eta) -> x_{t-1} at timestep i, an int; p are the mean and
-# log_variance of p(x_{t-1} | x_t) and the prediction of x0; x0_last is the last step's, or None. A new sampler is
-# one such function and its entry in SAMPLERS.
+# Samplers: step(process, x_t, i, p, x0_last, generator, eta) -> x_{t-1}, from timestep i, an int. p: the mean and
+# log_variance of p(x_{t-1} | x_t) and the prediction of x0; x0_last: the previous step's prediction, or None. To add a
+# sampler, write such a function and enter it in SAMPLERS.
 
 
 def full(x, i: int):
@@ -135,12 +136,12 @@ def dpmpp(process, x_t, i, p, x0_last, generator, eta):
     if x0_last is not None:
         r = (lam[i] - lam[i + 1]) / h
         c = 1 / (2 * r)
-        if i == 1:  # lambda leaps on the way to t = 0: extrapolate as after an even step, else detail overshoots
+        if i == 1:  # lambda leaps at t = 0: extrapolate as if steps were even, else detail overshoots
             c = min(c, 0.5)
         D = (1 + c) * x0 - c * x0_last
     shrink = sigma[i - 1] / sigma[i]
     gain = alpha[i - 1] * math.expm1(-h)
-    return x_t * shrink - D * gain  # tensors first: numpy's numbers would turn them into arrays
+    return x_t * shrink - D * gain  # tensors first: a numpy number on the left would give an array
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpm++": dpmpp}
@@ -160,7 +161,7 @@ class GaussianDiffusion:
     rescale_timesteps: bool = True  # the model sees t in [0, 1000) whatever T is; some published models see t itself
     variance: str = "fixed_small"  # fixed_small|fixed_large|learned|learned_range: variance of p(x_{t-1}|x_t); small =
     #                                the posterior's, large = beta; learned_range is IDDPM's
-    gaussian_loss: str = "mse"  # mse|rescaled_mse|kl|rescaled_kl: mse with a learned variance is IDDPM's hybrid loss
+    gaussian_loss: str = "mse"  # mse|rescaled_mse|kl|rescaled_kl: IDDPM's hybrid is rescaled_mse with learned variance
     objective: str = "eps"
     clip_denoised: bool = True
 
@@ -185,7 +186,7 @@ class GaussianDiffusion:
         self.alpha_bar = alpha_bar
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
         self.betas = betas = 1 - alpha_bar / alpha_bar_prev
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. Its variance is 0 at t = 0, which has no log: use that of t = 1
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. At t = 0 its variance is 0; for the log, take that of t = 1
         posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
         first = posterior_variance[1] if len(betas) > 1 else betas[0]
         self.tables = {  # (T,) each, in float64
@@ -204,7 +205,7 @@ class GaussianDiffusion:
         self.on_device = {}  # device -> all tables in fp32
 
     def at(self, t) -> SimpleNamespace:
-        """Entries t (N,) of each table as fp32 (N, 1, 1, 1); MPS has no float64."""
+        """Entries t (N,) of each table as fp32 (N, 1, 1, 1), as MPS has no float64."""
         if t.device not in self.on_device:
             tables = np.stack(list(self.tables.values())).astype(np.float32)
             self.on_device[t.device] = torch.from_numpy(tables).to(t.device)
@@ -212,9 +213,9 @@ class GaussianDiffusion:
         return SimpleNamespace(**dict(zip(self.tables, rows)))
 
     def respaced(self, steps: int | str) -> "GaussianDiffusion":
-        """The process over `steps` of its timesteps, a number or a spec of space_timesteps.
+        """The process over some of its timesteps. `steps`: a number or a spec for space_timesteps.
 
-        They keep their alpha_bar, which gives new betas (IDDPM section 4); the model sees the original t.
+        Kept timesteps keep their alpha_bar, which gives new betas (IDDPM section 4); the model sees the original t.
         """
         T = self.num_timesteps
         if not isinstance(steps, str) and not 1 <= steps <= T:
@@ -254,7 +255,7 @@ class GaussianDiffusion:
         return (x_t - at.sqrt_alpha_bar * x0) / at.sqrt_one_minus_alpha_bar
 
     def target(self, x0, x_t, t, noise):
-        """The output of a perfect model."""
+        """What the model should output, (N, C, H, W)."""
         if self.objective == "eps":
             return noise
         if self.objective == "x0":
@@ -265,7 +266,7 @@ class GaussianDiffusion:
         return at.sqrt_alpha_bar * noise - at.sqrt_one_minus_alpha_bar * x0
 
     def predict(self, model, x_t, t, **cond):
-        """The model's output at x_t, in fp32: the objective (N, C, H, W), and a learned variance's channels or none."""
+        """The model's output at x_t in fp32: the objective (N, C, H, W), and C channels of a learned variance or 0."""
         out = model(x_t, self.at(t).model_t.flatten(), **cond).float()
         return out.tensor_split([x_t.shape[1]], dim=1)
 
@@ -281,8 +282,8 @@ class GaussianDiffusion:
         return at.sqrt_alpha_bar * x_t - at.sqrt_one_minus_alpha_bar * prediction
 
     def p_mean_variance(self, prediction, log_variance, x_t, t, clip=False):
-        """mean and log_variance of p(x_{t-1} | x_t), and x0, for the model's output: (N, C, H, W); a fixed log_variance
-        has the shape (N, 1, 1, 1)."""
+        """mean and log_variance of p(x_{t-1} | x_t), and x0, from the model's output: (N, C, H, W) each; a fixed
+        log_variance is (N, 1, 1, 1)."""
         at = self.at(t)
         x0 = self.predict_x0(prediction, x_t, t)
         if clip:
@@ -300,14 +301,14 @@ class GaussianDiffusion:
         return mean, log_variance, x0
 
     def denoise(self, model, x_t, t, **cond):
-        """p_mean_variance at the model's output, clipped as in sampling and bits/dim."""
+        """p_mean_variance of the model's output, for sampling and bits/dim: clipped if clip_denoised."""
         out = self.predict(model, x_t, t, **cond)
         return self.p_mean_variance(*out, x_t, t, self.clip_denoised)
 
     def vb_term(self, p, x0, x_t, t):
         """Term t of the variational bound (Ho et al. eq. 5) in bits/dim (N,): KL, or at t = 0 -log p(x_0 | x_1).
 
-        `p`: of p_mean_variance.
+        `p`: from p_mean_variance.
         """
         mean, log_variance, _ = p
         kl = normal_kl(*self.q_posterior(x0, x_t, t), mean, log_variance)
@@ -317,9 +318,9 @@ class GaussianDiffusion:
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
-        kl: term t of the bound. rescaled_kl: T times that, whose mean over t is the whole bound. mse: the squared error
-        of the prediction, plus vb if the variance is learned (IDDPM eq. 16); the gradient of vb reaches only the
-        variance. rescaled_mse: the same, with vb times T / 1000.
+        kl: term t of the bound. rescaled_kl: T times kl, whose mean over t is the whole bound. mse: the squared error
+        of the prediction, plus vb if the variance is learned; the gradient of vb reaches only the variance.
+        rescaled_mse: the same, with vb times T / 1000 (IDDPM eq. 16).
         """
         x_t = self.q_sample(x0, t, noise)
         prediction, log_variance = self.predict(model, x_t, t, **cond)
@@ -384,8 +385,8 @@ class GaussianDiffusion:
     ):
         """Images (N, C, H, W) from x_T = noise. `denoiser`: see make_denoiser.
 
-        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`, of
-        sampling/draw.py: an image to start from at a later step, and the part of it to put back after each step.
+        `steps`: see respaced; eta is ddim's. Step i = 1 ... steps calls progress(i, steps, predicted x0). `known`
+        (Known in sampling/draw.py): an image to start from at a later step, and the part to restore after each step.
         """
         process = self.respaced(steps)
         T = process.num_timesteps

@@ -1,4 +1,4 @@
-"""Guidance: from a trained model to the denoiser that a sampler calls."""
+"""Guidance: turn a trained model into the denoiser that a sampler calls."""
 
 import math
 
@@ -9,7 +9,7 @@ from nanodiff.conditions import null_condition
 
 
 def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]:
-    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: the setting's."""
+    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
     try:
         low, high = (float(x) for x in text.split(","))
     except ValueError:
@@ -20,7 +20,7 @@ def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]
 
 
 def learns_guidance(config: dict, step: float = math.inf) -> bool:
-    """True if a run with these settings has taught the model cfg_scale's guidance by `step`: samples then need none."""
+    """True if a run with these settings has taught the model guidance by `step`, so that samples need none."""
     guided_from = config.get("guided_from", 1.0)
     if config.get("objective", "").startswith("flow_map"):
         return True
@@ -28,7 +28,7 @@ def learns_guidance(config: dict, step: float = math.inf) -> bool:
 
 
 def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> str:
-    """Why the model that a run with these settings has at `step` cannot guide itself; "" if it can."""
+    """Why the model of a run with these settings cannot be guided at `step`; "" if it can."""
     if learns_guidance(config, step):
         return "the model has learned guidance"  # and would be guided twice
     if not has_condition or config["label_drop"] == 0:
@@ -37,10 +37,10 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
 
 
 def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> tuple[float, tuple[float, float]]:
-    """The guidance that samples get: its scale, and an interval of t.
+    """The scale of the guidance that samples get, and its interval of t.
 
-    `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored, and a line says so of those
-    that are `given`.
+    `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in
+    `given`.
     """
     interval = parse_interval(cfg_interval)
     if not 0 <= cfg_scale <= 100:
@@ -56,11 +56,11 @@ def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> t
 def make_denoiser(model, cond: dict, settings):
     """denoiser(x_t, model_t, at) -> guided prediction; `cond`, the model's other inputs (see conditioning), is bound.
 
-    `at`: the t of all images, a float in [0, 1]. To read it from the tensor, the host would have to wait for a GPU.
+    `at`: the t of all images, a float in [0, 1]. Reading it from a tensor would wait for the GPU.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): null + cfg_scale (class - null), in one forward
     pass of twice the batch, where t is in cfg_interval (Kynkaanniemi et al. 2024, arXiv:2404.07724). It guides the
-    first cfg_channels of the prediction; 0 means as many as x_t has, which leaves out a learned variance.
+    first cfg_channels of the prediction; 0 = as many as x_t has, so without a learned variance.
     """
     cfg_scale = settings.cfg_scale
     if cfg_scale != 1:
@@ -83,7 +83,7 @@ def make_denoiser(model, cond: dict, settings):
 
 
 def with_and_without(predict, x_t, t, cond: dict, null: dict):
-    """predict(x_t, t, **cond), and the same with `null` for the condition, in one pass of twice the batch; fp32."""
+    """predict(x_t, t, **cond), and the same with `null` instead, in one pass of twice the batch; both in fp32."""
     both = {}
     for name, value in cond.items():
         both[name] = torch.cat([value, null.get(name, value)])

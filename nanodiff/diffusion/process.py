@@ -1,4 +1,4 @@
-"""Build a diffusion process from settings; the one table of samplers for scripts, help, page and tests."""
+"""Build a diffusion process from settings; the table of all samplers."""
 
 from dataclasses import fields
 
@@ -14,9 +14,9 @@ SAMPLERS = flow_map.SAMPLERS | gaussian.SAMPLERS  # name -> step function, whose
 
 
 def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
-    """The process of config["objective"]: flow matching, a flow map or, by eps, x0, x_prev or v, Gaussian diffusion.
+    """The process of config["objective"]: flow matching, a flow map, or for eps, x0, x_prev and v Gaussian diffusion.
 
-    `facts`: a codec's; predictions of x0 are clipped to [-1, 1] for images, not for latents.
+    `facts`: a codec's description. Gaussian diffusion clips predictions of x0 to [-1, 1], except for latents.
     """
     objective = config["objective"]
     kind = GaussianDiffusion
@@ -30,7 +30,7 @@ def make_process(config: dict, facts: dict) -> FlowMatching | GaussianDiffusion:
 
 
 def choose_sampler(process, sampler: str, steps: int | str, eta: float = 0.0) -> str:
-    """Resolve "auto"; refuse now what process.sample would fail on later. `steps`: a number, or a respacing."""
+    """Resolve "auto", and refuse what process.sample would fail on. `steps`: a number, or a respacing."""
     if sampler == "auto":
         sampler = process.default_sampler
     if sampler not in process.samplers:

@@ -3,7 +3,7 @@
 t, weight = timesteps.sample(u)  # (N,) each, for u (N,) uniform in [0, 1): t and the weight of each image's loss
 timesteps.update(t, losses)  # unweighted losses (N,); called by every rank with the same N; may wait for the GPU
 
-A new distribution is a function of u and the process, and its entry in the table of the processes that it is for.
+To add a distribution, write a function of u and the process, and enter it in the table for its kind of process.
 """
 
 import math
@@ -16,7 +16,7 @@ from nanodiff.dist import collective
 
 
 def unit(t, process):
-    """t as a fraction of its range, in [0, 1]."""
+    """t as a fraction of its range: in [0, 1]."""
     if process.is_gaussian:
         return t / process.num_timesteps
     return t
@@ -47,15 +47,15 @@ def bell(u, process):
 
 
 def logit_normal(u, process):
-    """Sigmoid of N(0, timestep_std^2), shifted: more of the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
+    """Sigmoid of N(0, timestep_std^2), shifted: favours the middle (Esser et al. 2024, arXiv:2403.03206, eq. 19)."""
     z = process.timestep_std * math.sqrt(2) * torch.erfinv(2 * u - 1)  # the inverse CDF; MPS lacks torch.special.ndtri
     t = process.shift(torch.sigmoid(z))
     return t, torch.ones_like(u)
 
 
 def mixed(u, process):
-    """Nine tenths logit-normal, one uniform, shifted. Samples start at t = 1; logit-normal alone draws t > 0.98 for one
-    image in 20,000."""
+    """Nine tenths logit-normal, one tenth uniform, shifted. Samples start at t = 1, but logit-normal alone draws
+    t > 0.98 for one image in 20,000."""
     z = torch.linspace(-12, 12, 4097, dtype=torch.float64)  # logit(t)
     cdf = 0.9 * torch.special.ndtr(z / process.timestep_std) + 0.1 * torch.sigmoid(z)
     z, cdf = torch.stack([z, cdf]).float().to(u.device, non_blocking=True)
@@ -91,7 +91,7 @@ class Timesteps(torch.nn.Module):
 class LossSecondMoment(Timesteps):
     """p_t proportional to sqrt(E[L_t^2]) over the last `length` losses at each t (IDDPM, arXiv:2102.09672, eq. 18).
 
-    Uniform until each t has that many, then with a `uniform_prob` share of uniform. All ranks keep the same history.
+    Uniform until each t has `length` losses; then a share `uniform_prob` is. All ranks keep the same history.
     """
 
     length = 10
