@@ -1,4 +1,4 @@
-"""How a step's images are dealt out: to ranks, to micro-steps, as many at a time as fit into memory."""
+"""Divide a step's images among ranks and micro-steps, as many at a time as fit into memory."""
 
 import torch
 import torch.distributed as dist
@@ -8,13 +8,12 @@ from nanodiff.conditions import some_conditions
 from nanodiff.diffusion.timesteps import make_timesteps
 from nanodiff.dist import over_ranks
 
-# Fraction of a GPU's memory that the search may take. The rest is for gradients in exchange and the optimizer's
-# temporaries
+# Fraction of a GPU's memory that the search may take; the rest is for the exchange of gradients and the optimizer
 MEMORY_TRIED = 0.95
 
 
 def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tuple[int, int]:
-    """(images per forward pass of one rank, at most its share of the step; micro-steps)."""
+    """(images per forward pass of one rank, at most its share of the step; number of micro-steps)."""
     device_batch_size = min(device_batch_size, max(total_batch_size // world, 1))
     at_once = device_batch_size * world
     if total_batch_size % at_once:
@@ -28,7 +27,7 @@ def cut_batch(total_batch_size: int, device_batch_size: int, world: int) -> tupl
 def memory_line(model, optim, ema, images: int) -> str:
     """A line that estimates a rank's memory in GiB.
 
-    A compiled DiT in bf16 has 39 bytes of activations per token, width and block, measured on an H100 (d12, d24).
+    A compiled DiT in bf16 has 39 bytes of activations per token, channel and block, measured on an H100 (d12, d24).
     """
     config = model.config
     what = "weights, gradients, optimizer and averages"
@@ -51,16 +50,16 @@ def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -
     found = largest_batch(model, process, shape, autocast, optim, sizes)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.reset_peak_memory_stats()  # the run's own is to be reported
+    torch.cuda.reset_peak_memory_stats()  # the run reports its own peak
     return found
 
 
 def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int]) -> int:
-    """The largest of the ascending `sizes` that fits into memory on every rank.
+    """A collective: the largest of the ascending `sizes` that fits into memory on every rank.
 
-    Tries forward and backward passes of the uncompiled model, after optimizer and averages have theirs: as long as two
-    to four steps. Compiled it needs less, so that twice as many may fit (d12 on 80 GB: 512, found 256): compiling for
-    each size would take half a minute. A collective.
+    Tries forward and backward passes of the uncompiled model, once optimizer and averages have their memory: this takes
+    as long as two to four steps. The compiled model may fit twice as many images (d12 on 80 GB: 512, found 256), but
+    compiling for each size would take half a minute.
     """
     device = next(model.parameters()).device
 

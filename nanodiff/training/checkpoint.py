@@ -1,12 +1,12 @@
-"""Checkpoints that survive a kill: hashed while they are written to a temporary folder, renamed; verified before use. A
-thread writes them while training continues.
+"""Checkpoints that survive a kill: written to a temporary folder, hashed meanwhile, then renamed; verified before use.
+A thread writes them while training continues.
 
 runs/<tag>/checkpoints/step_000500/
-    model.safetensors  ema_0.999.safetensors       weights, each with what they are in its metadata: an export
+    model.safetensors  ema_0.999.safetensors       weights; their metadata describes them, so each file is an export
     optim.pt  train.pt                             to resume: for torch.load(weights_only=True)
     meta.json                                      to resume: step, settings, model config, loop state
     manifest.json                                  size and SHA-256 of each file above: written last
-runs/<tag>.left_.../                               the steps that --resume=STEP has left
+runs/<tag>.left_.../                               what --resume=STEP has put aside: see go_back
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def save_checkpoint(
     meta: dict,
     keep: int = -1,
 ) -> Path:
-    """Write checkpoints/step_<step>, with a file for each of `tensors`: weights, and optim and train; on rank 0.
+    """On rank 0: write checkpoints/step_<step>, with a file for each of `tensors` (weights, optim, train).
 
     Then delete the oldest checkpoints beyond `keep` (-1 keeps all).
     """
@@ -52,7 +52,7 @@ def save_checkpoint(
     final = parent / f"step_{step:06d}"
     manifest = {}
     try:
-        parent.mkdir(exist_ok=True)  # not its parents: a run that was moved while it trains ends here
+        parent.mkdir(exist_ok=True)  # without its parents: fails if the run's folder was moved during training
         temporary.mkdir()
         for name, value in tensors.items():
             if name in ("optim", "train"):
@@ -65,7 +65,7 @@ def save_checkpoint(
         write_json(temporary / "meta.json", meta, manifest)
         write_json(temporary / "manifest.json", manifest)
         with contextlib.suppress(FileNotFoundError):
-            fsync_dir(run_dir / "metrics.jsonl")  # no checkpoint without the lines before it
+            fsync_dir(run_dir / "metrics.jsonl")  # a checkpoint's log lines are on the disk before it
         publish_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -84,7 +84,7 @@ def prune(run_dir: Path, step: int, keep: int) -> None:
 
 
 def intact_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints whose files are there, hashes not compared."""
+    """Steps of the checkpoints whose files have the right sizes; hashes are not compared."""
     return [s for s, path in list_checkpoints(run_dir) if not why_corrupt(path, hashes=False)]
 
 
@@ -93,7 +93,7 @@ class Saver:
 
     def __init__(self, step: int = -1):
         self.step = step
-        self.thread = ThreadPoolExecutor(1)  # at its end, the process waits for it
+        self.thread = ThreadPoolExecutor(1)  # the process waits for it before it exits
         self.running = None  # the save in progress
 
     def start(self, *args) -> None:
@@ -101,12 +101,12 @@ class Saver:
         self.running = self.thread.submit(save_checkpoint, *args)
 
     def check(self, waiting: bool = False) -> None:
-        """Report a save that has ended, or whose end is awaited; raise its error, if any. Call at every step."""
+        """Report a save that has ended (`waiting`: wait for its end), or raise its error. Call at every step."""
         if self.running and (waiting or self.running.done()):
             saved = self.running
             self.running = None
             print0(f"saved {saved.result()}")
-            free_host_memory()  # the memory in which the copies were pinned
+            free_host_memory()  # of the copies
 
     @collective("the end of rank 0's save")
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class Saver:
 
 
 def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*") -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, oldest first, not verified; with another `pattern` also of grids."""
+    """(step, folder) of every checkpoint, oldest first, not verified. Another `pattern` may also find grids."""
     found = []
     for path in run_dir.glob(pattern):
         if match := re.fullmatch(r"step_(\d{6,})", path.stem):
@@ -125,7 +125,7 @@ def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*") -> list
 
 
 def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
-    """The newest intact checkpoint, or that of a step; None if the run has none. Corrupt ones are reported."""
+    """The newest intact checkpoint, or that of a step; None if the run has none. Reports and skips corrupt ones."""
     found = list_checkpoints(run_dir)
     if step != "newest":
         steps = ", ".join(str(s) for s, _ in found) or "none"
@@ -143,7 +143,7 @@ def find_checkpoint(run_dir: Path, step: int | str = "newest") -> Path | None:
 
 
 def find_weights(run_dir: Path, step: int | str = "newest", ema: str = "") -> Path:
-    """The file of weights in the checkpoint that find_checkpoint finds: a rate, "raw", or "" for the first rate."""
+    """The file of weights in the checkpoint from find_checkpoint. `ema`: a rate, "raw", or "" for the first rate."""
     checkpoint = find_checkpoint(run_dir, step)
     if checkpoint is None:
         raise UserError(f"{run_dir} holds no checkpoint")
@@ -166,14 +166,14 @@ def run_folder(model_tag: str) -> Path:
 
 
 def lock_run(run_dir: Path):
-    """One trainer at a time. Clears away what a killed one left half written."""
+    """Let only one process train the run, and remove the unfinished files of a killed one."""
     busy = f"another process is training in {run_dir}; stop it or choose another model_tag"
     leftovers = ".config.json.* .metrics.jsonl.* .report.html.* samples/.step_* checkpoints/.*tmp-*"
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
 
 
 def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
-    """The checkpoint that a run resumes from and its meta.json, or (None, {}) to start; a collective.
+    """A collective: the checkpoint that a run resumes from and its meta.json, or (None, {}) for a new run.
 
     `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.
     """
@@ -181,7 +181,7 @@ def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
     checkpoint = None
     if rank == 0:
         checkpoint = find_checkpoint(run_dir)
-        # A command that has gone back, and was killed since, resumes from its own newest checkpoint
+        # A command that went back and was killed later resumes from its own newest checkpoint
         if resume.isdigit() and not (checkpoint and load_meta(checkpoint).get("command") == sys.argv[1:]):
             checkpoint = find_checkpoint(run_dir, resume)
     checkpoint = from_first_rank(checkpoint, "the checkpoint to resume from")
@@ -208,8 +208,8 @@ def go_back(run_dir: Path, step: int) -> None:
 
 
 def way_back(run_dir: Path, step: int, is_compiled: bool) -> str:
-    """What to try when the gradient of `step` is not finite. The newest checkpoint may hold what exploded: the one to
-    resume from is older than a logged loss of less than twice the smallest."""
+    """What to try when the gradient of `step` is not finite. As the newest checkpoint may already be diverging, this
+    suggests one before the last logged loss that was below twice the smallest."""
     if step == 0:
         return "try --compile=False" if is_compiled else "try --dtype=float32"
     lowest, sane = math.inf, 0
@@ -231,11 +231,11 @@ def trim_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    place = end = 0  # of the last line that stays
+    place = end = 0  # in bytes; end: of the last line that stays
     with open(path, "rb") as file:
         for text in file:
             place += len(text)
-            found = re.match(rb'{"step": (\d+)\b.*}\n', text)  # log.py writes it first; to parse all takes long
+            found = re.match(rb'{"step": (\d+)\b.*}\n', text)  # "step" comes first; parsing the JSON would be slow
             if found and int(found[1]) < step + (b'"train/loss"' in text):
                 end = place
     os.truncate(path, end)

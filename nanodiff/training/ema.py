@@ -24,9 +24,9 @@ def parse_rates(rates: str) -> tuple[float, ...]:
 class EMA:
     """average <- rate * average + (1 - rate) * weights, in fp32, of every parameter, for each of `rates`.
 
-    With `ramp` the rate of step s is min(rate, (1 + s) / (10 + s)), so that an average soon forgets the initial weights
-    (TensorFlow's ExponentialMovingAverage with num_updates). An average starts as the weights. Each rank averages its
-    share of the optimizer's buffers: the ranks together read and write every average once per step.
+    An average starts as the weights. With `ramp` the rate of step s is min(rate, (1 + s) / (10 + s)), so that it soon
+    forgets them (TensorFlow's ExponentialMovingAverage with num_updates). Each rank averages its share of the
+    optimizer's buffers.
     """
 
     @torch.no_grad()
@@ -41,14 +41,14 @@ class EMA:
         self.ramp = ramp
         self.optim = optim
         self.buffers = optim.buffers
-        kept = model.state_dict()  # a model with adapters averages only these
+        kept = model.state_dict()  # of a model with adapters, only what learns
         self.frozen = {name: p for name, p in model.named_parameters() if name in kept and not p.requires_grad}
         self.weights = [buffer.own for buffer in self.buffers]
         self.averages = {rate: [own.clone() for own in self.weights] for rate in self.rates}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step number `step` (1, 2, ...)."""
+        """Average in the weights after optimizer step number `step` (1, 2, ...)."""
         for rate, averages in self.averages.items():
             if self.ramp:
                 rate = min(rate, (1 + step) / (10 + step))
@@ -56,10 +56,11 @@ class EMA:
 
     @contextmanager
     def applied(self, model: torch.nn.Module):
-        """Inside, the model is in eval mode with the average of the first rate, if any; then its own weights return.
+        """A collective: inside, the model is in eval mode with the average of the first rate, if any; then its own
+        weights return.
 
-        A collective. Values are copied in place, so a compiled model and the optimizer's views stay valid; autocast
-        would keep the copies that it has cast before. Do not update inside.
+        Values are copied in place, so a compiled model and the optimizer's views stay valid; autocast's cached copies
+        do not, so they are cleared. Do not update inside.
         """
         training = model.training
         self.optim.wait_weights()
@@ -81,7 +82,7 @@ class EMA:
     @collective("the all-gather of the averaged weights")
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"ema_0.999": {name: average, on the CPU}}; a collective. Whole on rank 0 alone."""
+        """A collective: {"ema_0.999": {name: average, on the CPU}}; complete only on rank 0."""
         state = {}
         for rate, averages in self.averages.items():
             named = host_copy(self.frozen)

@@ -28,15 +28,15 @@ def quartile_sums(t, values, weight, process) -> torch.Tensor:
 
 
 class Meter:
-    """Losses and times between two log lines, and the lines themselves."""
+    """Collects losses and times between two log lines, and makes the lines."""
 
     def __init__(self, process, device: torch.device, progress: dict):
         self.process = process
         self.device = device
         self.progress = progress  # the counters that a resume restores
-        self.shapes = set()  # of images so far; the first step of each shape compiles and does not count in speeds
+        self.shapes = set()  # of images so far; a shape's first step compiles, and counts in speeds only if logged
         self.parts = []  # current step: t and loss of each micro-batch, (B,) each
-        self.wall_steps = 0  # since wall_start, with evaluations and saves between them: for what is left
+        self.wall_steps = 0  # steps since wall_start, which includes evaluations and saves: for the time left
         self.near_noise = math.inf  # running loss in the last quarter of t; falls at once, rises slowly
         self.restart()
 
@@ -49,12 +49,12 @@ class Meter:
         self.data_seconds = 0.0
 
     def state_dict(self) -> list[dict]:
-        """Each rank's sums for the next line; a collective. Empty except on rank 0."""
+        """A collective: each rank's sums for the next line; empty except on rank 0."""
         sums = host_copy(self.sums)  # add() changes them while a checkpoint is written
         return gather_objects({"images": self.num_images, "sums": sums})
 
     def load_state_dict(self, state: list[dict]) -> None:
-        """Deal the states out to any number of ranks."""
+        """Share the states out among any number of ranks."""
         rank, _, world = get_dist()
         if state:
             self.num_images = state[0]["images"]
@@ -67,8 +67,8 @@ class Meter:
         self.step_data_seconds = 0.0
 
     def add(self, t, weight, terms: dict[str, torch.Tensor], data_seconds: float) -> None:
-        """A micro-batch: its t (unless the terms hold another), weights and loss terms, (B,) each, and how long it
-        waited for the loader."""
+        """Add a micro-batch: its t (unless the terms have their own), weights and loss terms, (B,) each, and how long
+        it waited for the loader."""
         t = terms.pop("t", t)
         for name, x in terms.items():
             self.sums[name] += quartile_sums(t, x, weight, self.process)
@@ -83,7 +83,7 @@ class Meter:
         return t, losses
 
     def end_step(self, shape: torch.Size, log_now: bool) -> None:
-        """Stop the clock. The device is waited for where its time will be read; elsewhere steps stay queued."""
+        """Stop the clock. Waits for the device only where the time will be read, so that other steps stay queued."""
         is_first = shape not in self.shapes
         self.shapes.add(shape)
         if log_now or is_first:
@@ -103,10 +103,10 @@ class Meter:
         self.data_seconds += self.step_data_seconds
 
     def line(self, step: int, total_batch_size: int, flops_per_image: float, peak_flops: float) -> dict:
-        """Return the metrics since the last line and reset them; a collective. `peak_flops`: of all devices.
+        """A collective: return the metrics since the last line and reset them. `peak_flops`: of all devices.
 
-        Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t); of a Gaussian
-        diffusion also mse_q0 ... and vb_q0 ...; on this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
+        Over all ranks: loss, loss_q0 to loss_q3 (by quarter of t), for Gaussian diffusion also mse_q0 ... and vb_q0 ...
+        On this rank: dt_ms, data_ms (waiting for data), images_per_sec, mfu.
         """
         dt_s = self.seconds / self.steps
         img_per_sec = total_batch_size / dt_s
@@ -118,8 +118,7 @@ class Meter:
             "train/dt_ms": 1000 * dt_s,
             "train/data_ms": 1000 * self.data_seconds / self.steps,
             "train/images_per_sec": img_per_sec,
-            # Model FLOPs utilisation: the FLOPs that forward and backward need (without recomputation), as a
-            # percentage of the peak of all devices
+            # Model FLOPs utilisation: FLOPs of forward and backward, without recomputation, in percent of the peak
             "train/mfu": 100 * flops_per_image * img_per_sec / peak_flops,
         }
         line |= self.mean_losses()
@@ -132,8 +131,8 @@ class Meter:
         return line
 
     def mean_losses(self) -> dict[str, float]:
-        """{"train/loss": mean over ranks and steps, "train/loss_q0": mean in the first quarter of t, ...}, with
-        importance weights; the same for the other terms."""
+        """{"train/loss": weighted mean over ranks and steps, "train/loss_q0": the same in the first quarter of t, ...};
+        also the quarters of the other terms."""
         total = over_ranks(self.sums["loss"].sum(1).cpu().double())
         found = {"train/loss": float(total[0]) / self.num_images}
         for name, sums in self.sums.items():
@@ -143,7 +142,7 @@ class Meter:
         return found
 
     def console(self, line: dict, num_iterations: int) -> str:
-        """The line to print. The minutes that are left go by the wall clock: evaluations and saves count."""
+        """The line to print. The minutes left include evaluations and saves."""
         step = line["step"]
         dt_ms = line["train/dt_ms"]
         seconds_per_step = dt_ms / 1000
@@ -177,7 +176,7 @@ def check_wandb(run: str) -> None:
 
 
 def record(path: Path, described: dict, step: int) -> None:
-    """Write config.json. A run that resumes from `step` with other settings appends them to its list "changes"."""
+    """Write config.json. A run that resumes with other settings appends them to its list "changes"."""
     past = described | {"changes": []}
     if step and path.exists():
         try:
@@ -212,7 +211,7 @@ class RunLog:
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
-        prune(run_dir, step, config["checkpoints_kept"])  # a save killed before that
+        prune(run_dir, step, config["checkpoints_kept"])  # in case a save was killed before it did so
         self.file = open(run_dir / "metrics.jsonl", "a")
         if run != "dummy":
             import wandb
@@ -234,7 +233,7 @@ class RunLog:
             self.wandb.log(finite, step=finite["step"])
 
     def evaluation(self, step: int, found: dict) -> str:
-        """Log the figures val/... of an evaluation. Returns the line to print."""
+        """Log an evaluation's figures, val/... -> the line to print."""
         self.metrics({"step": step} | found)
         shown = {key.removeprefix("val/"): f"{x:.4f}" for key, x in found.items() if math.isfinite(x)}
         quarters = [shown.pop(f"loss_q{i}", "-") for i in range(4)]
@@ -244,7 +243,7 @@ class RunLog:
         return f"step {step:,} | {' | '.join(map(' '.join, shown.items()))}"
 
     def grid(self, grid, step: int) -> None:
-        """Write a picture (H, W, C) uint8 to samples/, wandb and, if any, the terminal."""
+        """Write a picture (H, W, 3) uint8 to samples/ and wandb."""
         if self.file is None:
             return
         png = encode_png(grid)
@@ -260,7 +259,7 @@ class RunLog:
 
 
 def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: torch.device, saved: bool) -> None:
-    """Print a summary, and leave together with the other ranks. `saved`: there is a checkpoint of this step."""
+    """Print a summary, and leave together with the other ranks. `saved`: this step has a checkpoint."""
     if log.wandb:
         log.wandb.finish()
     if stopping:

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model's blocks, AdamW for the rest: which parameters learn by which, and each update."""
+"""Muon for the matrices of a model's blocks, AdamW for the rest: their parameters and their updates."""
 
 import re
 
@@ -35,7 +35,7 @@ def polar_express(X: torch.Tensor) -> torch.Tensor:
     """(K, m, n) from `normalised` -> (K, m, n): nearly U V^T of each matrix X = U S V^T.
 
     Singular values above 1e-3 end within [0.98, 1.01]. Two cheaper forms were too inexact in bf16 (runs/LOG.md): two
-    steps at a time on the Gram matrix, and a on the diagonal of B, which saves the copy that baddbmm makes of X.
+    steps at a time on the Gram matrix, and adding a to B's diagonal, which saves baddbmm's copy of X.
     """
     tall = X.size(-2) > X.size(-1)
     if tall:
@@ -65,10 +65,10 @@ def pays_to_compile(device: torch.device) -> bool:
 class Muon:
     """Momentum, Nesterov's look-ahead, polar factor (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Computes in bf16 where that is native.
+    The polar factor is computed in bf16 where the device has it.
     """
 
-    keeps = ("momentum",)  # tensors beside each parameter
+    keeps = ("momentum",)  # state tensors per parameter
 
     def __init__(self, device: torch.device, compile: bool):
         self.dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
@@ -82,7 +82,7 @@ class Muon:
     def update(self, group: dict, step: int, finite, P, G, M) -> None:
         """Update matrices P (K, m, n) and their momenta M by gradients G, at step 1, 2, ...
 
-        If not `finite`, a bool on their device, P stays. The rate scales with sqrt(max(1, m / n)).
+        If not `finite`, a bool on their device, P stays, but not M. The rate scales with sqrt(max(1, m / n)).
         """
         rows, cols = P.shape[1:]
         mu = min(MOMENTUM, 0.85 + (MOMENTUM - 0.85) * (step - 1) / MOMENTUM_WARMUP)
@@ -103,8 +103,8 @@ class AdamW:
         self.beta2 = beta2
 
     def update(self, group: dict, step: int, finite, *tensors) -> None:
-        """`tensors`: weights of any shape, gradients, exp_avg, exp_avg_sq. Update all but the gradients, at step 1, 2,
-        ... if `finite`."""
+        """Update weights of any shape, exp_avg and exp_avg_sq by gradients, at step 1, 2, ... if `finite`. `tensors`:
+        weights, gradients, exp_avg, exp_avg_sq."""
         before = torch.full((), step - 1.0, device=finite.device)  # fp32; the kernel adds 1
         adamw(
             *([x] for x in tensors),
@@ -128,10 +128,10 @@ NOT_MUON = r"\w+_emb(ed)?\.|vector_|input_blocks\.0\.|final\.|out\.|.*\.ada\."
 
 
 def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: float, weight_decay: float) -> list[dict]:
-    """The parameters of a model that learn, by what updates them: an Optimizer's groups.
+    """Sort the parameters that learn into an Optimizer's groups.
 
-    "muon": Muon at `muon_lr` for the blocks' matrices except adaLN's, convolutions as (out, rest); AdamW at `lr` for
-    the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
+    "muon": Muon at `muon_lr` for the blocks' matrices except adaLN's, with convolutions as (out, rest); AdamW at `lr`
+    for the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
     """
     matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
     vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
@@ -162,7 +162,7 @@ class LossScaler:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.lg_loss_scale = 20.0
-        self.skipped = False  # the last step
+        self.skipped = False  # was the last step?
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         if not self.enabled:
@@ -177,7 +177,7 @@ class LossScaler:
 
     @property
     def can_skip(self) -> bool:
-        """May this step overflow? Below a scale of 1 another reason is likelier."""
+        """May this step overflow? Below a scale of 2 another reason is likelier."""
         return self.enabled and self.lg_loss_scale >= 1
 
     def update(self, overflow: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which settings a run refuses: those that its data leave nothing to do, and changed ones when it resumes."""
+"""Refuse settings that do not fit a run's data, and changed ones when it resumes."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FREE = set(
     """.split()
 )
 
-# Settings that it may change with --resume=changed or --resume=STEP. All others make the model what it is: fixed
+# Settings that it may change with --resume=changed or --resume=STEP. All others are fixed
 RATES = set(
     """
     num_iterations num_epochs target_flops target_param_data_ratio lr muon_lr weight_decay beta2 grad_clip
@@ -58,9 +58,9 @@ def check_settings(checkpoint: Path, meta: dict, config) -> None:
 
 
 def refuse_useless(config, description: dict, conditions: list[str], is_resumed) -> None:
-    """UserError for settings of base_train that the data or the model leave nothing to do.
+    """Raise UserError for settings of base_train that do not fit the data or each other.
 
-    `config`: a configurator.Config; `description`: of the codec; `conditions`: those that training drops.
+    `config`: a configurator.Config; `description`: the codec's; `conditions`: those that training drops.
     """
     is_map = config["objective"].startswith("flow_map")
     is_latent = description["kind"] == "latents"

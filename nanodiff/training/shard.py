@@ -23,10 +23,11 @@ def align(n: int) -> int:
 
 
 def plan_buffer(params, kind: str, world: int):
-    """(offset of each parameter, length of a share, what each share updates at once: {shape: [start, end]}).
+    """(offset of each parameter, length of a share, per share the batches that are updated at once: {shape: [start,
+    end]}).
 
-    AdamW's shares may cut through a parameter. Muon needs whole matrices: the rank that has the least gets the next
-    largest. Matrices of one shape lie side by side, to be updated as one batch.
+    AdamW's shares may cut through a parameter. Muon needs whole matrices: the next largest goes to the rank with the
+    least so far. Matrices of one shape lie side by side, to be updated as one batch.
     """
     sizes = [p.numel() for p in params]
     if kind != "muon":
@@ -98,7 +99,7 @@ class Buffer:
         self.grad_dtype = grad_dtype
         self.names = list(params)
         self.params = list(params.values())
-        self.missing = len(params)  # gradients that backward has still to compute
+        self.missing = len(params)  # gradients that backward has yet to compute
         self.work = None  # handle of the running reduce-scatter of gradients, or all-gather of weights
         self.offsets, share, batches = plan_buffer(self.params, group["kind"], world)
         self.batches = batches[rank]
@@ -111,12 +112,12 @@ class Buffer:
             p.data = view.copy_(p)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `flat`, laid out like the weights, that belong to each parameter."""
+        """Each parameter's part of `flat`, a tensor laid out like the weights."""
         return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
     @collective("the reduce-scatter of the gradients")
     def reduce_grads(self) -> None:
-        """Start to sum the gradients over ranks: this rank's share of the sum goes into `grad`."""
+        """Start to sum the gradients over ranks; this rank's share of the sum goes into `grad`."""
         self.wait()
         for name, p, view in zip(self.names, self.params, self.views(self.flat)):
             if p.data_ptr() != view.data_ptr():
@@ -125,7 +126,7 @@ class Buffer:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.views(full), grads)
         for p in self.params:
-            p.grad = None  # 4 bytes a parameter, while backward computes the next
+            p.grad = None  # frees 4 bytes per parameter while backward computes the next
         if self.world == 1:
             self.grad = full
             return
@@ -152,7 +153,7 @@ class Buffer:
         return all_gather(flat, share, async_op=True)
 
     def gathered(self, share: torch.Tensor) -> torch.Tensor:
-        """Every rank's `share`, in the layout of `flat`; a collective."""
+        """A collective: every rank's `share`, in the layout of `flat`."""
         if self.world == 1:
             return share
         full = torch.empty_like(self.flat)
@@ -160,7 +161,7 @@ class Buffer:
         return full
 
     def named(self, share: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
-        """{prefix + name: part} of every rank's `share`, copied to the CPU; a collective. Empty except on rank 0."""
+        """A collective: {prefix + name: part} of every rank's `share`, copied to the CPU; empty except on rank 0."""
         full = self.gathered(share)
         if self.mine.start > 0:
             return {}
@@ -175,12 +176,12 @@ class Buffer:
 
 
 class Optimizer:
-    """Updates the param_groups of a model that is already on its device, in fp32; a collective.
+    """Updates the param_groups of a model that is already on its device, in fp32. Making one is a collective.
 
     `sync_grads(); step(grad_scale); norm, stop = read_norm(); zero_grad()`; the groups' "lr" may be set before a step.
     `grad_dtype`: dtype of the gradients that ranks exchange, and of their sum.
-    Set last_micro_step before a step's last backward: then each buffer's exchange starts as soon as its gradients are
-    there. sync_grads starts the others.
+    If last_micro_step is set before a step's last backward, each buffer's exchange starts as soon as its gradients are
+    there; else sync_grads starts it.
     """
 
     @collective("the broadcast of the first weights")
@@ -202,7 +203,7 @@ class Optimizer:
             for group in groups
             for part in cut_group(group, self.world)
         ]
-        # In backward's order: a buffer is complete at its first parameter. Collectives run in one order on every rank
+        # Backward's order, as a buffer is complete at its first parameter. All ranks must exchange in one order
         order = [name for name, _ in model.named_parameters()]
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
@@ -224,8 +225,8 @@ class Optimizer:
                 self.unsent.pop(0).reduce_grads()
 
     def cast_weights(self, model: torch.nn.Module) -> None:
-        """Have the blocks' linear layers compute with bf16 copies of their weights, until sync_grads. The copies are
-        nodes of autograd, through which every backward of the step reaches the weights."""
+        """Have the blocks' linear layers compute with bf16 copies of their weights until sync_grads. Every backward of
+        the step passes through the copies to the weights."""
         self.wait_weights()
         for name, layer in model.named_modules():
             if name.startswith(BLOCKS) and isinstance(layer, torch.nn.Linear):
@@ -234,10 +235,10 @@ class Optimizer:
 
     @collective("the reduce-scatter of the gradients")
     def sync_grads(self, stop: bool = False) -> torch.Tensor:
-        """Average gradients over ranks: a collective, once a step. Waits for no GPU.
+        """A collective, once per step: average gradients over ranks, without waiting for a GPU.
 
-        Returns, on the device and the same on every rank, the global L2 norm: not finite if any gradient on any rank is
-        not. `stop`: this rank asks to stop.
+        Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
+        `stop`: this rank asks to stop.
         """
         for layer, weight in self.in_fp32:
             layer.weight = weight
@@ -265,7 +266,7 @@ class Optimizer:
         return norm
 
     def read_norm(self) -> tuple[float, bool]:
-        """(norm, whether any rank asked to stop), on the host. Read late, it waits for a GPU that has work queued."""
+        """(norm, whether any rank asked to stop), on the host. Waits for the GPU: call it when work is queued."""
         if self.arrived:
             self.arrived.synchronize()
         norm, num_stopping = self.shared.tolist()
@@ -273,17 +274,17 @@ class Optimizer:
 
     @collective("the all-gather of the weights")
     def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
-        """One update by the gradients of sync_grads times `grad_scale`; a collective. No weight changes if the norm is
-        not finite.
+        """A collective: one update by the gradients of sync_grads times `grad_scale`. If the norm is not finite no
+        weight changes, but Muon's momentum may: the run must end.
 
-        The all-gathers still run at its end: before reading weights other than by the model, call wait_weights.
+        The all-gathers still run when it returns: before reading weights other than by the model, call wait_weights.
         """
         self.steps += 1
         grad_scale = torch.where(self.finite, grad_scale / self.world, 0.0).float()
         torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale)
         for buffer in self.buffers:
             buffer.update(self.steps, self.finite)
-            buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer computes, and the averages
+            buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer and the averages compute
 
     @collective("the all-gather of the weights")
     def wait_weights(self, *_) -> None:
@@ -298,7 +299,7 @@ class Optimizer:
 
     @collective("the gathering of non-finite gradients")
     def not_finite(self) -> str:
-        """The parameter with the largest share of bad gradients, summed over ranks, in words; a collective."""
+        """A collective: the parameter with the largest share of non-finite gradients, summed over ranks, in words."""
         worst = (0.0, "")
         for buffer in self.buffers:
             bad = buffer.gathered(1 - buffer.grad.isfinite().float())
@@ -309,11 +310,11 @@ class Optimizer:
 
     @collective("the all-gather of the optimizer's state")
     def state_dict(self) -> dict:
-        """{"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}; a collective.
+        """A collective: {"step": int, "momentum/<name>" or "exp_avg/<name>" and "exp_avg_sq/<name>": fp32, CPU}.
 
-        Loads on any number of ranks; without parameters except on rank 0.
+        Loads on any number of ranks; has only "step" except on rank 0.
         """
-        self.wait_weights()  # a checkpoint has them too
+        self.wait_weights()  # the checkpoint also holds the weights
         state = {"step": self.steps}
         for buffer in self.buffers:
             for key, share in buffer.state.items():

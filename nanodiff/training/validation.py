@@ -14,13 +14,13 @@ from nanodiff.training.log import quartile_sums
 
 
 def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray]:
-    """`num_images` of a set, spread over it, in batches of at most 1/world of them, so that every rank gets some."""
+    """Indices of `num_images` spread over a set, in batches of at most 1/world of them: every rank gets some."""
     share = math.ceil(num_images / get_dist()[2])
     return val_set.batches(val_set.spread(num_images), min(batch_size, share))
 
 
 def held_out(model, val_set, codec, ids):
-    """x0 of these images, what the model is given, and a generator by the images' indices."""
+    """x0 (n, C, H, W) of these images, the model's conditions, and a generator seeded by the images' indices."""
     generator = StackedGenerator(ids)
     x0, given = codec.read(val_set, ids, next(model.parameters()).device, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
@@ -31,8 +31,8 @@ def validation_loss(model, process, val_set, codec, num_images: int, batch_size:
     """Mean loss over `num_images` of `val_set`, and [mean loss in each quarter of t, NaN if empty].
 
     An image's noise depends on its index, its t on (seed, index): both are the same for any model, number of ranks and
-    batch size. The t of all images are evenly spread quantiles of one distribution, logit-normal for flow matching,
-    uniform for a Gaussian diffusion, whatever training uses, so that runs compare; in a given `t_range`, uniform.
+    batch size. All t together are evenly spread quantiles of one distribution. So that runs compare, it is logit-normal
+    for flow matching and uniform for Gaussian diffusion, whatever training uses; in a given `t_range`, uniform.
     """
     n = min(num_images, len(val_set))
     chosen = val_set.spread(n)
