@@ -1,4 +1,4 @@
-"""Model -> images: settings of the samples, their conditions, a batch of them, a grid. The caller enters autocast."""
+"""Model -> images: how samples are drawn, their conditions, a batch, a grid. The caller enters autocast."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from nanodiff.png import make_grid
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How samples are drawn; make_denoiser explains guidance."""
+    """How samples are drawn; guidance: see make_denoiser."""
 
     steps: int | str = 25  # or a respacing, see gaussian.space_timesteps
     sampler: str = "heun"
@@ -31,7 +31,7 @@ class SampleSettings:
 
     @property
     def named(self) -> dict:
-        """Settings by the scripts' names for them, for file names and protocols."""
+        """Settings by the names that scripts give them, for file names and protocols."""
         return {"sampler": self.sampler, "steps": self.steps} | self.guidance
 
     @property
@@ -42,14 +42,14 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class Known:
-    """The images that samples start from, and the part to keep: sample i starts from image i, modulo their number.
+    """The images that samples start from, and the part to keep. Sample i starts from image i, modulo their number.
 
-    At `strength` s the sampler starts from the image with the noise of t = s (SDEdit, Meng et al. 2021,
-    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True the image, noised to the level that
-    each step reaches, is put back after the step (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
+    At `strength` s the sampler runs the last fraction s of its steps, from the noised image (SDEdit, Meng et al. 2021,
+    arXiv:2108.01073): 1 is plain sampling, 0 the image itself. Where `mask` is True, each step's result is replaced by
+    the image at the same noise level (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
     """
 
-    x0: torch.Tensor  # (N, C, H, W); in ModelSamples as a data set stores them, and as many as there are
+    x0: torch.Tensor  # (N, C, H, W), one per sample; in ModelSamples all images, as a data set stores them
     strength: float
     mask: torch.Tensor  # (1, 1, H, W) bool, of x0
     described: dict = field(default_factory=dict)  # for protocols
@@ -57,10 +57,10 @@ class Known:
 
 @dataclass
 class Inputs:
-    """Rows of one condition: sample i takes row i, modulo their number, and the label (int64) of that row, if any.
+    """Rows of one condition: sample i takes row i, modulo their number, and that row's label (int64), if any.
 
-    With aspect buckets it takes a row of the bucket nearest in shape. `buckets`: (H, W) -> range of rows.
-    `read`: numbers (n,) of rows, (C, H, W) of the samples -> (n, ...) as models take them. `described`: for protocols.
+    `buckets`: (H, W) -> range of rows; samples take rows of the bucket nearest in shape.
+    `read`: row numbers (n,), the samples' (C, H, W) -> (n, ...) as models take them. `described`: for protocols.
     """
 
     read: Callable
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
-    """Inputs of a model's conditions besides classes, from a set, with labels. Those in FILES need no images."""
+    """Inputs of a model's conditions besides classes, from a set, with labels. Conditions in FILES need no images."""
 
     def read(name, rows, shape):
         if name in FILES:
@@ -100,7 +100,7 @@ def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
 
 
 def in_words(protocol: dict) -> str:
-    """Say in words how images were drawn, from the protocol of ModelSamples. Facts that it lacks are left out."""
+    """Say in words how images were drawn, from a protocol of ModelSamples; missing facts are left out."""
     words = []
     if "sampler" in protocol:
         words.append("{sampler}, {steps} steps ({network_evaluations} evaluations in all)".format(**protocol))
@@ -114,17 +114,16 @@ def in_words(protocol: dict) -> str:
 
 @dataclass
 class ModelSamples:
-    """Samples of a model, drawn on demand. Sample i depends only on (seed, i) and its conditions, in every script. The
-    caller enters autocast."""
+    """Samples of a model, drawn on demand. In every script, sample i depends only on (seed, i) and its conditions."""
 
     model: torch.nn.Module
     process: object
     codec: object
     settings: SampleSettings
     seed: int = 0
-    classes: list[int] | None = None  # taken in turn; None = those of the inputs below, or all
+    classes: list[int] | None = None  # taken in turn; None = the labels of `inputs`, or all classes
     inputs: dict = field(default_factory=dict)  # {name: Inputs} of the conditions besides classes
-    size: tuple[int, int, int] | None = None  # (C, H, W) of x0; None = as the data's
+    size: tuple[int, int, int] | None = None  # (C, H, W) of x0; None = the data's
     given: Known | None = None  # images to start from
     not_finite: int = 0  # images drawn with NaN or infinity
 
@@ -147,7 +146,7 @@ class ModelSamples:
 
     @property
     def turns(self) -> Inputs:
-        """Rows whose labels samples take: those of an input, if it has some and no classes are given, else classes."""
+        """Rows whose labels samples take: an input's, if it has labels and no classes are given; else `classes`."""
         if self.num_classes and not self.classes:
             for inputs in self.inputs.values():
                 if inputs.labels is not None:
@@ -157,7 +156,7 @@ class ModelSamples:
 
     @property
     def columns(self) -> int:
-        """Columns of a grid: one for each class, if samples take 4 to 10 in turn, else 8."""
+        """Columns of a grid: one per class if samples take 4 to 10 classes in turn, else 8."""
         n = len(self.turns.labels)
         if 4 <= n <= 10 and not self.is_mixed:
             return n
@@ -204,10 +203,10 @@ class ModelSamples:
         return turns.labels[rows]
 
     def in_proportion(self, name: str, split: str, n: int) -> None:
-        """Give n samples the classes of a set, by its name, in the set's proportions.
+        """Give n samples the classes of the set `name`, in the set's proportions.
 
-        Samples that follow the rows of an input keep the classes of those rows. If the set has about as many images of
-        each class, samples take all in turn: the counts of random labels have a variance like their mean.
+        Samples with `inputs` keep the classes of their rows. If the set is about balanced, samples take all classes in
+        turn: the counts of uniformly drawn labels have a variance of about their mean.
         """
         num_classes = self.num_classes
         if self.inputs or not num_classes:
@@ -230,7 +229,7 @@ class ModelSamples:
         return in_batches(ids, batch_size)
 
     def sample(self, noise, cond: dict, **more) -> torch.Tensor:
-        """x0 (N, C, H, W) from noise; `more`: generator, progress and known of process.sample."""
+        """x0 (N, C, H, W) from noise; `more`: generator, progress and known for process.sample."""
         how = self.settings
         denoiser = make_denoiser(self.model, cond, how)
         return self.process.sample(denoiser, noise, how.steps, how.sampler, eta=how.eta, **more)
@@ -264,13 +263,13 @@ class ModelSamples:
         return self.codec.to_pixels(self.draw(ids, on_step))
 
     def shown(self, ids) -> list[torch.Tensor]:
-        """The second images of samples `ids`, enlarged to the samples' size: (C, H, W) uint8 on the CPU each; or []."""
+        """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:
             for part in in_batches(np.asarray(ids), 8):  # of one shape
                 shape = self.shape_of(part[0])
                 image = self.inputs[name](part, shape)
-                if name == "low_res":  # made of x0: the codec shows it
+                if name == "low_res":  # made from x0, so the codec shows it
                     enlarged = F.interpolate(image, shape[1:])
                     pictures += self.codec.to_pixels(enlarged)
                 else:
@@ -281,11 +280,11 @@ class ModelSamples:
 
 
 def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_size: int) -> np.ndarray | None:
-    """A grid (H, W, C) uint8 from fixed noise and classes: one class per row if there are at most ten.
+    """A grid (H, W, 3) uint8 from fixed noise and classes: one class per row if there are at most ten.
 
-    Other conditions, and the labels beside them, come from `val_set`. If one is an image, as in super-resolution, the
-    grid shows triples: condition, sample, truth. With bucketed data each row has one shape. All ranks draw; returns
-    None except on the first.
+    Other conditions and their labels come from `val_set`. If one is an image, as in super-resolution, the grid shows
+    triples: condition, sample, truth. With bucketed data a row has one shape, unless it holds triples. All ranks draw;
+    returns None except on the first.
     """
     device = next(model.parameters()).device
     columns = 8 if codec.image_size <= 128 else 4

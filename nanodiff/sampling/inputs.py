@@ -1,4 +1,4 @@
-"""What samples are drawn from besides classes and noise: conditions, and images to start from."""
+"""Inputs of samples besides classes and noise: conditions, and images to start from."""
 
 import functools
 import hashlib
@@ -49,7 +49,7 @@ def open_inputs(loaded, where: dict[str, str], codec) -> dict[str, Inputs]:
 
 
 def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
-    """Inputs of a file with these rows."""
+    """Inputs from a file with these rows and labels (n,)."""
     return Inputs(read, {(1, 1): range(len(array))}, labels, with_hash(where, array, labels))
 
 
@@ -58,7 +58,7 @@ def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray 
 
 
 def read_given(where: str, loaded, codec) -> Inputs:
-    """Second images of a folder (sub-folders are classes), an .npy or an .npz (arr_0 and, in labels or arr_1, classes),
+    """Second images from a folder (sub-folders are classes), an .npy or an .npz (arr_0; classes in labels or arr_1),
     cropped to the samples' size."""
     items, labels = labelled_items("given", where, loaded)
     how = (loaded.data["given_scaling"], loaded.model.config.given_channels)
@@ -68,7 +68,7 @@ def read_given(where: str, loaded, codec) -> Inputs:
         return np.stack([decode_second(items[row].payload, *how, *sides) for row in rows])
 
     def read(rows, shape):
-        sides = [n * side // codec.shape[1] for n in shape[1:]]  # of pixels, where the samples are latents
+        sides = [n * side // codec.shape[1] for n in shape[1:]]  # in pixels, also for latents
         return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
 
     with reading(Path(where)):
@@ -77,7 +77,7 @@ def read_given(where: str, loaded, codec) -> Inputs:
 
 
 def read_low_res(where: str, loaded, codec) -> Inputs:
-    """Small images from where read_given's may come from. Images of the model's size are downsampled as in training."""
+    """Small images, from any place that read_given accepts; images of the model's size are downsampled."""
     config = loaded.model.config
     side = codec.image_size
     items, labels = labelled_items("low_res", where, loaded)
@@ -99,7 +99,7 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
 
 
 def read_number_file(name: str, where: str, loaded, codec) -> Inputs:
-    """Rows of an .npy or .npz, as prepare_data takes them; names in the file are ignored."""
+    """Rows from an .npy or .npz, as for prepare_data; names in the file are ignored."""
     _, array = read_numbers(name, at(where))
     shape = row_shapes(loaded.model.config)[name]
     if array.shape[1:] != shape or not len(array):
@@ -110,14 +110,13 @@ def read_number_file(name: str, where: str, loaded, codec) -> Inputs:
     return from_file(lambda numbers, shape: rows[numbers], where, array)
 
 
-# For each condition that can come from a file
+# The reader of each condition that can come from a file
 READERS = {"given": read_given, "low_res": read_low_res}
 READERS |= {name: functools.partial(read_number_file, name) for name in NUMBERS}
 
 
 def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
-    """Images of an .npz, an .npy, a folder or an image file. Files become uint8; arrays of other numbers fp16 in
-    [-1, 1]."""
+    """Images of an .npz, an .npy, a folder or an image file: uint8, or fp16 in [-1, 1] from arrays beyond 8 bits."""
     path = at(where)
     if is_image(path.name) and path.is_file():
         return Source(1, [], [Item(path.name, str(path), 0, False)])
@@ -132,7 +131,7 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
 
 
 def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
-    """Images, and the model's classes for them (n,); None without classes."""
+    """Images, and their classes (n,) by the model's numbers, or None."""
     source = open_images(setting, where)
     known = loaded.class_names
     items = list(source.items)
@@ -152,7 +151,7 @@ def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.nda
 
 
 def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> np.ndarray:
-    """Decode items -> (n, C, H, W), at the one size in `sizes` or, if that is empty, at their own."""
+    """Decode items -> (n, C, H, W), at the one size in `sizes`; at their own size if `sizes` is empty."""
     done, skipped = decode_items(items, sizes)
     if skipped:
         raise UserError(f"{setting}={where!r}: {skipped[0]}")
@@ -160,7 +159,7 @@ def decoded_items(setting: str, where: str, items: list[Item], sizes: list) -> n
 
 
 def with_hash(where: str, *arrays: np.ndarray | None) -> str:
-    """Describe a file in a protocol by path and content, as the content may change under one path."""
+    """Describe a file in a protocol by its path and its content, which may change."""
     digest = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -173,7 +172,7 @@ def with_hash(where: str, *arrays: np.ndarray | None) -> str:
 
 
 def read_from_images(where: str, samples) -> np.ndarray:
-    """The images of an .npz (arr_0), .npy, folder or file; those of 8 bits are scaled and cropped."""
+    """The images of an .npz (arr_0), .npy, folder or file; 8-bit images are scaled and cropped."""
     side = samples.codec.image_size
     source = open_images("from_images", where, samples.codec.description.get("range"))
     sizes = [] if "range" in source.meta else [(side, side)]
@@ -181,7 +180,7 @@ def read_from_images(where: str, samples) -> np.ndarray:
 
 
 def start_from(samples, images: np.ndarray, where: str, strength: float, mask: str = "") -> None:
-    """Let ModelSamples start from images, which were read from `where`, and keep the white parts of `mask`, a file."""
+    """Let ModelSamples start from images, read from `where`, and keep the white parts of the file `mask`."""
     codec = samples.codec
     if images.shape[1:] != samples.shape:
         accepted = f"(channels, height, width) {images.shape[1:]}; accepted: {samples.shape}"
@@ -201,8 +200,8 @@ def start_from(samples, images: np.ndarray, where: str, strength: float, mask: s
 
 
 def read_mask(path: str, side: int) -> np.ndarray:
-    """(side, side) bool: white parts are kept, others drawn. From an image file, cropped and scaled like the images, or
-    from an .npy of bools or numbers, up to 1 or 255."""
+    """(side, side) bool: white parts, which are kept, are True. From an image file, cropped and scaled like the images,
+    or an .npy of bools or numbers, up to 1 or 255."""
     file = at(path)
     with reading(file, "is no image"):
         if file.suffix == ".npy":

@@ -21,8 +21,8 @@ from nanodiff.sampling.inputs import READERS, open_inputs, read_from_images, sta
 
 
 def parse_classes(classes, class_names: list[str]) -> list[int] | None:
-    """The numbers of classes; None if no class is given. In a text such as "ring,3", digits that name no class are a
-    number. A string in a list is always a name."""
+    """Class numbers; None if no class is given. In a text such as "ring,3", digits that name no class are a number. A
+    string in a list is always a name."""
     known = {key: number for number, name in enumerate(class_names) for key in (number, name)}
     if classes is None:
         classes = ()
@@ -42,7 +42,7 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
 def parse_size(size: str, side_unit: int, codec, inputs) -> tuple[int, int, int] | None:
     """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for "".
 
-    `side_unit`: the model's. `inputs`: of the conditions besides classes.
+    `side_unit`: the model's. `inputs`: the conditions besides classes.
     """
     if not size:
         return None
@@ -68,7 +68,7 @@ def settings_for(loaded, **asked) -> SampleSettings:
     config = loaded.config
     process = loaded.process
     published_steps = min(50, getattr(process, "num_timesteps", 50))
-    own = {  # a published file has none: 50 steps, guidance 2
+    own = {  # a published file has no such settings: 50 steps, guidance 2
         "steps": config.get("sample_steps", published_steps) or process.default_steps,
         "sampler": config.get("sampler", "auto"),
         "cfg_scale": config.get("cfg_scale", 2.0),
@@ -103,8 +103,8 @@ def open_samples(loaded, **asked) -> ModelSamples:
 
 
 def as_file(value, path: Path) -> str:
-    """Return a file name as it is; save an array, a picture of Pillow's, or a tuple (images, classes), so that there is
-    one reader."""
+    """Return a file name as it is. Save an array, a Pillow image or a tuple (images, classes), so that one reader does
+    for all."""
     if isinstance(value, str | Path):
         return str(value)
     with reading(path.name, "is no array"):
@@ -124,8 +124,8 @@ def sample(loaded, classes=(), **given) -> np.ndarray:
     """The images (N, H, W, C) that scripts/sample.py draws with these settings; uint8, or as the data's arrays.
 
     `given`: see settings.py. Instead of files, from_images, mask and the conditions may be arrays: (n, H, W, C),
-    (H, W), (n, D). Images may be a tuple (images, class numbers), or a picture of Pillow's. Other settings may be
-    tuples and numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
+    (H, W), (n, D). Images may be a tuple (images, class numbers), or a Pillow image. Other settings may be tuples and
+    numbers: cfg_interval=(0.3, 0.7), size=(32, 48) or 48, classes=3.
     """
     settings = read_settings(vars(taken))
     asked = vars(taken) | {"classes": classes}

@@ -17,9 +17,9 @@ from nanodiff.files import fsync_dir, lock_file, reading, writing
 class SampleStore:
     """The images of the file `output`, drawn in parts. `parts`: the consecutive image numbers (n,) of each.
 
-    Parts lie beside `output` in a hidden folder named by a hash of `protocol`, which holds all that the images depend
-    on. Rerunning the command continues from the parts on disk, on any number of ranks, and writes the same bytes. Only
-    rank 0 calls `open`, `write_npz` and `close`; the ranks share a file system.
+    Parts lie beside `output` in a hidden folder named by a hash of `protocol`, which holds everything that the images
+    depend on. A rerun continues from the parts on disk, on any number of ranks, and writes the same bytes. Only rank 0
+    calls `open`, `write_npz` and `close`; the ranks share a file system.
     """
 
     def __init__(self, output: Path, protocol: dict, parts: list[np.ndarray]):
@@ -31,12 +31,12 @@ class SampleStore:
         self.num_images = sum(map(len, parts))
 
     def open(self) -> bool:
-        """Lock the folder; True if `output` is complete already. UserError if it is an .npz of another protocol."""
+        """Lock the folder; True if `output` is already complete. UserError if it is an .npz of another protocol."""
         if self.output.suffix == ".npz" and self.output.exists():
             _, _, protocol = open_arrays(self.output)
             if protocol != self.protocol:
                 raise UserError(f"{self.output} holds images of another protocol: choose another out, or remove it")
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed just before it did this
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a process that was killed before close()
             return True
         busy = f"another process is drawing the same images in {self.folder}"
         self.lock = lock_file(self.folder / ".lock", busy, hint="out")
@@ -82,7 +82,7 @@ class SampleStore:
             np.savez(file, arr_0=images, arr_1=labels, labels=labels, protocol=self.protocol)
 
     def close(self) -> None:
-        """Remove the parts; call it once the file is there."""
+        """Remove the parts; call it once `output` is there."""
         fsync_dir(self.output.parent)
         shutil.rmtree(self.folder)
         self.lock.close()
