@@ -100,7 +100,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
     for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
-            more = torch.zeros_like(own[name][:, x.shape[1] :])  # none, if both have a second image or neither
+            more = x.new_zeros(own[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
     known = loaded.class_names
