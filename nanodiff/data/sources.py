@@ -51,8 +51,6 @@ class Options:
     seed: int = 0
     aspect_buckets: bool = False
     side_unit: int = 0  # sides of buckets are multiples of this; 0 = resolution / 16
-    pairs: str = ""  # folder or array of second images
-    pairs_scaling: str = "nearest"  # how they are scaled, one of SCALINGS
     range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
 
 
@@ -116,8 +114,6 @@ def open_source(source: str, path: str, options: Options) -> Source:
         found.class_names = []
     if options.range and "range" not in found.meta:
         raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
-    if options.pairs:
-        add_pairs(found, at(options.pairs), options.pairs_scaling)
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
@@ -433,8 +429,11 @@ def matched(source: Source, names: list, num_rows: int, setting: str, path: Path
 # Second images
 
 
-def add_pairs(source: Source, path: Path, scaling: str) -> None:
-    """Give each item its second image: from a folder, the file with its path except the suffix; for arrays, a row."""
+def add_pairs(source: Source, where: str, scaling: str) -> None:
+    """Give each item its second image: from a folder, the file with its path except the suffix; for arrays, a row.
+
+    `scaling`: one of SCALINGS."""
+    path = at(where)
 
     def stem(name):
         return splitext(name)[0]
