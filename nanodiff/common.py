@@ -157,7 +157,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 class Progress:
     """`with Progress(total, "images") as bar: bar.update(n)` shows rate and ETA; every 30 s if not on a terminal."""
 
-    def __init__(self, total: int, unit: str, label: str = ""):
+    def __init__(self, total: int, unit: str, label: str):
         self.total = total
         self.unit = unit
         self.label = label

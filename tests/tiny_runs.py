@@ -51,6 +51,7 @@ def make_data(name="tiny", resolution=16, class_names=CLASS_NAMES, overwrite=Fal
 
 def make_optimizer(model, optimizer="muon", lr=3e-3, muon_lr=0.02, weight_decay=0.0, **options):
     """As base_train does, by its defaults."""
+    options = {"beta2": 0.999, "compile": False, "grad_dtype": torch.float32} | options
     return Optimizer(model, param_groups(model, optimizer, lr, muon_lr, weight_decay), **options)
 
 

@@ -190,9 +190,9 @@ class Optimizer:
         self,
         model: torch.nn.Module,
         groups: list[dict],
-        beta2=0.999,
-        compile=False,
-        grad_dtype=torch.float32,
+        beta2: float,
+        compile: bool,
+        grad_dtype: torch.dtype,
     ):
         rank, _, self.world = get_dist()
         rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
