@@ -1,5 +1,4 @@
-"""Super-resolution on two CPU cores: CIFAR-10 from 8 to 32 pixels, by a small UNet. Grids show small image, sample,
-truth."""
+"""Super-resolution on two CPU cores: CIFAR-10 from 8 to 32 pixels, by a small UNet. Grids show low, sample, truth."""
 
 model_tag = "superres_cpu"
 data = "cifar10"

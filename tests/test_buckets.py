@@ -14,7 +14,6 @@ from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses
 
 from nanodiff.common import base_dir
 from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.codec import describe_data
 from nanodiff.data.dataset import open_dataset, verify
 from nanodiff.data.decode import kept_area
 from nanodiff.data.pixels import Pixels
@@ -123,7 +122,7 @@ def test_files_go_to_the_bucket_of_their_shape_and_lose_little(photos):
     assert photos.images(photos.buckets[16, 16]).any(1)[:, 1].all()  # a stripe each, whatever the shape
     with pytest.raises(ValueError):  # a batch of several shapes
         photos.images([0, 20])
-    facts = describe_data(photos)
+    facts = photos.description
     assert sum(n for *_, n in facts["sizes"]) == 21 and facts["resolution"] == 16
 
 
@@ -146,7 +145,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     *_, last = drawn(folder, num_images=24, steps=1)
     assert np.abs(picture(last).astype(int) - rows).max() <= 1  # the page shows the same rows
     assert draw("--model=run", "--num_images=8", "--size=12x20")[0].shape == (8, 12, 20, 3)
-    heights = [Pixels(describe_data(photos)).sample_shape(8 * row)[1] for row in range(3)]
+    heights = [Pixels(photos.description).sample_shape(8 * row)[1] for row in range(3)]
     assert rows.shape == (sum(2 * height + 2 for height in heights) + 2, 8 * (20 * 2 + 2) + 2, 3)
     for wrong, line in (
         (["--size=12x18"], "size='12x18'; accepted: HEIGHTxWIDTH or SIDE in pixels, multiples of 4 up to 64"),
@@ -159,7 +158,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     run_script("base_eval", "--model=run", "--metric=loss", "--device_type=cpu")
     run_script("export", "--model=run", f"--out={folder / 'model.safetensors'}")
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
-    assert loaded.data["sizes"] == describe_data(photos)["sizes"]
+    assert loaded.data["sizes"] == photos.description["sizes"]
     tune = ("--init_from=run", "--lora_rank=2", "--data=photos", "--num_iterations=2", "--total_batch_size=4")
     run_script("base_train", *RUN[-3:], *tune, "--eval_every=-1", "--sample_every=-1")
 

@@ -75,12 +75,13 @@ def test_vectors_are_cached_with_the_latents_and_normalised_as_the_model_was_tra
     description = make_codec(latents, CPU).description
     make_data("other", vectors_of=lambda labels: np.repeat([[0, 0], [9, 9]], len(labels) // 2, 0))
     other = open_dataset("other")
-    codec = load_codec(make_codec(told, CPU).description, CPU, dataset=other)
-    _, given = codec.read(other, [23], CPU)
+    codec = load_codec(make_codec(told, CPU).description, CPU)
+    codec.accept(other)
+    _, given = codec.read(other, [23])
     mean, std = (np.array(description["vectors"][key]) for key in ("mean", "std"))
     np.testing.assert_allclose(given["vectors"], [(9 - mean) / std], rtol=1e-5)
     for model, data, line in ((told, source, "0, the model wants 2"), (source, told, "2, the model wants 0")):
-        refused(line, load_codec, make_codec(model, CPU).description, CPU, dataset=data)
+        refused(line, load_codec(make_codec(model, CPU).description, CPU).accept, data)
 
 
 def test_samples_of_arrays_come_back_in_their_range(base, run_script, draw):
@@ -137,9 +138,9 @@ def test_training_and_evaluating_latents_needs_no_autoencoder(vae, base, run_scr
     assert metrics(base, "plain_dit_d1") == metrics(base, "without")
     # what was moved can be told, and is checked
     facts = first["codec"].description
-    load_codec(facts, CPU, str(base / "elsewhere"))
+    load_codec(facts, CPU, str(base / "elsewhere")).keep_loaded()
     other = make_autoencoder(base / "other", seed=1)
-    refused("these latents were made by vae .*, not by other", load_codec, facts, CPU, str(other))
+    refused("these latents were made by vae .*, not by other", load_codec(facts, CPU, str(other)).keep_loaded)
 
 
 def test_online_training_resumes_and_flips(vae, base, run_script):
@@ -161,3 +162,16 @@ def test_latents_of_another_autoencoder_are_refused(vae, base, run_script):
         ("base_eval", ["--model=a", "--metric=loss", "--data=tiny", f"--autoencoder={other}"], "not by other"),
     ):
         refused(line, run_script, script, *args)
+
+
+def test_a_codec_reads_one_set_after_another(vae):
+    """Images, which it encodes, and latents with or without mirrored copies; it opens nothing for a set it refuses."""
+    codec = load_codec(make_codec(open_dataset("plain"), CPU).description, CPU)
+    make_data("odd", resolution=20)
+    refused("resolution 20, the model wants 16", codec.accept, open_dataset("odd"))
+    assert codec.autoencoder is None
+    found = []
+    for name in ("tiny", "flips", "plain"):
+        codec.accept(dataset := open_dataset(name))
+        found.append(codec.read(dataset, range(9))[0])
+        torch.testing.assert_close(found[-1], found[0], rtol=2e-3, atol=1e-3 * float(found[0].std()))

@@ -60,7 +60,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
         vae = moved(tiny(4, False) if latents == "encoded" else kl((8, 8), 1, 4, 4, True))
         info = codecs.describe_latents(vae, "") | {"copies": 2}
         facts |= dict(kind="latents", channels=4, resolution=16 // vae.downsample, latents=info)
-        pixels = codecs.Latents(facts, device, vae)
+        pixels = codecs.Latents(facts, device)
+        pixels.autoencoder = vae
         if latents == "cached":
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 

@@ -11,7 +11,7 @@ from image_helpers import RNG, everything, prepare, reference_crop, report, writ
 from PIL import Image
 
 from nanodiff.data import sources
-from nanodiff.data.codec import describe_data, load_codec, make_codec
+from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import from_stored
 
@@ -110,14 +110,14 @@ def test_a_given_range_is_that_of_every_set(tmp_path):
     whole = make_codec(open_dataset("toy"), torch.device("cpu"))
     assert whole.to_output(torch.ones(1, 1, 4, 4)).min() == 65535  # does not wrap around to 0
     prepare(tmp_path / "a.npy", val_fraction=0)
-    of_model = (codec.description, torch.device("cpu"))
-    refused(r"has range \[0.0, 150.0\], the model wants", load_codec, *of_model, dataset=open_dataset("toy"))
+    of_model = load_codec(codec.description, torch.device("cpu"))
+    refused(r"has range \[0.0, 150.0\], the model wants", of_model.accept, open_dataset("toy"))
 
 
 def told(ids):
     """The set's vectors as models take them."""
     toy = open_dataset("toy")
-    return from_stored(toy.cond(ids), describe_data(toy))["vectors"].numpy()
+    return from_stored(toy.cond(ids), toy.description)["vectors"].numpy()
 
 
 @pytest.mark.parametrize("shape", [(30, 5), (30, 4, 5)])

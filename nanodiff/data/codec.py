@@ -4,7 +4,7 @@ Checkpoints keep a codec's `description`. make_codec makes a codec for training,
 """
 
 from nanodiff.common import UserError
-from nanodiff.conditions import FACTS, GIVEN, describe_conditions
+from nanodiff.conditions import GIVEN
 from nanodiff.data.pixels import Arrays, Pixels
 
 # Keys that describe only the set; fine-tuning takes them from the new one
@@ -28,7 +28,7 @@ def make_codec(
     stored = dataset.meta.get("latents")
     if flip and stored and stored["copies"] < 2:
         raise UserError(f"flip: {dataset.name!r} has no mirrored copies; make it with scripts.cache_latents --flip")
-    unit = 1
+    own = dataset.description
     description = {key: value for key, value in (like or {}).items() if key not in OWN}
     if description.get("kind") == "latents" or (not like and (stored or autoencoder)):
         if stored:
@@ -40,72 +40,38 @@ def make_codec(
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")
         if not stored:
-            unit = info["downsample"]
+            own = in_latents(own, info["downsample"])
         description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
-    own = describe_data(dataset, unit)
     if like:
         own = {key: value for key, value in own.items() if key in (*OWN, *GIVEN)}
-    return load_codec(own | description, device, autoencoder, dataset)
-
-
-def load_codec(description: dict, device, autoencoder: str = "", dataset=None) -> Pixels:
-    """A trained model's codec, from the description in its checkpoint; with `dataset`, it reads that set.
-
-    `autoencoder`: its path if it was moved, or if the model was published without one.
-    """
-    facts = ("kind", "channels", "resolution", "range", *FACTS[1:])  # classes are matched by name
-    wanted = {key: description.get(key) or 0 for key in facts}  # what the set must have
-    if description["kind"] == "images":
-        codec = Pixels(description)
-    elif description["kind"] == "arrays":
-        codec = Arrays(description)
-    else:
-        from nanodiff.data.latents import Latents, check_sides, latents_of, open_matching  # a door
-
-        info = latents_of(description, autoencoder)
-        encoder = None
-        if dataset is not None and dataset.meta["kind"] == "latents":
-            found = dataset.meta["latents"]
-            if found["sha256"] != info["sha256"]:
-                raise UserError(
-                    f"{dataset.name!r} holds latents of {found['autoencoder']}, the model wants {info['autoencoder']}'s"
-                )
-            info["parts"] = found["parts"]
-            info["copies"] = found["copies"]
-            wanted["channels"] *= info["parts"] * info["copies"]
-        elif dataset is not None:  # images, which are encoded on the fly
-            encoder = open_matching(autoencoder or info["path"], info).to(device)
-            check_sides(dataset, encoder)
-            info["parts"] = encoder.parts
-            wanted |= {"kind": "images", "channels": 3, "resolution": wanted["resolution"] * encoder.downsample}
-        codec = Latents(description | {"latents": info}, device, encoder, autoencoder)
-    if dataset is not None:
-        found = describe_data(dataset)
-        for key, value in wanted.items():
-            has = found.get(key) or 0
-            if has != value:
-                raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {value}")
+    codec = load_codec(own | description, device, autoencoder)
+    codec.accept(dataset)
     return codec
 
 
-def describe_data(dataset, unit: int = 1) -> dict:
-    """What sampling must know of the training set; a `unit` of its sizes is that many pixels."""
-    description = {
-        "name": dataset.name,
-        "kind": dataset.meta["kind"],
-        "channels": dataset.channels,
-        "resolution": dataset.resolution // unit,
-        "sha256": dataset.sha256,
-        **describe_conditions(dataset.meta),
-    }
-    if description["kind"] == "arrays":
-        description["range"] = dataset.meta["range"]
-        description["dtype"] = dataset.meta["dtype"]
-    if list(dataset.buckets) != [(dataset.resolution, dataset.resolution)]:
-        description["sizes"] = [
-            [height // unit, width // unit, len(bucket)] for (height, width), bucket in dataset.buckets.items()
+def in_latents(description: dict, downsample: int) -> dict:
+    """The description of a set of images, with its sizes in latents."""
+    scaled = description | {"resolution": description["resolution"] // downsample}
+    if "sizes" in scaled:
+        scaled["sizes"] = [
+            [height // downsample, width // downsample, number] for height, width, number in scaled["sizes"]
         ]
-    return description
+    return scaled
+
+
+def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
+    """A trained model's codec, from the description in its checkpoint; to read a set, it has to `accept` that.
+
+    `autoencoder`: its path if it was moved, or if the model was published without one.
+    """
+    if description["kind"] == "images":
+        return Pixels(description, device)
+    if description["kind"] == "arrays":
+        return Arrays(description, device)
+    from nanodiff.data.latents import Latents, latents_of  # a door
+
+    info = latents_of(description, autoencoder)
+    return Latents(description | {"latents": info}, device, autoencoder)
 
 
 def check_same_data(old: dict, new: dict, model_tag: str) -> None:

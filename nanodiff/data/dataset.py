@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError, at, base_dir, get_dist, in_batches, nearest, print0
-from nanodiff.conditions import FILES, note_statistics, to_stored
+from nanodiff.conditions import FILES, describe_conditions, note_statistics, to_stored
 from nanodiff.data.shapes import CLASS_NAMES, draw_split
 from nanodiff.dist import from_first_rank
 from nanodiff.files import lock_file, publish_folder, read_json, reading, sha256_of, write_json, writing
@@ -106,6 +106,24 @@ class Dataset:
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
+
+    @property
+    def description(self) -> dict:
+        """What sampling needs to know of the training set; codecs and checkpoints keep it."""
+        described = {
+            "name": self.name,
+            "kind": self.meta["kind"],
+            "channels": self.channels,
+            "resolution": self.resolution,
+            "sha256": self.sha256,
+            **describe_conditions(self.meta),
+        }
+        if described["kind"] == "arrays":
+            described["range"] = self.meta["range"]
+            described["dtype"] = self.meta["dtype"]
+        if list(self.buckets) != [(self.resolution, self.resolution)]:
+            described["sizes"] = [[*size, len(bucket)] for size, bucket in self.buckets.items()]
+        return described
 
     def _open_shard(self, k: int) -> np.ndarray:
         entry = self._shards[k]

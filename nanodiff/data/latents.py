@@ -11,20 +11,34 @@ class Latents(Pixels):
     """Latents of an autoencoder: x0 = (mean + std eps - offset) / scale, with offset and scale per channel.
 
     A latent set stores fp16 channels: mean, then std unless it is zero (`parts` is 1 or 2), then the same of the
-    mirrored image if `copies` is 2. `autoencoder` encodes images; without it, `path` overrides the decoder's path
-    in the description.
+    mirrored image if `copies` is 2. `path` overrides the autoencoder's path in the description.
     """
 
-    def __init__(self, description: dict, device, autoencoder=None, path: str = ""):
-        super().__init__(description)
-        self.device = device
+    def __init__(self, description: dict, device, path: str = ""):
+        super().__init__(description, device)
         self.info = description["latents"]
-        self.image_size = description["resolution"] * self.info["downsample"]
+        self.downsample = self.info["downsample"]
+        self.image_size *= self.downsample
         offset_and_scale = torch.tensor([self.info["offset"], self.info["scale"]], device=device)
         self.offset, self.scale = offset_and_scale.view(2, 1, -1, 1, 1)
-        self.autoencoder = autoencoder
+        self.autoencoder = None
         self.path = path or self.info["path"]
-        if path:
+
+    def accept(self, dataset):
+        """The set has latents of this autoencoder, or images, which are encoded on the fly."""
+        stored = dataset.meta.get("latents")
+        if not stored:
+            check_sides(dataset, self.downsample)
+            super().accept(dataset, kind="images", channels=3, resolution=self.image_size)
+            self.keep_loaded()
+            self.info["parts"] = self.autoencoder.parts
+            return
+        if stored["sha256"] != self.info["sha256"]:
+            wanted = self.info["autoencoder"]
+            raise UserError(f"{dataset.name!r} holds latents of {stored['autoencoder']}, the model wants {wanted}'s")
+        super().accept(dataset, channels=self.shape[0] * stored["parts"] * stored["copies"])
+        self.info |= {key: stored[key] for key in ("parts", "copies")}
+        if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()
 
     def to_x0(self, stored, flip=None, randn_like=None):
@@ -62,25 +76,24 @@ class Latents(Pixels):
         self.autoencoder = self.decoder()
 
     def decoder(self):
+        if self.autoencoder:
+            return self.autoencoder
+        info = self.info
         try:
-            return self.autoencoder or open_matching(self.path, self.info).to(self.device)
+            if not self.path:
+                raise UserError("it is not known which autoencoder made these latents")
+            model = open_autoencoder(self.path)
+            if info["sha256"] and model.sha256 != info["sha256"]:
+                raise UserError(
+                    f"these latents were made by {info['autoencoder']} (SHA-256 {info['sha256'][:16]}...), "
+                    f"not by {model.name} ({model.sha256[:16]}...)"
+                )
+            size = model.latent_channels
+            if size != self.shape[0]:
+                raise UserError(f"{model.name} has {size} latent channels, the model {self.shape[0]}")
         except UserError as error:
-            raise UserError(f"{error}; samples need --autoencoder=PATH") from None
-
-
-def open_matching(path: str, info: dict):
-    """Open the autoencoder at `path`; raise UserError unless it made the latents that `info` describes."""
-    if not path:
-        raise UserError("it is not known which autoencoder made these latents")
-    model = open_autoencoder(path)
-    if info["sha256"] and model.sha256 != info["sha256"]:
-        raise UserError(
-            f"these latents were made by {info['autoencoder']} (SHA-256 {info['sha256'][:16]}...), "
-            f"not by {model.name} ({model.sha256[:16]}...)"
-        )
-    if model.latent_channels != len(info["offset"]):
-        raise UserError(f"{model.name} has {model.latent_channels} latent channels, the model {len(info['offset'])}")
-    return model
+            raise UserError(f"{error}; samples need --autoencoder=PATH, as images do that are encoded") from None
+        return model.to(self.device)
 
 
 def describe_latents(autoencoder, path: str) -> dict:
@@ -108,9 +121,8 @@ def latents_of(description: dict, autoencoder: str) -> dict:
     return describe_latents(unknown, "")
 
 
-def check_sides(dataset, autoencoder) -> None:
-    """Raise UserError unless this autoencoder can encode the images of the set."""
-    unit = autoencoder.downsample
+def check_sides(dataset, unit: int) -> None:
+    """Raise UserError unless an autoencoder that downsamples by `unit` can encode the images of the set."""
     kind = dataset.meta["kind"]
     sides = {dataset.resolution}.union(*dataset.buckets)
     if kind != "images" or dataset.channels != 3 or any(side % unit for side in sides):

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from nanodiff.conditions import NUMBERS
+from nanodiff.common import UserError
+from nanodiff.conditions import FACTS, NUMBERS
 
 
 def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,12 +52,14 @@ def visible(x):
 
 
 class Pixels:
-    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents."""
+    """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents. `device`: the model's."""
 
     rounding = "round(127.5 (x + 1)), clamped to 0..255"
+    downsample = 1  # pixels of an image per number of x0, along a side
 
-    def __init__(self, description: dict):
+    def __init__(self, description: dict, device="cpu"):
         self.description = description
+        self.device = device
         channels = description["channels"]
         side = description["resolution"]
         self.shape = (channels, side, side)  # (C, H, W) of x0; for a set in buckets, a square of about that area
@@ -71,6 +74,17 @@ class Pixels:
         shares = self.counts / self.counts[-1]
         return self.shapes[np.searchsorted(shares, u, side="right")]
 
+    def accept(self, dataset, **others) -> None:
+        """Make ready to read a set. UserError unless it holds what the model was trained on or, in stored form, the
+        `others`."""
+        wanted = self.description | others
+        found = dataset.description
+        for key in ("kind", "channels", "resolution", "range", *FACTS[1:]):  # classes are matched by name
+            has = found.get(key) or 0
+            wants = wanted.get(key) or 0
+            if has != wants:
+                raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {wants}")
+
     def to_x0(self, stored, flip=None, randn_like=None) -> torch.Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
 
@@ -78,11 +92,11 @@ class Pixels:
         """
         return to_model_range(stored, flip)
 
-    def read(self, dataset, ids, device, randn_like=None):
+    def read(self, dataset, ids, randn_like=None):
         """x0 (N, C, H, W) of images of a set, and their conditions as models take them."""
         images, rows = dataset.rows(ids)
-        x0 = self.to_x0(torch.from_numpy(images).to(device), None, randn_like)
-        return x0, from_stored(rows, self.description, device=device)
+        x0 = self.to_x0(torch.from_numpy(images).to(self.device), None, randn_like)
+        return x0, from_stored(rows, self.description, device=self.device)
 
     def to_pixels(self, x0) -> torch.Tensor:
         """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""

@@ -1,10 +1,10 @@
-"""Options that may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6. Their comments are rules that
-configurator.py enforces."""
+"""What may follow a model's name, RUN,step=500,ema=raw or FILE,heads=6. Their comments are rules that configurator.py
+enforces."""
 
-# Of a run
+# A run's
 step = "newest"  # newest or >= 0: which checkpoint
 ema = ""  # a rate, or raw
-# Of a published file, which does not hold them
+# A published file's: what it does not hold
 heads = 1  # >= 1
 num_heads_upsample = 0  # >= 0: a UNet's
 image_size = 1  # >= 1: a UNet's

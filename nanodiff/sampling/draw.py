@@ -81,13 +81,13 @@ class Inputs:
         return self.read(self.rows(ids, shape), shape)
 
 
-def inputs_of(dataset, codec, config, device) -> dict[str, Inputs]:
+def inputs_of(dataset, codec, config) -> dict[str, Inputs]:
     """Inputs of a model's conditions besides classes, from a set, with labels. Conditions in FILES need no images."""
 
     def read(name, rows, shape):
         if name in FILES:
             return from_stored(dataset.cond(rows), codec.description)[name]
-        x0, given = codec.read(dataset, rows, device)
+        x0, given = codec.read(dataset, rows)
         return conditioning(config, given, x0)[name]
 
     labels = dataset.labels(np.arange(len(dataset)))
@@ -130,6 +130,10 @@ class ModelSamples:
     @property
     def num_classes(self) -> int:
         return self.model.config.num_classes
+
+    @property
+    def class_names(self) -> list[str]:
+        return self.codec.description["class_names"][: self.num_classes]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -239,7 +243,7 @@ class ModelSamples:
 
         Step i calls on_step(i, steps, prediction of x0).
         """
-        device = next(self.model.parameters()).device
+        device = self.codec.device
         shape = self.shape_of(ids[0])
         cond = {}
         if self.num_classes:
@@ -273,7 +277,7 @@ class ModelSamples:
                     enlarged = F.interpolate(image, shape[1:])
                     pictures += self.codec.to_pixels(enlarged)
                 else:
-                    sides = [side * self.codec.image_size // self.codec.shape[1] for side in shape[1:]]
+                    sides = [side * self.codec.downsample for side in shape[1:]]
                     enlarged = F.interpolate(image, sides)
                     pictures += to_uint8(visible(enlarged)).cpu()
         return pictures
@@ -286,9 +290,8 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
     triples: condition, sample, truth. With bucketed data a row has one shape, unless it holds triples. All ranks draw;
     returns None except on the first.
     """
-    device = next(model.parameters()).device
     columns = 8 if codec.image_size <= 128 else 4
-    inputs = inputs_of(val_set, codec, model.config, device)
+    inputs = inputs_of(val_set, codec, model.config)
     image = next((inputs[name] for name in inputs.keys() & IMAGES), None)
     n = columns * columns
     num_classes = model.config.num_classes
@@ -309,7 +312,7 @@ def sample_grid(model, process, val_set, codec, settings: SampleSettings, batch_
         if not image:
             return drawn
         rows = image.rows(ids, samples.shape_of(ids[0]))
-        truth, _ = codec.read(val_set, rows, device)
+        truth, _ = codec.read(val_set, rows)
         pictures = []
         for triple in zip(samples.shown(ids), drawn, codec.to_pixels(truth)):
             pictures += triple

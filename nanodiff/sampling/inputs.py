@@ -11,41 +11,39 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError, at, print0
 from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
-from nanodiff.data.codec import load_codec
 from nanodiff.data.containers import is_image
 from nanodiff.data.dataset import match_labels, open_dataset
 from nanodiff.data.decode import Item, center_crop, decode_items, decode_second, open_image, to_rgb
-from nanodiff.data.pixels import from_stored
+from nanodiff.data.pixels import from_stored, to_model_range
 from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
 from nanodiff.sampling.draw import Inputs, Known, inputs_of
 
 
-def open_inputs(loaded, where: dict[str, str], codec) -> dict[str, Inputs]:
-    """Open the conditions that a Loaded model takes besides classes.
+def open_inputs(samples, where: dict[str, str], source: str) -> None:
+    """Give ModelSamples the conditions that their model takes besides classes.
 
     `where`: {name: file, folder or "val"}; "" means the validation split, or the training split if there is none.
+    `source`: the model's name in messages.
     """
-    config = loaded.model.config
-    own = loaded.data["name"]
-    inputs = {}
+    config, codec = samples.model.config, samples.codec
+    like = codec.description
     for name, read in READERS.items():
         place = where[name]
         if name not in row_shapes(config):
             if place:
-                raise UserError(f"{name}={place!r} would do nothing: {loaded.source} was trained without {name}")
+                raise UserError(f"{name}={place!r} would do nothing: {source} was trained without {name}")
         elif place not in ("", "val"):
-            inputs[name] = read(place, loaded, codec)
-        elif own:
-            dataset = open_dataset(own, "train", loaded.data)
+            samples.inputs[name] = read(place, samples)
+        elif like["name"]:
+            dataset = open_dataset(like["name"], "train", like)
             if place or "val" in dataset.meta["splits"]:
-                dataset = open_dataset(own, "val", loaded.data)
+                dataset = open_dataset(like["name"], "val", like)
             if name not in FILES:
-                codec = load_codec(loaded.data, loaded.device, where["autoencoder"], dataset)
-            inputs[name] = inputs_of(dataset, codec, config, loaded.device)[name]
+                codec.accept(dataset)
+            samples.inputs[name] = inputs_of(dataset, codec, config)[name]
         else:
-            raise UserError(f"{loaded.source} names no data set to take {name} from; give --{name}=FILE")
-    return inputs
+            raise UserError(f"{source} names no data set to take {name} from; give --{name}=FILE")
 
 
 def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray | None = None) -> Inputs:
@@ -54,43 +52,44 @@ def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From files: (place, loaded, codec) -> Inputs
+# From files: (place, samples) -> Inputs, for the model and codec of ModelSamples
 
 
-def read_given(where: str, loaded, codec) -> Inputs:
+def read_given(where: str, samples) -> Inputs:
     """Second images from a folder (sub-folders are classes), an .npy or an .npz (arr_0; classes in labels or arr_1),
     cropped to the samples' size."""
-    items, labels = labelled_items("given", where, loaded)
-    how = (loaded.data["given_scaling"], loaded.model.config.given_channels)
+    items, labels = labelled_items("given", where, samples.class_names)
+    codec = samples.codec
+    how = (codec.description["given_scaling"], samples.model.config.given_channels)
     side = codec.image_size
 
     def decoded(rows, *sides):
         return np.stack([decode_second(items[row].payload, *how, *sides) for row in rows])
 
     def read(rows, shape):
-        sides = [n * side // codec.shape[1] for n in shape[1:]]  # in pixels, also for latents
-        return from_stored({"given": decoded(rows, *sides)}, {}, device=loaded.device)["given"]
+        sides = [n * codec.downsample for n in shape[1:]]  # in pixels, also for latents
+        return to_model_range(torch.from_numpy(decoded(rows, *sides)))
 
     with reading(Path(where)):
         squares = decoded(range(len(items)), side, side)
     return from_file(read, where, squares, labels)
 
 
-def read_low_res(where: str, loaded, codec) -> Inputs:
+def read_low_res(where: str, samples) -> Inputs:
     """Small images, from any place that read_given accepts; images of the model's size are downsampled."""
-    config = loaded.model.config
+    config, codec = samples.model.config, samples.codec
     side = codec.image_size
-    items, labels = labelled_items("low_res", where, loaded)
+    items, labels = labelled_items("low_res", where, samples.class_names)
     images = decoded_items("low_res", where, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
-    if images.shape[1:] not in shapes or loaded.data["kind"] != "images":
+    if images.shape[1:] not in shapes or codec.description["kind"] != "images":
         accepted = f"(channels, height, width) {shapes[0]} or {shapes[1]}; val for latents"
         raise UserError(f"low_res={where!r} holds images {images.shape[1:]}; accepted: {accepted}")
 
     def read(rows, shape):
         if shape[1] != shape[2]:
             raise UserError(f"low_res={where!r} holds squares; accepted: --size={side}x{side}")
-        x = codec.to_x0(torch.from_numpy(images[rows]).to(loaded.device))
+        x = codec.to_x0(torch.from_numpy(images[rows]).to(codec.device))
         if x.shape[-1] == config.low_res:
             return x
         return made_from(x, config)["low_res"]
@@ -98,15 +97,15 @@ def read_low_res(where: str, loaded, codec) -> Inputs:
     return from_file(read, where, images, labels)
 
 
-def read_number_file(name: str, where: str, loaded, codec) -> Inputs:
+def read_number_file(name: str, where: str, samples) -> Inputs:
     """Rows from an .npy or .npz, as for prepare_data; names in the file are ignored."""
     _, array = read_numbers(name, at(where))
-    shape = row_shapes(loaded.model.config)[name]
+    shape = row_shapes(samples.model.config)[name]
     if array.shape[1:] != shape or not len(array):
         raise UserError(f"{name}={where!r} holds {name} of {array.shape}; accepted: {('n', *shape)}")
     if not np.isfinite(array).all():
         raise UserError(f"{name}={where!r} holds NaN or infinity")
-    rows = from_stored({name: np.array(array)}, codec.description)[name]
+    rows = from_stored({name: np.array(array)}, samples.codec.description)[name]
     return from_file(lambda numbers, shape: rows[numbers], where, array)
 
 
@@ -130,10 +129,9 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     return source
 
 
-def labelled_items(setting: str, where: str, loaded) -> tuple[list[Item], np.ndarray | None]:
-    """Images, and their classes (n,) by the model's numbers, or None."""
+def labelled_items(setting: str, where: str, known: list[str]) -> tuple[list[Item], np.ndarray | None]:
+    """Images, and their classes (n,) by the model's numbers, or None. `known`: the model's class names."""
     source = open_images(setting, where)
-    known = loaded.class_names
     items = list(source.items)
     names = source.class_names
     if not (known and names):

@@ -9,7 +9,7 @@ import numpy as np
 
 from configurator import check, read_settings
 from nanodiff.common import UserError, in_batches, print0
-from nanodiff.conditions import IMAGES
+from nanodiff.conditions import second_channels
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
@@ -39,15 +39,13 @@ def parse_classes(classes, class_names: list[str]) -> list[int] | None:
     return chosen or None
 
 
-def parse_size(size: str, side_unit: int, codec, inputs) -> tuple[int, int, int] | None:
-    """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for "".
-
-    `side_unit`: the model's. `inputs`: the conditions besides classes.
-    """
+def parse_size(size: str, config, codec) -> tuple[int, int, int] | None:
+    """(C, H, W) of x0 for images of "HEIGHTxWIDTH", "HEIGHT,WIDTH" or "SIDE" pixels; None for "". `config`: the
+    model's."""
     if not size:
         return None
-    pixels = codec.image_size // codec.shape[1]  # per latent
-    unit = side_unit * pixels
+    pixels = codec.downsample
+    unit = config.side_unit * pixels
     largest = 4 * codec.image_size
     allowed = range(unit, largest + 1, unit)
     texts = size.replace(",", "x").split("x")
@@ -56,7 +54,7 @@ def parse_size(size: str, side_unit: int, codec, inputs) -> tuple[int, int, int]
         accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
         raise UserError(f"size={size!r}; accepted: {accepted}")
     shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
-    if shape not in codec.shapes and inputs.keys() & IMAGES:
+    if shape not in codec.shapes and second_channels(config):
         accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
         raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
     return shape
@@ -89,9 +87,9 @@ def open_samples(loaded, **asked) -> ModelSamples:
     asked = SimpleNamespace(**vars(taken) | asked)
     codec = load_codec(loaded.data, loaded.device, asked.autoencoder)
     codec.keep_loaded()
-    inputs = open_inputs(loaded, vars(asked), codec)
-    size = parse_size(asked.size, loaded.model.config.side_unit, codec, inputs)
-    samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, inputs, size)
+    size = parse_size(asked.size, loaded.model.config, codec)
+    samples = ModelSamples(loaded.model, loaded.process, codec, settings, asked.seed, classes, size=size)
+    open_inputs(samples, vars(asked), loaded.source)
     if asked.from_images:
         images = read_from_images(asked.from_images, samples)
         start_from(samples, images, asked.from_images, asked.strength, asked.mask)

@@ -22,7 +22,7 @@ def shared_batches(val_set, num_images: int, batch_size: int) -> list[np.ndarray
 def held_out(model, val_set, codec, ids):
     """x0 (n, C, H, W) of these images, the model's conditions, and a generator seeded by the images' indices."""
     generator = StackedGenerator(ids)
-    x0, given = codec.read(val_set, ids, next(model.parameters()).device, generator.randn_like)
+    x0, given = codec.read(val_set, ids, generator.randn_like)
     return x0, conditioning(model.config, given, x0), generator
 
 
