@@ -4,13 +4,13 @@
     dtype = "auto"                    # auto|bfloat16|float16|float32: dtype of the matrix products
     sampler = "auto"                  # auto|{SAMPLERS}: {SAMPLERS} stands for the names in the script's table SAMPLERS
     #                                   a comment continues on lines starting with "#" and three spaces
-    # Only arch=unet                    a heading; "Only" refuses the settings below it where they do nothing; it
-    #                                   takes a comparison, too: Only lora_rank > 0
+    # Only arch=unet                    a heading; "Only" refuses the settings below it where they would do nothing;
+    #                                   a comparison is possible, too: Only lora_rank > 0
     dropout = 0.0                     # [0, 1): dropout rate
     config = configure(globals())
 
-Settings of one part of the program stand in its module, which `configure` is told: fields of a class or parameters of a
-function, under a comment "# Only ...".
+A part of the program can have its settings in its own module, listed in configure's `modules`: as fields of a class or
+parameters of a function, under a comment "# Only ...".
 
 Then `python -m scripts.base_train [preset.py ...] [--key=value ...]`: later wins, --help=all lists everything; --help
 stops after the group "What everybody touches", if there is one.
@@ -18,8 +18,8 @@ The trailing comment is both the help and the check. It may begin with a rule, w
 alternatives separated by "|" or " or ", each a comparison (`>= 1`), an interval (`[0, 1)`) or a plain value
 (`auto`, `-1`, `""`).
 
-A preset is a file of literal assignments (`depth = 12`), parsed and never executed. In it a tuple or a list stands for
-a comma string: (0.99, 0.999) is "0.99,0.999". A mistake prints one line, "error: ...", and exits with code 2.
+A preset is a file of literal assignments (`depth = 12`), parsed and never executed. A tuple or list in it becomes a
+comma string: (0.99, 0.999) is "0.99,0.999". A mistake prints one line, "error: ...", and exits with code 2.
 """
 
 import ast
@@ -55,10 +55,10 @@ ONLY = re.compile(r"Only (\w+)(=[\w|-]+|=\"\"| [<>]=? \d+)")
 
 class Setting(NamedTuple):
     default: bool | int | float | str
-    rule: str  # "" if the comment begins with none
+    rule: str  # "" if the comment begins with no rule
     comment: str
     heading: list[str]  # lines of comment above the setting
-    only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): used only with these values of the first
+    only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): settings with which alone it is used
 
 
 def satisfies(value, rule: str) -> bool:
@@ -71,7 +71,7 @@ def satisfies_part(value, part: str) -> bool:
     if not signs:
         plain = part.strip('"')
         return value in (plain, literal(plain))
-    if isinstance(value, str) and not value.isdecimal():  # a word; else a number in a setting of words
+    if isinstance(value, str) and not value.isdecimal():  # a word; a setting of words may also have a number
         return False
     number = float(value)
     bounds = [float(text) for text in re.findall(NUMBER, part)]
@@ -104,7 +104,7 @@ def cast(kind: type, value):
 
 
 def check(settings: dict[str, Setting], name: str, value, where: str = ""):
-    """The value that the setting gets, which may be given as text. Raises ValueError with the line for the user."""
+    """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
         near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
         raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help=all lists all")
@@ -120,7 +120,7 @@ def check(settings: dict[str, Setting], name: str, value, where: str = ""):
 
 
 class Config(dict):
-    """{name: value} of all settings; `defaults` has the same names, `given` those from presets and the command line."""
+    """{name: value} of all settings; `defaults` of all, `given` of those from presets and the command line."""
 
     defaults: dict
     given: dict
@@ -156,7 +156,7 @@ def read_settings(globals_: dict, modules=()) -> dict[str, Setting]:
                 only = ONLY.findall(" ".join(heading))
             settings[name] = Setting(default, rule[1] if rule else "", comment, heading, only)
             check(settings, name, default)
-        heading = []  # comments with a blank line below are for readers of the source
+        heading = []  # a comment with a blank line below is no heading
     return settings
 
 
@@ -185,7 +185,7 @@ def read_preset(settings: dict[str, Setting], path: str) -> dict:
 
 
 def read_argument(settings: dict[str, Setting], arg: str, after: str) -> dict:
-    """{name: value} of one argument of the command line, given the next. --name alone is --name=True."""
+    """{name: value} of one command-line argument; `after`: the next argument. --name alone is --name=True."""
     if arg.startswith("--"):
         name, equals, text = arg[2:].partition("=")
         if name in settings and not equals and not re.match(r"--|.*\.py$", after):  # --data mine, as for argparse
@@ -197,7 +197,7 @@ def read_argument(settings: dict[str, Setting], arg: str, after: str) -> dict:
 
 
 def check_used(settings: dict[str, Setting], config: Config) -> None:
-    """Raises ValueError for a changed setting that does nothing, given the others; an inherited one is reset."""
+    """Raise ValueError for a given setting that does nothing with the others; an inherited one is reset."""
     for name, setting in settings.items():
         for key, rule in setting.only:
             if config[name] == setting.default or satisfies(config[key], rule.lstrip("= ")):
@@ -209,7 +209,7 @@ def check_used(settings: dict[str, Setting], config: Config) -> None:
 
 
 def help_text(settings: dict[str, Setting], globals_: dict, whole: bool) -> str:
-    """Usage, and the docstring's first paragraph and examples. Then the settings, as wide as the terminal."""
+    """Usage, the first two paragraphs of the docstring, then the settings, as wide as the terminal."""
     script = globals_["__file__"]
     if globals_.get("__spec__"):
         script = f"-m {globals_['__spec__'].name}"
@@ -234,7 +234,7 @@ def help_text(settings: dict[str, Setting], globals_: dict, whole: bool) -> str:
 def configure(globals_: dict, argv: list[str] | None = None, inherited=None, modules=()) -> Config:
     """Override the calling script's settings in place, in its globals(); return them all, with those of `modules`.
 
-    `inherited(config)`: {name: value} that stand in for defaults where nothing was given, or a ValueError.
+    `inherited(config)`: {name: value} instead of defaults where nothing was given; may raise ValueError.
     --help exits with 0; a mistake prints one line, exits with 2 and changes nothing. Only rank 0 prints.
     """
     settings = read_settings(globals_, modules)

@@ -24,7 +24,7 @@ from nanodiff.dist import join_ranks
 def init_device(device_type: str, timeout_s: float = 0, deterministic: bool = False) -> torch.device:
     """Choose the device ("" = the best present) and, under torchrun, join the process group.
 
-    The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT.
+    The run aborts when a rank is silent for `timeout_s`; 0 = $NANODIFF_RANK_TIMEOUT, by default 600.
     `deterministic`: CUDA repeats every sum bit for bit.
     """
     present = []
@@ -84,18 +84,18 @@ def keep_freed_memory() -> None:
 
 
 def repeat_bits() -> None:
-    """Call before CUDA is used: bans kernels that sum in order of arrival (the class table's gradient, cuDNN's
-    attention), and choosing kernels by timing."""
+    """Call before CUDA is used: forbids kernels that sum in order of arrival (the class table's gradient, cuDNN's
+    attention), and the choice of kernels by timing."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-    torch.use_deterministic_algorithms(True)  # Inductor and the flash and efficient attention's backward heed it too
+    torch.use_deterministic_algorithms(True)  # also obeyed by Inductor, flash and efficient attention
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugger's aid, which costs time
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The autocast dtype; "auto" is bf16 where that is native."""
+    """The autocast dtype; "auto" = bf16 where that is native, else fp16 on CUDA, fp32 elsewhere."""
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.type == "cuda":
@@ -155,13 +155,13 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in CPU memory. A GPU's is on its way: wait for the GPU, or for an event recorded now, before reading."""
+    """A copy in CPU memory. Before reading a copy from a GPU, wait for the GPU, or for an event recorded now."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return copy.copy_(x.detach(), non_blocking=x.is_cuda)
 
 
 def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in CPU memory. GPU tensors are copied to pinned memory, without waits between: several times as fast."""
+    """Copies in CPU memory. GPU tensors go to pinned memory without waits in between: several times as fast."""
     copies = {name: to_host(x) for name, x in tensors.items()}
     if any(x.is_cuda for x in tensors.values()):
         torch.cuda.synchronize()
@@ -203,8 +203,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(peak FLOP/s of one device, source of the figure): bf16 from the datasheet or, for others (CPU, MPS, GeForce),
-    measured in `dtype` with a large matrix product."""
+    """(peak FLOP/s of one device, source of the figure): in bf16 by the datasheet, or for other devices (CPU, MPS,
+    GeForce) measured in `dtype` with a large matrix product."""
     name = device_name(device)
     if device.type == "cuda":
         for key, flops in PEAK_FLOPS.items():
@@ -219,7 +219,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(n, n, device=device).to(dtype)
 
     def multiply():
-        # x W^T, as in a layer: without AVX512-FP16 a CPU takes six times as long for a fp16 product of a and a
+        # a a^T, like a layer's x W^T: without AVX512-FP16 a CPU takes six times as long for a a in fp16
         torch.nn.functional.linear(a, a)
         synchronize(device)
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: they join, exchange, wait for one another, stop and leave together, and share batches."""
+"""The ranks of a run: joining, exchanging, waiting, stopping and leaving together, and sharing batches."""
 
 import contextlib
 import functools
@@ -79,8 +79,8 @@ waits = itertools.count()
 
 
 def wait_for_first_rank() -> None:
-    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. It asks
-    the store, as a collective would give up after the ranks' timeout. If the first rank dies, the wait ends."""
+    """Wait until the first rank comes here too, however long it saves, hashes or trains a classifier. This asks the
+    store, as a collective would give up after the ranks' timeout. If the first rank dies, the wait ends."""
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
@@ -92,7 +92,7 @@ def wait_for_first_rank() -> None:
 
 
 def from_first_rank(value, what: str = "a result"):
-    """The first rank's `value`, on every rank, however long that takes."""
+    """The first rank's `value`, on every rank, however long the first rank takes."""
     shared = [value]
     if dist.is_initialized():
         with collective(f"the broadcast of {what}"):
@@ -124,7 +124,7 @@ class StopSignal:
         self.received = number
         if get_dist()[0] == 0:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"stopping after this step; again to kill\n")  # print may be under way
+                os.write(2, b"stopping after this step; again to kill\n")  # not print, which may be in progress
 
     def agreed(self) -> int:
         """The largest signal number of any rank, or 0; a collective."""
@@ -132,13 +132,13 @@ class StopSignal:
 
 
 def rank_batches(batches: list[np.ndarray]) -> list[np.ndarray]:
-    """The batches of this rank: every world-th, starting at its own number."""
+    """This rank's batches: every world-th, from its own number on."""
     rank, _, world = get_dist()
     return batches[rank::world]
 
 
 def gather_batches(compute, batches: list[np.ndarray], label: str) -> list:
-    """[compute(ids) for each batch], shared among the ranks; on the first rank, [] on the others."""
+    """[compute(ids) for ids in batches] on the first rank, [] on the others; all ranks share the work."""
     world = get_dist()[2]
     num_images = sum(map(len, batches))
     own = []

@@ -61,9 +61,9 @@ class Hashed:
 @contextlib.contextmanager
 def writing(path: Path, manifest: dict | None = None):
     """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
-    and hash, computed while writing: the file then cannot seek."""
+    and hash, computed while writing: such a file cannot seek."""
     prefix = f".{path.name}.tmp-"
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # by a killed process
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # of a killed process
         with contextlib.suppress(OSError), open(leftover) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process writes it
             leftover.unlink()
@@ -97,14 +97,14 @@ def write_atomic(path: Path, data) -> None:
 
 
 def write_json(path: Path, value, manifest: dict | None = None) -> None:
-    """Write what JSON can hold to `path`: all of it or nothing. `manifest`: see writing."""
+    """Write a value as JSON to `path`: all of it or nothing. `manifest`: see writing."""
     with writing(path, manifest) as file:
         file.write(json.dumps(value, indent=1).encode())
 
 
 def name_of_settings(stem: str, config, *apart: str) -> str:
-    """`stem` plus the changed settings, except those in `apart`. Paths are cut to their last part; a name that lost
-    anything gets a hash of the whole."""
+    """A file name: `stem` plus the changed settings, except those in `apart`. Paths are cut to their last part. A name
+    that was shortened gets a hash of the whole."""
     name = stem
     for key, value in config.items():
         if value != config.defaults[key] and key not in apart:
@@ -137,8 +137,8 @@ def lock_file(
 ):
     """Lock `path`, creating it, until the returned file is closed or the process dies.
 
-    Raises UserError(busy) if another process holds it (unless `wait`), or one naming the setting `hint` if the folder
-    is not writable. Removes what matches one of the patterns `leftovers` beside it, left by killed holders.
+    Raises UserError(busy) if another process holds it (unless `wait`), or one that names the setting `hint` if the
+    folder is not writable. Then removes the files beside it that match `leftovers`, left by killed holders.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,8 +238,8 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, otherwise: str) 
 
 
 def load_tensors(path: Path, mmap: bool = False):
-    """The only torch.load of the package: it accepts tensors and plain containers, never code. `mmap`: read what is
-    used, when it is used; only for files of our own."""
+    """The only torch.load of the package: it accepts tensors and plain containers, never code. `mmap`: read tensors
+    when they are used; only for our own files."""
     fault = "cannot be loaded safely as tensors"
     with reading(path, fault), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unusual pickle protocols

@@ -31,7 +31,7 @@ def encode_png(array: np.ndarray, **text: str) -> bytes:
 def make_grid(images, columns: int) -> np.ndarray:
     """Images (C, H, W) uint8, C = 1 or 3, arrays or tensors, row by row on black, small ones enlarged: (H, W, 3) uint8.
 
-    Images in a row share a shape.
+    Images in a row should share a shape.
     """
     scale = max(1, 48 // max(image.shape[2] for image in images))
     tiles = []  # (top, left, (H, W, C))

@@ -29,7 +29,7 @@ DESCRIPTION = "step ema arch config model_config data lora".split()
 
 
 def described(meta: dict) -> dict[str, str]:
-    """Metadata by which a file of weights says what it is: a checkpoint's, an export, adapters."""
+    """The metadata by which a file of weights (a checkpoint's, an export, adapters) describes itself."""
     return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
 
 
@@ -62,7 +62,7 @@ def save_safetensors(
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # some CPUs round a product by where its factors lie
+    text += b" " * (-(8 + len(text)) % 64)  # on some CPUs a product's rounding depends on its factors' alignment
     with writing(Path(path), manifest) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
@@ -71,7 +71,7 @@ def save_safetensors(
 
 
 def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(tensors, metadata). The tensors are CPU views of a private memory map: unused ones cost nothing."""
+    """(tensors, metadata). The tensors are CPU views of a private memory map: unused tensors cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:
         # Copy on write: torch wants writable memory, and the file must not change

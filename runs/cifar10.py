@@ -1,4 +1,4 @@
-"""CIFAR-10 on one GPU, about ten minutes."""
+"""CIFAR-10 on one GPU: what runs/cifar10.sh trains. Meant for about ten minutes; not yet timed."""
 
 model_tag = "cifar10"
 data = "cifar10"

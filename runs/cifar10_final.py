@@ -1,4 +1,4 @@
-"""The last steps of the flow model in runs/weights: a falling rate, and less guidance in the loss (runs/release.sh)."""
+"""The last steps of runs/weights' flow model: a falling rate, and less guidance in the loss (runs/release.sh)."""
 
 model_tag = "cifar10_final"
 init_from = "cifar10_plain"

@@ -1,4 +1,4 @@
-"""Train the flow model of runs/cifar10_release.py on without guidance, at a constant rate (runs/release.sh)."""
+"""Train the flow model of runs/cifar10_release.py further, without guidance, at a constant rate (runs/release.sh)."""
 
 model_tag = "cifar10_plain"
 init_from = "cifar10_release"

@@ -1,4 +1,4 @@
-"""A flow model of CIFAR-10, from which those in runs/weights are tuned (runs/release.sh)."""
+"""A flow model of CIFAR-10, from which the models in runs/weights are tuned (runs/release.sh)."""
 
 model_tag = "cifar10_release"
 data = "cifar10"
@@ -12,8 +12,8 @@ lr = 3e-3
 muon_lr = 0.02
 time_input = "1000t"
 warmup_ratio = 0.028  # 400 steps
-warmdown_ratio = 0.2441  # 3,500 steps
-guided_from = 0.7559  # likewise
+warmdown_ratio = 0.2441  # the last 3,500 steps
+guided_from = 0.7559  # the same steps
 cfg_scale = 4.0
 cfg_interval = "0.3,0.7"
 sample_steps = 13

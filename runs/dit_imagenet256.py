@@ -1,6 +1,6 @@
 """DiT-XL/2 on ImageNet at 256 px as published (Peebles & Xie 2022): 675 M parameters, 400,000 steps of 256 latents.
 
-Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema), ImageNet's 1.28 M training images in class folders:
+Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema) and ImageNet's 1.28 M training images in class folders:
 
     python -m scripts.prepare_data --path=imagenet/train --resolution=256 --name=imagenet256 --val_fraction=0.01
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae-ft-ema/ \
@@ -8,8 +8,9 @@ Stage one, with Stable Diffusion's autoencoder (sd-vae-ft-ema), ImageNet's 1.28 
 
 Stage two: torchrun --standalone --nproc_per_node=8 -m scripts.base_train runs/dit_imagenet256.py
 
-They encode on the fly; we sample stored distributions anew each step: the same. 7 M steps: --num_iterations=7000000.
-Sample as they do: python -m scripts.sample --sampler=ddpm --steps=250 --cfg_scale=1.5 --cfg_channels=3.
+The paper encodes on the fly. We sample the stored distributions anew at each step, which is the same.
+For the 7 M steps of the released model: --num_iterations=7000000.
+Sample as published: python -m scripts.sample --sampler=ddpm --steps=250 --cfg_scale=1.5 --cfg_channels=3.
 """
 
 model_tag = "dit_imagenet256"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One to four evaluations per image instead of 21 or more: train runs/cpu.sh's model for twice as many steps, tune it into a
-# flow map for as long, then compare. Eleven minutes on two cores.
+# One to four evaluations per image instead of 21 or more: train the model of runs/cpu.sh for twice as many steps, tune it
+# into a flow map in as much time, then compare. Eleven minutes on two cores.
 #   bash runs/few_steps.sh                        further arguments go to base_train: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -11,7 +11,7 @@ find_trained few_steps_cpu "$@"
 python3 -m scripts.base_eval --model="$run" --metric=well_formed --steps=1,2,4
 python3 -m scripts.base_eval --model=shapes_long --metric=well_formed --steps=7  # 21 evaluations
 
-# A picture: a row of 1, 2 and 4 evaluations from the same noise, and one of the flow model's 21
+# A picture: rows of 1, 2 and 4 evaluations from the same noise, and a row of the flow model's 21
 python3 - "$run" "$folder/few_steps.png" <<'PYTHON'
 import sys
 

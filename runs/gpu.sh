@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Nine minutes on a GPU: is it correct, how fast is it, does it train? What is not timed runs side by side first; the rest
-# alone, by worth, each with a limit. Logs and results.jsonl (a line a stage) go to OUT, by default in $NANODIFF_BASE_DIR;
-# the last lines are a table beside an H100's figures. Needs no network if the data are there. An H100 took 71 s for what
-# runs side by side, 13 s for the ceilings, 20 to 40 s for a timing: 71 + 13 + 2 * 40 + 300 of training + 70 around it =
-# 534 of 540 s. The other timings run where these leave time. As a whole this was not yet run on a GPU.
+# Nine minutes on a GPU: is nanodiff correct, how fast is it, does it train? Stages that are not timed run first, side by
+# side; the others run alone, the most useful first, each with a time limit. Logs and results.jsonl (a line per stage) go
+# to OUT, by default in $NANODIFF_BASE_DIR; the last lines are a table beside an H100's figures. Needs no network if the
+# data are there. An H100 took 71 s side by side, 13 s for the ceilings, 20 to 40 s per timing: 71 + 13 + 2 * 40 + 300 of
+# training + 70 around it = 534 of 540 s. Other timings run if time is left. Not yet run as a whole on a GPU.
 #   bash runs/gpu.sh
 #   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
-#     some stages; images to train on, unless a set cifar10 is there; seconds in all; minutes of training; a factor on
+#     some stages; images to train on, unless there is a set cifar10; seconds in all; minutes of training; a factor on
 #     each stage's limit
 see='import sys, torch; sys.exit(not torch.cuda.is_available())'
 if ! python3 -c "$see" 2> /dev/null && [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
@@ -27,8 +27,8 @@ reserve=0  # seconds that a stage must leave
 mkdir -p "$out"
 : > "$out/results.jsonl"
 
-# stage NAME SECONDS COMMAND...: run it with its output in OUT/NAME.log, then note its figures. At its limit it gets
-# SIGTERM, which makes a training run save and leave, then SIGKILL
+# stage NAME SECONDS COMMAND...: run COMMAND with its output in OUT/NAME.log, then note its figures. At the limit it gets
+# SIGTERM, at which a training run saves and leaves, then SIGKILL
 stage() {
     local name=$1 limit=$(($2 * ${STRETCH:-1})) start=$SECONDS left=$((total - SECONDS - reserve)) code
     shift 2
@@ -41,7 +41,7 @@ stage() {
     python3 runs/gpu/figures.py note "$out" "$name" $code $((SECONDS - start)) "$base/runs/gpu_$name"
 }
 
-# A training run of a stage: trial NAME arguments...
+# trial NAME ARGUMENTS...: a stage's training run
 trial() {
     local name=$1
     shift
@@ -52,7 +52,7 @@ d6=(--flip --depth=6 --total_batch_size=512 --device_batch_size=512 --lr=0.00566
 d12=(--depth=12 --total_batch_size=512 --device_batch_size=256 --lr=0.0028 --muon_lr=0.057)
 d24=(--depth=24 --total_batch_size=256 --device_batch_size=128 --lr=0.001 --muon_lr=0.03)
 
-# Tiny runs of every kind: each ends
+# Tiny runs of every kind: does each reach its end?
 kinds() {
     local small=(--depth=2 --num_iterations=4 --total_batch_size=32) failures=0
     for kind in "" "--objective=eps --timesteps=loss-second-moment" "--dtype=float16" "--dtype=float32 --guided_from=0" \
@@ -73,7 +73,7 @@ save() {
     grep -q resum "$out/save.log"
 }
 
-# The set cifar10: there already, from IMAGES, or downloaded
+# The set cifar10: already there, from IMAGES, or downloaded
 data() {
     [ ! -d "$base/data/cifar10" ] || return 0
     local from=(--source=cifar10)
@@ -81,7 +81,7 @@ data() {
     python3 -m scripts.prepare_data "${from[@]}" --name=cifar10
 }
 
-# Train for `seconds`, whose steps follow from 60 that were timed; then draw samples and judge them
+# Train for SECONDS, whose number of steps follows from 60 timed steps; then draw samples and judge them
 cifar10() {
     local seconds=$1 set=cifar10 steps cfg
     [ -d "$base/data/cifar10" ] || set=shapes32
@@ -97,15 +97,15 @@ cifar10() {
         echo "judged: guided by $cfg"
     done
 }
-# A stage's command may be one of these functions. -e: their first error is theirs. The trap: bash outlives SIGTERM until
-# its command has ended, so that timeout can still kill that
+# A stage's command may be one of these functions. -e: a function fails at its first error. The trap keeps bash alive after
+# SIGTERM until its command has ended, so that timeout can still kill the command
 shell=(bash -ec 'trap "exit 143" TERM; eval "$(cat "$0")"; "$@"' "$out/functions")
 { declare -f trial kinds save data cifar10; declare -p base out stages shell d6 d12 d24; } > "$out/functions"
 
 python3 -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), at most $total s; logs: $out"
 
-# Side by side: what is not timed, and compiling what is timed below
+# Side by side: stages that are not timed, and compilation for the timings below
 python3 -c 'import xdist' 2> /dev/null && workers=(-n 6) || workers=()
 stage tests 80 python3 -m pytest -m cuda -rs -q "${workers[@]}" tests/test_cuda.py &
 stage kinds 80 "${shell[@]}" kinds &
@@ -122,7 +122,7 @@ wait
 stage ceilings 40 python3 runs/gpu/ceilings.py
 stage d12 60 "${shell[@]}" trial d12 "${d12[@]}" --num_iterations=60
 stage d12_fp8 80 "${shell[@]}" trial d12_fp8 "${d12[@]}" --num_iterations=60 --fp8=True
-# What follows leaves the training its time, with what measures, samples and judges it
+# The stages below leave time for the training, and for measuring, sampling and judging it
 [[ " $stages " != *" cifar10 "* ]] || reserve=$((minutes * 60 + 70))
 stage d24 80 "${shell[@]}" trial d24 "${d24[@]}" --num_iterations=25
 stage d24_fp8 80 "${shell[@]}" trial d24_fp8 "${d24[@]}" --num_iterations=25 --fp8=True
@@ -136,7 +136,7 @@ else
         --model_tag=gpu_exchange --depth=12 --total_batch_size=512 --num_iterations=100
 fi
 reserve=0
-seconds=$((total - SECONDS - 70)) # 70: starting twice, 60 steps, samples, judge
+seconds=$((total - SECONDS - 70)) # 70: two starts, 60 steps, samples, judge
 [ $seconds -lt $((minutes * 60)) ] || seconds=$((minutes * 60))
 [ $seconds -lt 30 ] || stage cifar10 $((seconds + 140)) "${shell[@]}" cifar10 $seconds
 

@@ -1,6 +1,6 @@
 """IDDPM's unconditional ImageNet-64, L_hybrid, as published (Nichol & Dhariwal 2021): 1.5 M steps, 121 M parameters.
 
-For their L_vlb, add --gaussian_loss=rescaled_kl --timesteps=loss-second-moment.
+For the paper's L_vlb, add --gaussian_loss=rescaled_kl --timesteps=loss-second-moment.
 Sample with --sampler=ddpm --steps=4000.
 """
 
@@ -19,7 +19,7 @@ num_timesteps = 4000
 noise_schedule = "cosine"
 gaussian_loss = "rescaled_mse"
 timesteps = "uniform"
-# --lr 1e-4 --batch_size 128; AdamW as torch has it, EMA 0.9999, no schedule, no clipping
+# --lr 1e-4 --batch_size 128; torch's AdamW, EMA 0.9999, no schedule, no clipping
 optimizer = "adamw"
 lr = 1e-4
 beta2 = 0.999

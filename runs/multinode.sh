@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train on several machines: start this on each of them, with the same arguments. They meet at HEAD, the first, and
-# share $NANODIFF_BASE_DIR (a network file system). If a worker dies, all resume from the newest checkpoint.
+# Train on several machines: start this on each, with the same arguments. They meet at HEAD, the first machine, and share
+# $NANODIFF_BASE_DIR (a network file system). If a worker dies, all resume from the newest checkpoint.
 #   NNODES=2 HEAD=node0:29500 bash runs/multinode.sh runs/imagenet256.py --depth=24
-# Under Slurm srun starts it on each machine:
+# Under Slurm, srun starts it on each machine:
 #   sbatch --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --wrap='srun bash runs/multinode.sh runs/imagenet256.py'
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -12,8 +12,8 @@ if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
 fi
 [ -n "${HEAD:-}" ] || { echo "error: give HEAD=HOST:PORT, the first machine, and NNODES=2, their number" >&2; exit 2; }
 
-# torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer. After this time it
-# also kills ranks that wait for a dead one in a collective, which no signal interrupts
+# By default torchrun kills its workers 30 s after a signal; saving a large model takes longer. After this time it also kills
+# ranks that wait for a dead one in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a shared store would give restarted ranks addresses of dead ones
 python3 -m torch.distributed.run --nnodes="${NNODES:-2}" --nproc_per_node="${GPUS:-8}" --max-restarts=3 --rdzv_id="${SLURM_JOB_ID:-nanodiff}" \

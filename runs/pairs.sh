@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From an outline to the shape: train on pairs of images, then draw from 400 outlines that were in no training image. An
-# outline tells what, where and how large; the colour is the model's choice.
+# From an outline to the shape: train on pairs of images, then draw from 400 outlines that training has not seen. An
+# outline gives shape, place and size; the model chooses the colour.
 #   bash runs/pairs.sh                            further arguments go to base_train: --seed=1
 needs=PIL
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

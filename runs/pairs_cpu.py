@@ -1,4 +1,4 @@
-"""A second image as condition, on two CPU cores in minutes: what runs/pairs.sh trains."""
+"""A second image as a condition, on two CPU cores in minutes: what runs/pairs.sh trains."""
 
 model_tag = "pairs_cpu"
 data = "pairs"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A race against other projects' own code, by the rules of runs/RECORDS.md: CIFAR-10, the same cores, as many seconds with
-# everything counted, 500 samples by each one's own sampler with 25 evaluations, one judge.
+# A race against other projects' own code, by the rules of runs/RECORDS.md: CIFAR-10, the same cores, the same seconds from
+# start to end, 500 samples by each project's own sampler with 25 evaluations, one judge.
 #   RACE_PYTHON=VENV/bin/python bash runs/race.sh FOLDER_OF_CLONES [minRF DiT ...]
 # FOLDER_OF_CLONES holds git clones: cloneofsimo/minRF, lucidrains/denoising-diffusion-pytorch, huggingface/diffusers,
-# openai/improved-diffusion, facebookresearch/DiT. RACE_PYTHON is a Python with what they need: torch torchvision accelerate
-# diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. What is changed in each, and why, stands in
-# runs/race/peers.py. Each peer runs at its published rate times 1, 3 or 10: the one with the lowest loss after a trial.
+# openai/improved-diffusion, facebookresearch/DiT. RACE_PYTHON is a Python with their packages: torch torchvision accelerate
+# diffusers datasets tensorboard einops ema-pytorch pytorch-fid timm blobfile. runs/race/peers.py says what is changed in
+# each, and why. Each peer runs at its published rate times 1, 3 or 10, whichever has the lowest loss after a trial.
 #   RACE_SECONDS=1200  RACE_TRIAL_SECONDS=60  RACE_FACTORS="1 3 10"  RACE_SEEDS=0  RACE_BATCH=64  RACE_IMAGES=500  RACE_EVALUATIONS="25 published"  RACE_OUT=FOLDER
-# diffusers warms up for 500 steps, which a trial does not see: give RACE_FACTORS=3. By 10 its loss rises to 1 at step 380.
-# A step that has begun is finished, so a long first one overruns. Samples are drawn after the clock has ended: on one core 500 of
-# them take 4 minutes (DiT, 25 evaluations), 6 hours (diffusers, 1,000) or days (improved-diffusion, 4,000).
+# diffusers warms up for 500 steps, longer than a trial: give RACE_FACTORS=3. At factor 10 its loss rises to 1 at step 380.
+# A step that has begun is finished, so a long first step overruns. Samples are drawn after the clock has stopped: on one core
+# 500 take 4 minutes (DiT, 25 evaluations), 6 hours (diffusers, 1,000) or days (improved-diffusion, 4,000).
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 clones=$(realpath "${1:?error: give the folder of the clones}") || exit 2
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -20,7 +20,7 @@ out=${RACE_OUT:-${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/race}
 mkdir -p "$out"
 declare -A rates=([minRF]=5e-4 [denoising-diffusion-pytorch]=8e-5 [diffusers]=1e-4 [improved-diffusion]=1e-4 [DiT]=1e-4)
 
-# The training images as files that each of them reads (CLASS/CLASS_NUMBER.png), and as one array
+# The training images as files that every peer reads (CLASS/CLASS_NUMBER.png), and as one array
 [ -f "$out/images/train.npz" ] || python3 - "$out/images" << 'EOP'
 import sys
 from pathlib import Path

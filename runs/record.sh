@@ -2,7 +2,7 @@
 # An attempt at a record, by the rules of runs/RECORDS.md: train on CIFAR-10 within a time limit, then measure samples.
 #   bash runs/record.sh cpu 1                        two CPU cores, 20 minutes; a record needs seeds 1, 2 and 3
 #   bash runs/record.sh gpu 1                        one GPU, 5 minutes. Not yet run
-# The GPU track's steps are for an H100: runs/gpu.sh counts those of another GPU. Further arguments go to base_train.
+# The GPU track's number of steps is for an H100; runs/gpu.sh finds another GPU's. Further arguments go to base_train.
 # First make the set: python3 -m scripts.prepare_data --source=cifar10 --name=cifar10
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 track=${1:-} seed=${2:-}
@@ -20,7 +20,7 @@ case $track in
         ;;
 esac
 tag=record_${track}_$seed
-TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # compiling counts
+TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) # empty, as compilation counts
 export TORCHINDUCTOR_CACHE_DIR
 trap 'rm -rf "$TORCHINDUCTOR_CACHE_DIR"' EXIT
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How the weights in runs/weights were made: a flow model of CIFAR-10, its flow map, their figures. Hours of two cores; the
-# model card in runs/weights/README.md tells how many. First make the set: prepare_data --source=cifar10 --name=cifar10
+# How the weights in runs/weights were made: a flow model of CIFAR-10, its flow map, their figures. Takes hours on two cores:
+# see the model card, runs/weights/README.md. First make the set: prepare_data --source=cifar10 --name=cifar10
 #   bash runs/release.sh                          further arguments go to all trainings: --num_iterations=50
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 work=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/release
@@ -20,7 +20,7 @@ python3 -m scripts.base_train runs/cifar10_map.py "$@"
 for tag in cifar10_final2 cifar10_map; do
     rm -f "$work/$tag"*
     python3 -m scripts.export --model=$tag --out="$work/$tag.safetensors"
-    for seed in 0 1 2; do  # three deviations over them, and 1% for rounding, are the figures' tolerance
+    for seed in 0 1 2; do  # the figures' tolerance: three deviations over seeds, and 1% for rounding
         python3 -m scripts.sample --model="$work/$tag.safetensors" --seed=$seed --num_images=5000 --batch_size=250 \
             --npz --out="$work/${tag}_$seed.npz"
         python3 -m scripts.base_eval --metric=fd_classifier --samples="$work/${tag}_$seed.npz" --data=cifar10 \
@@ -28,7 +28,7 @@ for tag in cifar10_final2 cifar10_map; do
     done
 done
 
-# Half precision, and what the file says of itself
+# Half precision, and the release's facts in the file's metadata
 python3 - "$work" <<'PYTHON'
 import glob
 import hashlib

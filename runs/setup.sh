@@ -1,12 +1,12 @@
-# Sourced by the scripts of this folder: go to the repository root and see to a python3 with torch and numpy. One that has
-# them is used as it is: machines with GPUs often have their own torch, and no network. Else the pinned packages go into
-# the virtual environment $NANODIFF_VENV, by default .venv; NANODIFF_VENV=.venv forces that.
-# A copy of requirements.txt in it records what is installed, so that later runs skip this.
+# Sourced by the scripts of this folder: go to the repository root and provide a python3 with torch and numpy. A python3
+# that has them is used as it is: machines with GPUs often have their own torch, and no network. Else the pinned packages
+# are installed into the virtual environment $NANODIFF_VENV, by default .venv; NANODIFF_VENV=.venv forces that.
+# A copy of requirements.txt there records the installation, so that later runs skip it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# find_trained TAG "$@": set `run`, the --model_tag among base_train's arguments or else TAG; its `folder`; and
-# `samples`, a name for samples of its newest checkpoint
+# find_trained TAG "$@": set `run` to the --model_tag among base_train's arguments, else to TAG; `folder` to the run's; and
+# `samples` to a file name for samples of its newest checkpoint
 find_trained() {
     local argument step
     run=$1

@@ -1,6 +1,6 @@
 """The embedded shapes on two CPU cores, in minutes: what runs/cpu.sh trains.
 
-What differs from the defaults helps clean shapes, not photographs (runs/LOG.md, 12).
+These settings differ from the defaults: they help clean shapes, not photographs (runs/LOG.md, 12).
 """
 
 model_tag = "shapes_cpu"

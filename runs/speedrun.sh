@@ -6,8 +6,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ $# -ge 2 ] || { echo "error: give two folders: ImageNet's training images and the autoencoder" >&2; exit 2; }
 images=$1 autoencoder=$2
 shift 2
-# torchrun kills its workers 30 s after a signal unless told otherwise; saving a large model takes longer. After this time it
-# also kills ranks that wait for a dead one in a collective, which no signal interrupts
+# By default torchrun kills its workers 30 s after a signal; saving a large model takes longer. After this time it also kills
+# ranks that wait for a dead one in a collective, which no signal interrupts
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 data=${NANODIFF_BASE_DIR:-$HOME/.cache/nanodiff}/data
 ranks=(python3 -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-8}" -m)

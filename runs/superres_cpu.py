@@ -1,4 +1,5 @@
-"""Super-resolution on two CPU cores: CIFAR-10 from 8 to 32 pixels, by a small UNet. Grids show low, sample, truth."""
+"""Super-resolution on two CPU cores: CIFAR-10 from 8 to 32 pixels, by a small UNet. Grids show small image, sample,
+truth."""
 
 model_tag = "superres_cpu"
 data = "cifar10"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check the figures of the shipped weights: draw 5,000 samples, measure them by the shipped judge, compare. No network, no data.
-#   bash runs/verify.sh                           the flow map, 4 evaluations a sample: a minute on two cores
+#   bash runs/verify.sh                           the flow map, 4 evaluations per sample: a minute on two cores
 #   bash runs/verify.sh cifar10                   the flow model, 25 evaluations: three to five minutes
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 name=${1:-cifar10_map}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Words to shapes: train on captions such as "small green circle, top left", as sequences of one-hot words, without a
-# text encoder and without a download. Eight pairs of colour and shape, such as "red circle", are in no training image
-# and are asked for in the end.
+# text encoder or a download. Eight pairs of colour and shape, such as "red circle", are in no training image; in the end
+# samples of them are requested.
 #   bash runs/words.sh                            further arguments go to base_train: --seed=1
 needs=PIL
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

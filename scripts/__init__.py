@@ -4,7 +4,7 @@ import sys
 
 
 def _excepthook(kind, *error):
-    """nanodiff.common's, once that is imported. Ctrl-C prints one line even while torch is being imported."""
+    """Call nanodiff.common.excepthook once it is imported. Ctrl-C prints one line even while torch is imported."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)

@@ -2,12 +2,12 @@
 Evaluate a trained model, or images in a file or a folder.
 
     python -m scripts.base_eval --metric=loss               # validation loss of the averaged weights, by quarter of t
-    python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; in the file by timestep
+    python -m scripts.base_eval --metric=bpd                # bits/dim of a Gaussian diffusion; by timestep in the file
     python -m scripts.base_eval --metric=class_accuracy     # do samples show the class they were asked for?
     python -m scripts.base_eval --metric=well_formed        # are samples drawn as well as real shapes? embedded sets
     python -m scripts.base_eval --metric=fid --num_images=50000 --cfg_scale=1    # FID, KID, IS, precision, recall
     python -m scripts.base_eval --metric=fd_classifier      # the same with the data set's classifier: no download
-    python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # a row for each
+    python -m scripts.base_eval --metric=fd_classifier --sampler=euler,heun --steps=5,10,25    # one row for each pair
     python -m scripts.base_eval --metric=fid --samples=images.npz --data=cifar10    # or a folder of PNG or JPEG files
     python -m scripts.base_eval --metric=features --features=A.npy --reference_features=B.npy    # of any network
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --model=... --metric=...
@@ -38,17 +38,17 @@ from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.training.validation import bits_per_dim, validation_loss
 from nanodiff.web.report import refresh_report
 
-model = ""  # tag or folder of a run; "" = the one written to last
+model = ""  # tag or folder of a run, or a file; "" = the run written to last
 metric = "loss"  # loss|bpd|class_accuracy|well_formed|fid|fd_classifier|fd_simclr|features: what to measure
-checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
+checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
 ema = ""  # which average of the weights: a rate, or raw; "" = the first rate
-data = ""  # prepared set to evaluate on, or to compare with; "" = the one trained on
+data = ""  # prepared set to evaluate on, or to compare with; "" = the training set
 autoencoder = ""  # path of the VAE of a latent model; "" = where it was when the latents were made
 num_images = 0  # >= 0: validation images, or samples; 0 = all in `samples`, else 5,000 for a distance (published FIDs
-#                 have 50,000) and 400 for the rest
+#                 use 50,000) and 400 for the rest
 seed = 0  # >= 0: seed of the samples, or of noise and t in the validation loss
 batch_size = 64  # >= 1: images at a time on each rank
-device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
+device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
@@ -60,7 +60,7 @@ cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), a folder or val; "" = val, if there is one
 # Only metric=fid|fd_classifier|fd_simclr
-reference_split = "train"  # train|val: split to compare with, in full; usually the one trained on
+reference_split = "train"  # train|val: split to compare with, in full
 reference = ""  # .npz with mu and sigma of the judge's features to compare with instead, such as Inception's,
 #                 published with ADM and EDM; runs/records has one of CIFAR-10
 # Only metric=class_accuracy|fid|fd_classifier|fd_simclr
@@ -68,7 +68,7 @@ judge = ""  # weights of Inception (fid) or of a classifier, such as those in ru
 #             machines compare; "" = download Inception or train a classifier on the set, once
 # Only metric=features
 features = ""  # .npy of features (N, D) by any network, of the images to measure
-reference_features = ""  # likewise, of the images to compare with
+reference_features = ""  # .npy of features (N, D) by the same network, of the images to compare with
 config = configure(globals())
 FIGURES = {  # what is printed, in this order; the file has all figures
     "loss": "validation loss {:.4f}",
@@ -133,7 +133,7 @@ if metric in ("loss", "bpd"):
 if metric == "loss":
     with autocast:
         loss, quarters = validation_loss(*measured, num_images, batch_size, seed)
-        if not loaded.process.is_gaussian:  # else t is uniform; here quarters have few images near the ends of t
+        if not loaded.process.is_gaussian:  # t is not uniform: the quarters have few images near t = 0 and 1
             few = math.ceil(num_images / 20)
             edges = [0, *np.linspace(0.02, 0.98, 19).tolist(), 1]
             by_t = [validation_loss(*measured, few, batch_size, seed, part)[0] for part in pairwise(edges)]
@@ -159,7 +159,7 @@ elif metric == "features":
         result |= {"features": features, "reference": reference_features, "num_images": num_images}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples: those given, or the model's, drawn one batch at a time
+# Samples: from a file or folder, or drawn by the model, one batch at a time
 
 else:
     is_distance = metric in metrics.DISTANCES  # to real images
@@ -247,7 +247,7 @@ else:
         del result[key]
     result |= {"rows": rows} if varied else rows[0]
 
-    # The same figures of as many real images of the other split
+    # The same figures for as many real images of the other split
     if not reference:
         other = "val" if reference_split == "train" else "train"
         n = min(num_images, dataset.meta["splits"].get(other, {}).get("num_images", 0))

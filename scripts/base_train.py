@@ -9,13 +9,13 @@ Train an image diffusion model: settings, setup, loop, end. Read it top to botto
 Rerunning the same command resumes where the run stopped. What it does, for the default, flow matching:
 
     repeat num_iterations times:
-        x0 = images in [-1, 1], t = a number in [0, 1] for each image, mostly near 0.5, noise = normal numbers
+        x0 = images in [-1, 1] or latents, t = a number in [0, 1] for each, mostly near 0.5, noise = normal numbers
         x_t = (1 - t) * x0 + t * noise
         loss = mean((model(x_t, t, y) - (noise - x0))^2)
-        step along the gradient of the loss; average the weights
+        step against the gradient of the loss; average the weights
 
 The model learns the velocity dx_t/dt = noise - x0. Sampling integrates it from noise at t = 1 to an image at t = 0.
-Why the velocity, why Muon? Measured to be better (runs/LOG.md, 4 to 6). Tasks are in runs/GUIDE.md.
+Why the velocity, t near 0.5, Muon? Together they did best (runs/LOG.md, 4 to 6). Tasks are in runs/GUIDE.md.
 
 Words: a codec turns stored images or latents into x0, and samples into pixels. A process is the mathematics: noising,
 loss, samplers. raw_model holds the weights, model is its compiled form. A rank is one worker of the run, a micro-batch
@@ -79,7 +79,7 @@ resume = "auto"  # auto|never|changed or >= 0: auto = from the newest checkpoint
 #                  changed = though rates or length differ; a number = changed, from that step
 seed = 42  # >= 0: seed of weights, order of images, noise
 device_type = ""  # ""|cuda|cpu|mps: "" = the best available
-dtype = "auto"  # auto|bfloat16|float16|float32: of matrix products (float32: TF32 on CUDA); the rest is fp32
+dtype = "auto"  # auto|bfloat16|float16|float32: of products, DiT's stream (fp32: TF32 on CUDA); weights, optimizer fp32
 compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
 # The horizon, if neither num_iterations nor the ratio says how long
@@ -138,8 +138,8 @@ dropout = 0.0  # [0, 1): dropout rate
 # Settings of one backbone or process alone are in these modules; --help=all shows all
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
-# Presets, then the command line override the globals, which count below. `config`, a dict of all settings with the
-# derived sizes and rates, is the record that checkpoints keep; config.given holds those given
+# Presets, then the command line override the globals, which this page reads. `config` is a dict of the same for
+# functions and checkpoints, renewed below with derived sizes and rates. config.given: those given
 
 
 def inherited(config):
@@ -453,7 +453,7 @@ while True:
                 raw_model.train()
             with ema.applied(raw_model):  # and eval mode
                 if due(eval_every):
-                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # lags at first
+                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # it lags
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
                     measured = measure_samples(raw_model, process, sample_settings, device_batch_size)
@@ -479,7 +479,7 @@ while True:
     meter.start_step()
     g = make_generator(seed, step, device=draw_device)
     u_flip, u_t, u_drop = torch.rand(3, total_batch_size, generator=g, device=draw_device).to(device)  # (N,) in [0, 1)
-    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; weight 1 unless t is drawn by importance
+    t, t_weight = t_distribution.sample(u_t)  # (N,), (N,): by inverse CDF; most laws of t weigh all 1
     process.done = step / num_iterations
     if compute_dtype == torch.bfloat16 and grad_accum_steps > 1:  # autocast would cast in every micro-step
         optim.cast_weights(raw_model)
@@ -490,7 +490,7 @@ while True:
         rows = slice(first, first + device_batch_size)
         flips = u_flip[rows] < 0.5 if flip else None
         vae_noise = functools.partial(draw_rows, (seed, step, VAE_NOISE), first, draw_device)
-        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, in [-1, 1]
+        x0 = codec.to_x0(images, flips, vae_noise)  # (B, C, H, W) fp32, images in [-1, 1]
         noise = draw_rows((seed, step, NOISE), first, draw_device, x0)
         # Drop the conditions of some images: guidance also needs the model without them. A dropped label becomes the
         # null class, one beyond the last; vectors and second images become NaN

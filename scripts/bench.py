@@ -1,11 +1,11 @@
 """
-Time runs of base_train side by side: they take turns, so machine noise hits all alike. By default the published recipe
-(DiT's classic block predicts eps and a variance: eager, fp32, which is TF32 on GPUs, AdamW) and ours.
+Time runs of base_train that take turns, so that machine noise hits all alike. By default the published recipe (DiT's
+classic block predicts eps and a variance; AdamW, fp32 or on GPUs TF32, not compiled) and ours.
 
     python -m scripts.bench
     python -m scripts.bench --arms="--optimizer=muon | --optimizer=adamw" --shared="--depth=6 --total_batch_size=64"
 
-The table shows medians over the steps of all turns. first_step_s is shorter where torch.compile's cache is filled.
+The table shows medians over the steps of all turns. first_step_s is shorter if torch.compile's cache is filled.
 """
 
 import json
@@ -22,9 +22,9 @@ from configurator import configure
 from nanodiff.common import UserError, base_dir, get_dist, print0
 
 arms = "published | --optimizer=muon"  # between bars, base_train's arguments for each arm; ratios are to the first
-shared = "--depth=4 --total_batch_size=32"  # its arguments for all
+shared = "--depth=4 --total_batch_size=32"  # base_train's arguments for all arms
 rounds = 3  # >= 1: turns of each arm
-steps = 10  # >= 1: steps per turn, behind those that warm up
+steps = 10  # >= 1: steps per turn, after the warm-up
 
 WARM_UP = 3  # steps
 PUBLISHED = (
@@ -33,7 +33,7 @@ PUBLISHED = (
 
 
 def take_turn(arm: str) -> dict:
-    """Run base_train in a process of its own; return its peak memory_gb, and the metrics of each step."""
+    """Run base_train in its own process; return its peak memory_gb, and in `lines` the metrics of each step."""
     fixed = (
         f"--num_iterations={WARM_UP + steps} --log_every=1 --model_tag=arm "
         "--eval_every=-1 --sample_every=-1 --save_every=-1"

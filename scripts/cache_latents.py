@@ -4,8 +4,8 @@ Stage one of two-stage training: encode the images of a set once with an autoenc
     python -m scripts.cache_latents --data=photos --autoencoder=taef2_encoder.pth       # makes photos_taef2
     torchrun --standalone --nproc_per_node=8 -m scripts.cache_latents --data=imagenet256 --autoencoder=sd-vae/ --flip
 
-Stores each latent's mean and standard deviation in fp16, with --flip also the mirrored image's. Shards go one by
-one to a hidden folder, renamed at the end: after a kill the same command resumes, with any number of ranks.
+Stores in fp16 each latent's mean and, unless it is zero, its standard deviation; with --flip also the mirrored image's.
+Shards go to a hidden folder, renamed at the end: after a kill the same command resumes, with any number of ranks.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ latent_norm = "channels"  # channels|scale: normalise by the set's mean and std,
 flip = False  # also encode the mirrored images, so that training can use --flip
 batch_size = 16  # >= 1: images at a time on each rank
 overwrite = False  # replace a set of the same name
-device_type = ""  # ""|cuda|cpu|mps: "" = the best that is present
+device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,11 +63,11 @@ per_shard = images_per_part(len(source), latent_bytes)
 
 
 def encode(dataset: Dataset, rows: np.ndarray) -> dict:
-    """Make the shard of these images -> its note: its entry in meta.json and its statistics. It is finished once its
-    note is on the disk."""
+    """Make the shard of images `rows` (n,) -> its note: its entry in meta.json, and its statistics. A shard is finished
+    once its note is on the disk."""
     name = f"{dataset.split}_images_{rows[0]:08d}"
     note = writer.parts / "notes" / f"{name}.json"
-    with contextlib.suppress(UserError):  # there is none, or it or its shard is damaged
+    with contextlib.suppress(UserError):  # there is no note, or it or its shard is damaged
         facts = read_json(note)
         open_npy(writer.parts / facts["shard"]["file"])
         return facts
@@ -101,7 +101,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
     return facts
 
 
-with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone adds to the set
+with writer if rank == 0 else contextlib.nullcontext():  # only the first rank adds to the set
     if rank == 0:
         plan = {
             "source": sha256_of(source.path / "meta.json"),
@@ -109,7 +109,7 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
             "flip": flip,
         }
         writer.resume(plan)
-    verify(source)  # else the new set's hashes would hide that it is damaged
+    verify(source)  # else damaged images would get new, valid hashes
     with collective("the wait for the first rank"):
         wait_for_first_rank()
     sums = np.zeros((2, encoder.latent_channels))
@@ -117,7 +117,7 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
     for split in source.meta["splits"]:
         dataset = open_dataset(data, split)
         batches = dataset.batches(np.arange(len(dataset)), per_shard)
-        notes = gather_batches(functools.partial(encode, dataset), batches, f"encoding {split}")  # [] on other ranks
+        notes = gather_batches(functools.partial(encode, dataset), batches, f"encoding {split}")  # [] unless rank 0
         for rows, facts in zip(batches, notes):
             writer.add(split, facts["shard"], **dataset.cond(rows))
             if split == "train":
@@ -127,7 +127,7 @@ with writer if rank == 0 else contextlib.nullcontext():  # the first rank alone 
     for key in (*FILES, *GIVEN):
         if key in source.meta:
             writer.meta[key] = source.meta[key]
-    mean, square = sums / max(count, 1)  # other ranks count nothing
+    mean, square = sums / max(count, 1)  # count is 0 on other ranks
     std = np.sqrt((square - mean**2).clip(1e-12))
     latents = describe_latents(encoder, autoencoder) | {"source": source.name, "copies": copies}
     if latent_norm == "channels":

@@ -1,5 +1,5 @@
-"""Lets `python scripts/base_train.py` find the project, as `python -m scripts.base_train` does: Python finds this file
-first, and it imports the real configurator."""
+"""Lets `python scripts/base_train.py` run like `python -m scripts.base_train`: Python finds this file first, and it
+imports the real configurator."""
 
 import sys
 from pathlib import Path

@@ -5,9 +5,9 @@ Write a trained model to a file: for nanodiff, or in the published format of Met
     python -m scripts.export --model=my_dit --form=meta         # as facebookresearch/DiT's .pt
     python -m scripts.export --model=my_unet --form=openai      # as openai/improved-diffusion's .pt
 
-A .safetensors holds all that sampling needs. Meta's form holds the weights as "ema", as its training checkpoints do,
-and beside them the heads, schedule and T that nanodiff needs. OpenAI's is a state dict, without these and without a
-null class. What a form does not hold is printed.
+A .safetensors holds all that sampling needs. Meta's form holds the weights as "ema", as Meta's training checkpoints do,
+and also the heads, schedule and T that nanodiff needs. OpenAI's form is a state dict: it holds neither these nor a null
+class. What a form does not hold is printed.
 """
 
 import shlex
@@ -22,8 +22,8 @@ from nanodiff.formats.load import build, find, read, with_options
 from nanodiff.formats.published import to_published
 from nanodiff.safetensors import described, save_safetensors
 
-model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
+model = ""  # tag or folder of a run, or an exported or published file; "" = the run written to last
+checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters

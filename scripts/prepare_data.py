@@ -1,4 +1,4 @@
-"""Turn images into a data set that the training script reads: shards of uint8 in $NANODIFF_BASE_DIR/data/<name>.
+"""Turn images into a data set for training: shards of uint8, or fp16 for arrays, in $NANODIFF_BASE_DIR/data/<name>.
 
 python -m scripts.prepare_data --source=cifar10                                    downloads 170 MB
 python -m scripts.prepare_data --path=photos/ --resolution=64 --name=photos        a folder, one sub-folder per class
@@ -49,21 +49,21 @@ label_column = ""  # column of tables and of .json beside images; "" = label or 
 caption_column = ""  # "" = text, caption or prompt; captions are also in the .txt beside images
 captions = ""  # .tsv file to write: the path of every image, a tab, its caption
 classes = ""  # names of the classes to take, comma-separated; "" = all
-vectors = ""  # .npz of names, matched like those in tables, and vectors, one (D) or a sequence (L, D) for each; for
-#               arrays of images also an .npy, in their order. A model is conditioned on them
-pairs = ""  # second images, on which a model is conditioned, such as masks: a folder with a file of the same path as
-#             each image, of any suffix; for arrays an .npy or .npz, in their order. Values 0..255 become -1..1
+vectors = ""  # vectors to condition a model on: an .npz of image names, matched as in tables, and vectors, one (D) or a
+#               sequence (L, D) per name; for arrays of images also an .npy, in their order
+pairs = ""  # second images to condition a model on, such as masks: a folder with a file of the same path as each image,
+#             with any suffix; for arrays an .npy or .npz, in their order. Values 0..255 become -1..1
 pairs_scaling = "nearest"  # nearest|area: how second images are scaled; area for pictures, nearest for masks
 aspect_buckets = False  # keep images' shapes: a few sizes of about resolution^2 pixels each, from 9:16 to 16:9
 val_fraction = 0.05  # [0, 0.9]: held out for validation if the source has no split of its own
-seed = 0  # >= 0: for the choice of held-out images, and for drawing shapes
+seed = 0  # >= 0: seed for choosing held-out images and for drawing shapes
 workers = 0  # >= 0: threads that decode image files; 0 = one per core
 overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
-range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the data's own
+range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the least and largest of the data
 # Only aspect_buckets=True
-side_unit = 0  # >= 0: sides are multiples of it; 0 = resolution / 16, a DiT's patch, or two latents at 256 px
+side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 16: a DiT's patch, or at 256 px two latents
 config = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
         if config[condition]:
             add_numbers(images_in, condition, config[condition])
     class_names = images_in.class_names
-    if classes:  # keep only their images, numbered 0, 1, ... in the source's order
+    if classes:  # keep only images of these, numbered 0, 1, ... in the source's order
         numbers = sorted({*dataset.match_labels(classes.split(","), class_names, f"classes={classes!r}")})
         class_names = [class_names[number] for number in numbers]
         items = images_in.items
@@ -119,7 +119,7 @@ with dataset.DatasetWriter(name, overwrite=overwrite) as writer:
     if "range" in images_in.meta:
         print0("values {:g} to {:g} become -1 to 1, in fp16".format(*images_in.meta["range"]))
     plan = config | {
-        "workers": 0,  # any number makes the same parts
+        "workers": 0,  # the parts do not depend on their number
         "overwrite": False,
         "path": os.path.abspath(path),
         "files": state_of(images_in.files),

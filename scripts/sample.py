@@ -5,10 +5,10 @@ Sample from a trained model: a grid to look at, or an .npz of any number of imag
     python -m scripts.sample --model=shapes_dit_d4 --classes=0,3 --num_images=16 --cfg_scale=4
     torchrun --standalone --nproc_per_node=8 -m scripts.sample --model=cifar10_dit_d12 --num_images=50000 --npz
     python -m scripts.sample --model=DiT-XL-2-256x256.pt         # Meta's or improved-diffusion's published format
-    python -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # such a file, told what it lacks
+    python -m scripts.sample --model=ema.pt,heads=2,num_timesteps=100    # with settings that such a file lacks
     python -m scripts.sample --model=upsampler --low_res=base_samples.npz  # super-resolution of another model's samples
 
-Image i depends only on (seed, i) and its class. After a stop or a kill the same command resumes, on any number of
+Image i depends only on (seed, i) and its conditions. After a stop or a kill the same command resumes, on any number of
 ranks, and writes the same bytes.
 """
 
@@ -34,20 +34,20 @@ from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.sampling.store import SampleStore
 
 # Model
-model = ""  # tag or folder of a run, or an exported or published file; "" = the run that was written to last
-checkpoint_step = "newest"  # newest or >= 0: which checkpoint of the run, or its step
+model = ""  # tag or folder of a run, or an exported or published file; "" = the run written to last
+checkpoint_step = "newest"  # newest or >= 0: step of the run's checkpoint
 ema = ""  # which weights: the rate of an average, or raw; "" = the first rate
 lora = ""  # adapters of base_train (lora_rank) to merge into the weights: a .safetensors file
 lora_scale = 1.0  # strength of the adapters
 autoencoder = ""  # path of a latent model's VAE; "" = where it was when the latents were made
 # Images
 num_images = 64  # >= 1: how many; a grid shows the first 256
-classes = ""  # class names or numbers, comma-separated, used in turn (a name with a comma: by its number); "" = all or,
-#               with npz, in the proportions of the model's set; in super-resolution those of the small images
+classes = ""  # class names or numbers, comma-separated, used in turn (for a name with a comma, a number); "" = all or,
+#               with npz, in the training set's proportions; with second images or vectors, their labels
 size = ""  # HEIGHTxWIDTH or SIDE in pixels; "" = square or, for a model trained on aspect buckets, its sizes in turn
 given = ""  # second images: a folder, an .npz (arr_0, arr_1), .npy or val; "" = val, if there is one
 low_res = ""  # super-resolution: small images, an .npz (arr_0, arr_1), .npy, folder or val; "" = val, if there is one
-vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = those of the validation images
+vectors = ""  # .npy or .npz (N, D) or (N, L, D): image i takes row i; "" = the validation images' vectors
 seed = 0  # >= 0: seed of the images
 # From given images
 from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) or .npy; "" = from noise
@@ -55,14 +55,14 @@ strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 
 mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
 # Sampler
 # Steps, sampler and guidance that are not given are those of the run's own grids
-sampler = "auto"  # auto|{SAMPLERS}: of a published file, auto = heun for flow matching, ddim for Gaussian diffusion
+sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced
 eta = 0.0  # [0, 1]: noise of ddim; 1 = as much as ddpm
 # Guidance
 cfg_scale = -1.0  # -1 or [0, 100]: guidance away from the null class; 1 = none; -1 = the run's or 2
 cfg_interval = ""  # guide only where t, from 0 (image) to 1 (noise), is in this interval, "0,1"; "" = the run's
-cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all
+cfg_channels = 0  # >= 0: guide only the first channels (3 in the published DiT); 0 = all of the image's
 # Output
 npz = False  # also write arr_0 (N, H, W, C) uint8, labels and protocol
 out = ""  # path of the output, without suffix; "" = samples/ in the run's folder, named by changed settings
@@ -78,7 +78,7 @@ GRID_IMAGES = 256  # the most that a grid shows
 # Setup: the model, the sampler
 
 rank, _, world = get_dist()
-device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and for the file
+device = init_device(device_type, timeout_s=7 * 24 * 3600)  # ranks wait for the slowest, and while rank 0 writes
 compute_dtype = choose_dtype(dtype, device)
 autocast = autocast_to(device, compute_dtype)
 loaded = load_run(model, device, checkpoint_step, ema, lora, lora_scale)
@@ -134,7 +134,7 @@ if from_images and strength and not protocol["network_evaluations"]:
 # Each rank draws its batches, except those already drawn
 
 store = SampleStore(output, protocol, samples.batches(np.arange(num_images), batch_size))
-if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks wait here for its folder
+if from_first_rank(rank == 0 and store.open(), "the store"):  # the other ranks wait here for the store's folder
     print0(f"{num_images:,} images of this protocol are there already: {output}")
     leave_together()
     sys.exit()
@@ -162,7 +162,7 @@ if not_finite:
     print0(f"warning: {not_finite:,} of the images drawn are not finite (NaN): bad weights or {protocol['dtype']}")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Write a grid of the first images, and the file of all
+# Write a grid of the first images, and the file of all images
 
 if stopped:
     print0(f"stopped by signal {stopped} at {store.num_drawn():,} of {num_images:,} images: the same command resumes")
@@ -185,4 +185,4 @@ elif rank == 0:
     store.close()
 leave_together()
 if stopped:
-    sys.exit(128 + stopped)  # as a shell reports a signal; 0 means that the file is there
+    sys.exit(128 + stopped)  # as shells report a signal; 0 would say that the file is complete

@@ -1,11 +1,11 @@
 """
-A page on this machine to sample from trained models: choose, watch the denoising, download the picture.
+A local page to sample from trained models: choose, watch the denoising, download the picture.
 
     python -m scripts.sample_web                                # http://127.0.0.1:8000, the newest run first
     python -m scripts.sample_web --model=shapes_dit_d4 --port=0   # any free port
 
-It starts from the settings of the run's own grids. Image i is the one that scripts/sample.py draws with the same
-settings.
+The page starts from the settings of the run's own grids. With the same settings, image i is the one that
+scripts/sample.py draws.
 """
 
 import base64
@@ -41,14 +41,14 @@ from nanodiff.training.checkpoint import list_checkpoints, load_meta
 from nanodiff.web import form
 from nanodiff.web.server import LocalHandler, LocalServer
 
-model = ""  # tag or folder of the run, or file, that the page shows first; "" = the run written to last
+model = ""  # the run (tag or folder) or file that the page shows first; "" = the run written to last
 port = 8000  # [0, 65535]: on 127.0.0.1; 0 = any free one
-low_res = ""  # what super-resolution models enlarge: .npz, folder or val; "" = val, if there is one
+low_res = ""  # images that super-resolution models enlarge: .npz, folder or val; "" = val, if there is one
 autoencoder = ""  # path of the VAE of latent models; "" = where it was when their latents were made
-device_type = ""  # ""|cuda|cpu|mps: "" = the best one present
+device_type = ""  # ""|cuda|cpu|mps: "" = the best present
 dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 
-MOST_FRAMES = 50  # pictures of the denoising, which the page keeps
+MOST_FRAMES = 50  # pictures of the denoising; the page keeps all
 FRAME_SIZE = 64  # pixels per image in these pictures
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def list_runs(first: Path) -> dict[str, Path]:
 def describe_run(path: Path) -> dict:
     """Describe a run or a file of weights: the choices that the page offers, and the settings of the run's grids.
 
-    Raises UserError if it cannot be sampled.
+    Raises UserError if the model cannot be sampled.
     """
     with reading(path, "was trained by another version"):
         if path.is_file():
@@ -81,7 +81,7 @@ def describe_run(path: Path) -> dict:
             weights = [(step, ema) for step, _ in reversed(checkpoints) for ema in emas]
         config = meta["config"]
         data = meta["data"]
-        model = SimpleNamespace(config=stored_config(meta))  # all of a model that is used here
+        model = SimpleNamespace(config=stored_config(meta))  # only a model's config is needed here
         process = make_process(config, data)
         loaded = Loaded(model, process, config, data, meta["step"], str(path), "", path)
         return {
@@ -99,7 +99,7 @@ def describe_run(path: Path) -> dict:
 
 @functools.lru_cache(maxsize=1)
 def load(run_dir: Path, step: int, ema: str, times: tuple, device) -> tuple[Loaded, ModelSamples]:
-    """The model and its samples. `times` of the checkpoint tell a new run of the same name from the old one."""
+    """The model and its samples. `times`: the checkpoint's, so that a new run of the same name is loaded anew."""
     which = () if run_dir.is_file() else (step, ema)
     loaded = load_run(str(run_dir), device, *which)
     enlarged = low_res if loaded.model.config.low_res else ""
@@ -115,17 +115,17 @@ def read_request(body: bytes) -> dict:
 
 
 def read_picture(data: bytes, side: int) -> np.ndarray:
-    """The picture that the samples start from, given the content of its file: (1, 3, side, side) uint8."""
+    """Decode the content of an image file, from which samples start -> (1, 3, side, side) uint8."""
     with reading("the picture to start from", "is no image"):
         size = open_image(data).size
-        if math.prod(size) > 2**25:  # small files may hold many
+        if math.prod(size) > 2**25:  # a small file may hold many pixels
             raise UserError(f"the picture to start from has {size} pixels; accepted: {2**25:,} in all")
         image, _ = decode(data, [(side, side)])
         return image[None]
 
 
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
-    """Draw what a request asked for; send(**event) streams a picture of each step."""
+    """Draw the samples of a request; send(**event) streams the steps, and up to MOST_FRAMES pictures of them."""
     start = time.perf_counter()
     path = runs.get(asked["run"])
     if not path:
@@ -186,7 +186,7 @@ class Handler(LocalHandler):
         elif self.path == "/runs":
             offered = {}
             for tag, path in list_runs(self.server.first_run).items():
-                with suppress(UserError):  # it cannot be sampled
+                with suppress(UserError):  # not offered if it cannot be sampled
                     offered[tag] = describe_run(path)
             self.reply(json.dumps(offered).encode(), "application/json")
         else:

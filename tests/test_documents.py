@@ -145,7 +145,7 @@ def test_the_pages_run_from_top_to_bottom(place, run_script):
 
     for page in PAGES:
         for language, block, inline in re.findall(r"```(\w*)\n(.*?)```|(`[^`\n]+`)", page.read_text(), re.S):
-            if language == "python" and not block.startswith(" "):  # README's loop is a part of base_train
+            if language == "python":
                 exec(block, {"encode": Words()})
             for script, args in commands(block or inline, short=bool(inline)):
                 run(script, *args, is_example=bool(inline))

@@ -1,7 +1,7 @@
-"""LoRA adapters: written by base_train, merged into their base's weights on reading.
+"""LoRA adapters: written by base_train, merged into their base's weights when read.
 
 The file is a .safetensors with the names of peft (github.com/huggingface/peft), whose set_peft_model_state_dict reads
-it. Like every file of weights it describes itself; `lora` in its metadata names the base.
+it. Like our other files of weights it describes itself; `lora` in its metadata names the base.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def identity(loaded) -> dict:
-    """Identify load_run's weights: `base`, its argument, and `sha256`."""
+    """Identify loaded weights: `base`, an argument for load_run, and `sha256`."""
     path = (loaded.run_dir or Path(loaded.source)).absolute()
     base = str(path)
     if loaded.run_dir:
@@ -40,7 +40,7 @@ def identity(loaded) -> dict:
 
 
 def save_adapters(run_dir: Path, meta: dict, tensors: dict) -> None:
-    """Write adapters/step_000500.safetensors, from a checkpoint's meta and tensors: the first average, if any."""
+    """Write adapters/step_000500.safetensors from a checkpoint's meta and tensors: the first average, else the raw."""
     ema = str(next(iter(meta["ema_rates"]), "raw"))
     tensors = tensors["model" if ema == "raw" else f"ema_{ema}"]
     path = run_dir / "adapters" / f"step_{meta['step']:06d}.safetensors"
@@ -64,7 +64,7 @@ def check_base(base: dict, tensors: dict, adapters: dict, added: dict) -> None:
 def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
     """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
 
-    New classes, and the null class in the row behind them, start as the table's null class; without one, as its mean.
+    New classes, and the null class in the last row, start as the table's null class; without one, as its mean.
     """
     classes, null = table.detach().tensor_split([len(known)])  # null: 1 row or none
     start = null[0] if len(null) else classes.mean(0)
@@ -77,7 +77,7 @@ def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], nu
 
 def merge(base: dict, tensors: dict, adapters: dict, added: dict, scale: float) -> tuple[dict, dict]:
     """Merge adapters (their meta, tensors by our names) into a base -> (meta, tensors). Weights become W + scale
-    alpha / rank B A. Their classes are added; new ones start as the base's null class."""
+    alpha / rank B A. The adapters' new classes are added: see class_rows."""
     check_base(base, tensors, adapters, added)
     lora = adapters["lora"]
     tensors = dict(tensors)

@@ -1,8 +1,8 @@
-"""From a file to a model: build(*read(*find(name))) is load_run.
+"""From a file to a model: build(*read(*find(name)), device) is load_run.
 
 Each of our files of weights describes itself. A reader returns (meta, tensors). meta has step, ema, arch, config (the
-settings), model_config, data (a codec's description), the path and, for adapters, lora; tensors have our parameter
-names.
+settings), model_config, data (a codec's description), path and source, and for adapters lora. tensors have our
+parameter names.
 """
 
 import dataclasses
@@ -66,14 +66,14 @@ class Loaded:
 
     @property
     def title(self) -> str:
-        """Identifies the weights in a sentence."""
+        """Names the weights in a few words."""
         name = f"{self.run_dir.name}, step {self.step:,}" if self.run_dir else Path(self.source).name
         weights = self.weights if re.match("raw|as", self.weights) else f"average {self.weights}"
         return f"{name}, {weights}"
 
     @property
     def why_unguided(self) -> str:
-        """Why it cannot guide itself away from its null condition; "" if it can."""
+        """Why the model cannot be guided; "" if it can."""
         return why_unguided(self.config, bool(droppable(self.model.config)), self.step)
 
     @property
@@ -98,20 +98,20 @@ def shipped() -> dict[str, Path]:
 
 
 def known_runs() -> list[Path]:
-    """Folders of runs, the one that was written to last first."""
+    """Folders of runs, the latest written first."""
     runs = [path.parent for path in (base_dir() / "runs").glob("*/checkpoints")]
     return sorted(runs, key=os.path.getmtime, reverse=True)
 
 
 def find_run(run: str) -> Path:
-    """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run that was
-    written to last, else the first of the shipped weights."""
+    """Find the folder of a run by path or tag, a file by path, or shipped weights by name. "" finds the run written to
+    last, else the first of the shipped weights."""
     known = known_runs()
     places = [at(run), base_dir() / "runs" / run, shipped().get(run, "")]
     if not run:
         places = [*known, *shipped().values()]
     for path in places:
-        if os.path.exists(path):  # False, not an exception, for a name that is too long
+        if os.path.exists(path):  # False, instead of an exception, for a name that is too long
             return Path(path)
     hint = ""
     if "," in run:
@@ -141,7 +141,7 @@ def with_options(path: Path, told: dict) -> str:
 
 
 def find(name: str, **asked) -> tuple[Path, dict]:
-    """The file of weights that load_run's arguments mean, and what they tell of it (options.py). `asked`: step, ema."""
+    """The file of weights that load_run's arguments name, and the options given for it. `asked`: step, ema."""
     name, told = split_options(name)
     told = {key: value for key, value in asked.items() if value != getattr(options, key)} | told
     path = find_run(name)
@@ -185,8 +185,8 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
 
 
 def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:
-    """Read (meta, tensors) of a whole model and merge the adapters in the file `lora`. Adapters are merged into their
-    base."""
+    """Read (meta, tensors) of a whole model, and merge the adapters in the file `lora`. If `path` holds adapters, they
+    are merged into their base."""
     meta, tensors = read_file(path, told)
     if note := meta.pop("note", ""):
         print0(note)
@@ -219,7 +219,7 @@ def load_run(
     """Load a model to sample from or to evaluate.
 
     `run`: a run's folder or tag, our .safetensors (an export, adapters), a published file, or the folder of a diffusers
-    model or pipeline; options may follow it, see OPTIONS. For a run, `step` chooses the checkpoint, "newest" or a
+    model or pipeline; options may follow it (options.py). For a run, `step` chooses the checkpoint, "newest" or a
     number, and `ema` the weights: a rate, "raw", or "" for the first rate. `lora`: see read.
     """
     path, told = find(run, step=step, ema=ema)
@@ -228,7 +228,7 @@ def load_run(
 
 
 def newest_meta(run_dir: Path) -> dict:
-    """The newest checkpoint's meta; {} for a run without a readable one."""
+    """The meta of the newest checkpoint with a readable one; {} without any."""
     for _, checkpoint in reversed(list_checkpoints(run_dir)):
         with suppress(UserError):
             return load_meta(checkpoint)

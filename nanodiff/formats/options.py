@@ -1,10 +1,10 @@
-"""What may follow a model's name, RUN,step=500,ema=raw or FILE,heads=6. Their comments are rules that configurator.py
-enforces."""
+"""Options that may follow a model's name: RUN,step=500,ema=raw or FILE,heads=6. Their comments are rules that
+configurator.py enforces."""
 
-# A run's
+# Of a run
 step = "newest"  # newest or >= 0: which checkpoint
 ema = ""  # a rate, or raw
-# A published file's: what it does not hold
+# Of a published file, which does not hold them
 heads = 1  # >= 1
 num_heads_upsample = 0  # >= 0: a UNet's
 image_size = 1  # >= 1: a UNet's

@@ -71,12 +71,12 @@ def to_ours(state_dict: dict, names: dict) -> dict:
 def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **others) -> tuple[DiTConfig, dict]:
     """Config and state dict from `DiT-XL-2-256x256.pt`. heads=0: by width, as in DiT-S to XL."""
     ours = to_ours(state_dict, META)
-    if not label_drop and "y_embed.weight" in ours:  # ours has a null class, which is never asked for
+    if not label_drop and "y_embed.weight" in ours:  # add the null class that our table has; it is never asked for
         classes = ours["y_embed.weight"]
         ours["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
     pos_embed = ours.pop("pos_embed")[0]  # (tokens, C)
     config, ours = from_classic(ours, math.isqrt(len(pos_embed)), heads)
-    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=1e-2):  # it may have been bf16 before
+    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=1e-2):  # it may have been stored in bf16
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -93,7 +93,7 @@ def to_meta(state_dict: dict, config: DiTConfig) -> dict:
 def from_sit(state_dict: dict, time_input: str, **others) -> tuple[DiTConfig, dict]:
     """Config and state dict from `SiT-XL-2-256x256.pt` or REPA's. If the network sees 1-t, its v points to the image.
 
-    Only the first half of SiT's output channels was trained. REPA's projectors serve its training alone.
+    Only the first half of SiT's output channels was trained. REPA's projectors are used only in training.
     """
     sit = {name: x for name, x in state_dict.items() if "projectors." not in name}
     config, ours = from_meta(sit, **others)
@@ -105,7 +105,7 @@ def from_sit(state_dict: dict, time_input: str, **others) -> tuple[DiTConfig, di
 
 
 def from_classic(ours: dict, tokens: int, heads: int) -> tuple[DiTConfig, dict]:
-    """Config and state dict of a published DiT with `tokens` per side, given its weights under our names. Its patch
+    """Config and state dict of a published DiT with `tokens` per side, from its weights under our names. The patch
     embedding, a convolution (C, ch, p, p), becomes a linear layer.
     """
     patches = ours["patch_embed.weight"]
@@ -154,7 +154,7 @@ def from_openai(
     num_heads_upsample: int = 0,
     **others,
 ) -> tuple[UNetConfig, dict]:
-    """Config and state dict from `ema_0.9999_500000.pt`. The names are ours, but attention is Conv1d there.
+    """Config and state dict from `ema_0.9999_500000.pt`. It has our names, but attention as Conv1d.
 
     image_size=0: attention starts at 16 pixels, as published. heads=0: 4, or LSUN's 1. Six input channels mean
     super-resolution from a quarter of the size.
@@ -225,10 +225,10 @@ FORMS = {"meta": from_meta, "sit": from_sit, "diffusers": from_diffusers, "opena
 
 
 def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
-    """(meta, tensors) of Meta's DiT, SiT, diffusers' DiT or improved-diffusion's UNet.
+    """(meta, tensors) of Meta's DiT, SiT, REPA, diffusers' DiT or improved-diffusion's UNet.
 
     `saved`: the state dict, or a training checkpoint with one; names may have a prefix, such as DDP's. `told`: settings
-    of options.py; the others are taken as in the published models, and meta["note"] says so.
+    from options.py; the others are those of the published models, and meta["note"] says so.
     """
     tensors = saved
     for key in ("ema", "model", "state_dict"):
@@ -270,7 +270,7 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
     num_classes = model_config.num_classes
     if form == "openai":
         config["label_drop"] = 0.0  # the class table has no null class
-        # The settings in improved-diffusion's README: LSUN's models are those without scale and shift
+        # The settings in improved-diffusion's README; only LSUN's models lack scale and shift
         if model_config.use_scale_shift_norm:
             config["num_timesteps"] = 4000
             if not model_config.low_res:
@@ -309,9 +309,8 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
 
 
 def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
-    """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and what that does not hold (options.py).
-
-    UserError if the form would be read as another model.
+    """A Loaded model's `tensors` as the state dict of `form`, meta or openai, and the settings that the form does not
+    hold (options.py). UserError if the file would be read as another model.
     """
     model_config = loaded.model.config
     settings = loaded.config | dataclasses.asdict(model_config) | model_settings(model_config)

@@ -25,8 +25,8 @@ PROCESS = """
 def inherited(config) -> dict:
     """The settings of a run with init_from that come from its source: its name, the model's shape and the process.
 
-    `config`: a configurator.Config. A run with checkpoints takes them from its newest: the source may be gone. If the
-    given objective is of another kind than the source's process, only the shape is taken.
+    `config`: a configurator.Config. A run with checkpoints takes them from its newest, as the source may be gone. If
+    the given objective needs another kind of process than the source's, only the shape is taken.
     """
     if not config["init_from"]:
         raise UserError(f"lora_rank={config['lora_rank']} needs --init_from=..., the model to tune")
@@ -52,16 +52,16 @@ def inherited(config) -> dict:
         if not own:
             theirs["guided_from"] = 0.0
         names += ["guided_from", "cfg_scale", "cfg_interval"]
-    if own or "sha256" in meta:  # a file of adapters, which is continued; a run of them is a model like any other
+    if own or "sha256" in meta:  # a file of adapters is continued; a run of them counts as a merged model
         names += ["lora_rank", "lora_alpha", "lora_targets"]
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
 
 
 def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
-    """Load the model that init_from names; return also the description by which the run sees data (Dataset.seen_by).
+    """Load the model that init_from names; also return the description for Dataset.seen_by.
 
-    A resumed run, whose checkpoint has this `meta`, no longer needs its source, except as a teacher (flow maps) or as
-    the base of its adapters. Only a teacher is put on `device`.
+    A resumed run (`meta` is its checkpoint's) needs its source only as a teacher (flow maps) or as the base of its
+    adapters. Only a teacher is put on `device`.
     """
     is_map = config["objective"].startswith("flow_map")
     source = None
@@ -89,18 +89,18 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
 def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> None:
     """Copy a loaded model's weights into `model`, of the same shape except image size and classes.
 
-    Rows of the class table are matched by class name or by order (see same_order); other rows start as the null class
-    or, without one, as the mean of all. `config`: the settings of the new run.
+    Rows of the class table are matched by class name or by order (same_order); for other rows see class_rows.
+    `config`: the settings of the new run.
     """
     check_shape(model, loaded, config)
     own = model.state_dict()
-    # A flow map's h_embed has no effect before it is trained
+    # A flow map's h_embed stays new: it has no effect before it is trained
     weights = {name: x for name, x in own.items() if name.startswith("h_embed")}
     weights |= loaded.model.state_dict()
-    for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # nor has a second image
+    for name in ("patch_embed.weight", "input_blocks.0.0.weight"):  # a new second image has no effect at first, either
         if name in weights:
             x = weights[name]
-            more = torch.zeros_like(own[name][:, x.shape[1] :])  # none, if both have a second image or neither
+            more = x.new_zeros(own[name][:, x.shape[1] :].shape)  # none, if both have a second image or neither
             weights[name] = torch.cat([x, more], dim=1)
     note = ""
     known = loaded.class_names
@@ -119,7 +119,7 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
 
 
 def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -> dict:
-    """Freeze `model`, filled by start_from, but for adapters and the rows of the classes that `loaded` lacks.
+    """Freeze `model`, filled by start_from, except adapters and the rows of classes that `loaded` lacks.
 
     Returns a checkpoint's meta["lora"]: which base the adapters belong to, and how they were made.
     """
@@ -147,7 +147,7 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
 
 @torch.no_grad()
 def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
-    """Copy the adapters that `loaded` was given into those of add_lora with alpha / rank = `scale`."""
+    """Copy the adapters of `loaded` into those of add_lora, which have alpha / rank = `scale`."""
     lora, tensors = loaded.adapters
     own = trained(model)
     for name in sorted(own.keys() ^ tensors.keys()):
@@ -167,7 +167,7 @@ def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
 
 
 def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> None:
-    """Let `teacher` teach a flow map whose model has this config, and these classes: it is asked by its own numbers."""
+    """Let `teacher` teach a flow map with this model config and these classes, mapped to the teacher's numbers."""
     process.learn_from(teacher)
     taken, given = (row_shapes(config) for config in (teacher.model.config, model_config))
     if taken != given:
@@ -177,7 +177,7 @@ def teach(process, teacher: Loaded, model_config, class_names: list[str]) -> Non
 
 
 def check_shape(model, loaded: Loaded, config: dict) -> None:
-    """Raise UserError unless `model` has the loaded one's shape; it names the settings that would give that."""
+    """Raise UserError unless `model` has the loaded model's shape; it names the settings that would give that shape."""
     wanted = loaded.model.config
     theirs = model_settings(wanted)
     ours = model_settings(model.config)

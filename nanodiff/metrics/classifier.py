@@ -22,14 +22,14 @@ from nanodiff.safetensors import load_safetensors
 
 VERSION = 1  # bump when the network or its training changes: cached classifiers are then retrained
 MAX_RESOLUTION = 32  # larger images are averaged down to this
-MAX_IMAGES = 50_000  # a larger set is cut to a random choice
-MIN_TRAINED = 2000  # images seen in training at least; a small set is repeated
+MAX_IMAGES = 50_000  # of a larger set, a random choice is used
+MIN_TRAINED = 2000  # fewest images seen in training; a small set is repeated
 
 
 class Classifier(Network):
     """Residual network: images (N, C, H, W) uint8 of any size -> features (N, F) and logits (N, K).
 
-    Trained without labels (no classes), it returns the features as logits, too.
+    Without classes (trained without labels), it returns the features as logits.
     """
 
     name = "classifier"
@@ -61,9 +61,9 @@ class Classifier(Network):
         return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.channels == 1:  # of grey files as RGB
+        if self.channels == 1:  # grey images may come as RGB
             images = images.float().mean(1, keepdim=True)
-        images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # grey ones as equal channels
+        images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # or as one channel for an RGB judge
         features = self.pooled(images.float() / 127.5 - 1)
         return features, self.head(features)
 
@@ -105,7 +105,7 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
-    """-> (number of steps, images per step): whole epochs of a large set, MIN_TRAINED images of a small one."""
+    """(number of steps, images per step): `epochs` of a large set, MIN_TRAINED images of a small one."""
     total_images = max(epochs * num_images, MIN_TRAINED)
     batch_size = min(num_images, 250, max(num_images // 80, 16))
     return math.ceil(total_images / batch_size), batch_size
@@ -146,7 +146,7 @@ def train_classifier(train, val, device) -> Classifier:
 
 
 def initialise(classifier: Classifier, seed: int = 0) -> Classifier:
-    """He's normal initialisation (arXiv:1502.01852), set by the seed alone; the head starts at 0."""
+    """He's normal initialisation (arXiv:1502.01852), a function of the seed; the head starts at 0."""
     generator = torch.Generator().manual_seed(seed)
     for p in classifier.trunk.parameters():
         if p.ndim == 4:  # a kernel
@@ -166,7 +166,7 @@ def load_images(dataset, resolution: int, seed: int = 0):
 
 
 def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
-    """The classifier of a state dict, for images of `resolution`."""
+    """A classifier with the weights of a state dict, for images of `resolution`."""
     num_classes = len(tensors.get("head.bias", ()))
     channels = tensors["trunk.0.0.weight"].shape[1]
     classifier = Classifier(channels, resolution, num_classes)
@@ -175,7 +175,7 @@ def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> C
 
 
 def load_classifier(path: Path, device) -> Classifier:
-    """A classifier's tensors in a .safetensors, such as runs/records has; its `name` ends in the file's SHA-256."""
+    """The classifier in a .safetensors, as in runs/records; its `name` has the first digits of the file's SHA-256."""
     tensors, metadata = load_safetensors(path)
     with reading(path, "holds no classifier"):
         classifier = with_weights(tensors, int(metadata["resolution"]), device)
@@ -184,7 +184,7 @@ def load_classifier(path: Path, device) -> Classifier:
 
 
 def get_classifier(train, val, device) -> Classifier:
-    """The classifier of these splits, trained once by the first rank and kept beside them. Called by all ranks."""
+    """The classifier for these splits, trained once by the first rank and cached beside them. Called by all ranks."""
 
     def compute():
         if get_dist()[0] > 0:

@@ -23,11 +23,12 @@ def mean_and_covariance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
-    """FID (Heusel et al. 2017, eq. 6) of means (F,) and covariances (F, F) in float64.
+    """FID (Heusel et al. 2017, eq. 6) of means (F,) and covariances (F, F) in float64:
 
-    |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
-    The last trace is computed as the sum of the singular values of A1^T A2, where Ai Ai^T = Si. No root of rounding
-    noise is taken, so S1 and S2 may be singular: fewer images than features are enough.
+        |mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1^1/2 S2 S1^1/2)^1/2)
+
+    The last trace is the sum of the singular values of A1^T A2, where Ai Ai^T = Si. This takes no root of rounding
+    noise, so S1 and S2 may be singular: fewer images than features are enough.
     """
 
     def factor(sigma):  # (F, rank): A with A A^T = sigma
@@ -97,7 +98,7 @@ def precision_recall(
     real, fake = ((x - centre).float() for x in (real, fake))
 
     def radii(points):
-        found = [  # k + 1: the nearest is the point itself
+        found = [  # k + 1, as the nearest is the point itself
             torch.cdist(batch, points).kthvalue(k + 1, dim=1).values for batch in points.split(batch_size)
         ]
         return torch.cat(found)

@@ -28,7 +28,7 @@ from nanodiff.metrics.inception import load_inception
 from nanodiff.sampling.draw import ModelSamples, SampleSettings, inputs_of
 
 DISTANCES = ("fid", "fd_classifier", "fd_simclr")
-KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB of Inception's
+KEPT = 10_000  # feature vectors kept for KID, precision and recall; 82 MB for Inception
 SIMCLR = Path(__file__).parents[2] / "runs" / "records" / "simclr_cifar10.safetensors"
 VERSION = 1  # bump when an image's features change: cached ones are then recomputed
 
@@ -60,7 +60,7 @@ def image_set(name: str, split: str) -> Dataset:
 def load_network(metric: str, data: str, device, weights: str = ""):
     """The network of a metric: Inception for "fid", else a classifier. Called by all ranks.
 
-    `weights`: its file. "" means the published Inception, the shipped network, or a classifier trained on `data`.
+    `weights`: a file; "" = the published Inception, the shipped SimCLR network, or a classifier trained on `data`.
     """
     if metric == "fid":
         return load_inception(weights, device)
@@ -94,12 +94,12 @@ def collect_features(images_of, batches: list[np.ndarray], network, label: str =
     if get_dist()[0] > 0:
         return None
     some, logits = map(torch.cat, zip(*rows))
-    shuffled = torch.randperm(len(some), generator=generator)  # any first few are then a random choice, too
+    shuffled = torch.randperm(len(some), generator=generator)  # so that the first few are a random choice, too
     return Features(mu, sigma, some[shuffled], logits[np.argsort(all_ids)])
 
 
 def file_features(path: str, num_images: int = 0) -> Features | None:
-    """Features (N, D) by any network from an .npy: the first `num_images` rows, or all; see collect_features."""
+    """Features (N, F) by any network from an .npy: the first `num_images` rows, or all; see collect_features."""
     with reading(f"features {path!r}", "are no array"):
         rows = np.load(at(path), allow_pickle=False)[: num_images or None]
         rows = torch.from_numpy(rows.astype(np.float32))
@@ -110,7 +110,7 @@ def file_features(path: str, num_images: int = 0) -> Features | None:
 
 
 def load_stats(path: str, num_features: int) -> Features:
-    """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files, and in ours `some`."""
+    """Reference statistics in an .npz: mu and sigma, as in ADM's and EDM's files; ours also have `some`."""
     with reading(path), np.load(at(path), allow_pickle=False) as file:
         names = ["mu", "sigma", *({"some"} & file.keys())]
         found = Features(*(torch.from_numpy(file[name].astype(np.float64)) for name in names))
@@ -159,8 +159,8 @@ def compare(metric: str, samples: Features, reference: Features) -> dict:
 
 
 def sample_quality(metric: str, dataset, num_images: int, codec, model_config):
-    """Return measure(model, process, settings, batch_size) -> figures. It compares a model's samples in training, drawn
-    with seed 0, with its training images, as base_eval does. All ranks call both functions, and all get the figures.
+    """For training: return measure(model, process, settings, batch_size) -> figures, which compares samples with the
+    training images as base_eval does, with seed 0. All ranks call both functions, and all get the figures.
     """
     if model_config.low_res:
         raise UserError(f"no {metric} here: low_res_size makes it super-resolution")

@@ -23,17 +23,14 @@ SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 
 class Inception(Network):
-    """FID Inception-v3 (Szegedy et al. 2015): (N, C, H, W) uint8 -> pool3 (N, 2048), logits (N, 1008).
-
-    C is 1 or 3.
-    """
+    """FID's Inception-v3 (Szegedy et al. 2015): (N, 1 or 3, H, W) uint8 -> pool3 (N, 2048), logits (N, 1008)."""
 
     name = "inception"
     title = "Inception-v3 of 2015, pytorch-fid's weights"
     num_features = 2048
 
     def __init__(self, weights: dict[str, torch.Tensor]):
-        """`weights`: the published file's, whose names and shapes say what is in each block."""
+        """`weights`: from the published file; their names and shapes give each block's layers."""
         super().__init__()
         # In the order of the forward pass
         self.Conv2d_1a_3x3 = conv_bn_relu(3, 32, 3, stride=2, padding=0)
@@ -46,7 +43,7 @@ class Inception(Network):
         shapes = defaultdict(dict)  # block -> {name of a convolution: shape of its kernels}
         for block, conv in re.findall(r"(Mixed\w+)\.(\w+)\.conv", " ".join(weights)):
             shapes[block][conv] = weights[f"{block}.{conv}.conv.weight"].shape
-        for block, convs in shapes.items():  # from 6a on (N, 768, 17, 17), from 7a on (N, 1280, 8, 8), at last 2048
+        for block, convs in shapes.items():  # from 6a on (N, 768, 17, 17), from 7a on (N, 1280, 8, 8), then 2048
             self.add_module(block, Mixed(convs))
         self.Mixed_7c.pool = nn.MaxPool2d(3, stride=1, padding=1)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
@@ -56,7 +53,7 @@ class Inception(Network):
         x = (resize(x, 299) - 128) / 128  # (N, 3, 299, 299)
         *layers, fc = self.children()
         for layer in layers:
-            x = layer(x)  # at last (N, 2048, 8, 8)
+            x = layer(x)  # finally (N, 2048, 8, 8)
         pool3 = x.mean((2, 3))
         return pool3, pool3 @ fc.weight.T  # the Inception score is defined without the bias
 
@@ -64,10 +61,10 @@ class Inception(Network):
 def resize(x: torch.Tensor, size: int) -> torch.Tensor:
     """(N, C, H, W) -> (N, C, size, size), as TensorFlow 1's resize_bilinear.
 
-    Output pixel i is read at i * H / size, where torch aligns pixel centres. Nothing is smoothed before shrinking.
+    Output pixel i is read at i * H / size (torch would align pixel centres). Nothing is smoothed before shrinking.
     """
 
-    def weights(n):  # (size, n): a row has 1 - distance at the two pixels beside where it is read
+    def weights(n):  # (size, n): each row has 1 - distance at the two pixels next to its position
         where = torch.arange(size, device=x.device) * (n / size)
         distance = where.clamp(max=n - 1)[:, None] - torch.arange(n, device=x.device)
         return (1 - distance.abs()).clamp(min=0)
@@ -86,7 +83,8 @@ class Mixed(nn.Module):
     """Branches side by side, concatenated along channels, the pooled input last.
 
     `shapes`: name of a convolution -> (n_out, n_in, height, width). "branch3x3dbl_2" is step 2 of the branch "3x3dbl";
-    "_3a" and "_3b" are step 3, side by side; "branch_pool" follows the pool. A block without it halves the image.
+    "_3a" and "_3b" are step 3, side by side; "branch_pool" follows the pool. A block without branch_pool halves the
+    image.
     """
 
     def __init__(self, shapes):
@@ -95,13 +93,13 @@ class Mixed(nn.Module):
         average = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
         self.pool = nn.MaxPool2d(3, stride=2) if halves else average
         self.chains = defaultdict(lambda: defaultdict(list))  # branch -> step -> names of its convolutions
-        last = {name.split("_")[0]: name for name in shapes}  # of each branch
+        last = {name.split("_")[0]: name for name in shapes}  # branch -> its last convolution
         for name, (n_out, n_in, *kernel) in shapes.items():
             branch, _, step = name.partition("_")
             self.chains[branch][step[:1]].append(name)
             moves = (2, 0) if halves and name == last[branch] else ()
             self.add_module(name, conv_bn_relu(n_in, n_out, kernel, *moves))
-        self.chains.setdefault("branch", {})  # the pool's, if no convolution follows it
+        self.chains.setdefault("branch", {})  # the pool's branch, if no convolution follows
 
     def forward(self, x):
         outputs = []
@@ -114,7 +112,7 @@ class Mixed(nn.Module):
 
 
 def load_inception(path: str, device) -> Inception:
-    """The network with the weights in `path`; "": downloaded once. Called by all ranks."""
+    """The network with the weights in `path`; "" = downloaded once. Called by all ranks."""
     default = base_dir() / FILE_NAME
     if not path and get_dist()[0] == 0 and not default.exists():
         download(URL, default, NUM_BYTES, SHA256, f"get the file elsewhere and save it as {default}")

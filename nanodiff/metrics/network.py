@@ -14,7 +14,7 @@ class Network(nn.Module):
     """
 
     batch_size = 64
-    num_classes = 0  # above 0 if the logits are of the data set's classes
+    num_classes = 0  # above 0 if the logits are for the data set's classes
 
     @torch.no_grad()
     def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +28,7 @@ class Network(nn.Module):
 
 
 def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
-    """The share of images (N,) that are right, as `name`, and the share in each class of `labels` (N,), as NAME_of."""
+    """{name: share of `is_right` (N,), name_of: {class: its share}}, for classes in `labels` (N,)."""
     by_class = {}
     for k, class_name in enumerate(class_names):
         asked = labels == k

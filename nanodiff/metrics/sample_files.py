@@ -1,4 +1,4 @@
-"""Samples in a file or a folder, for base_eval to measure in place of a model's."""
+"""Samples in a file or a folder, which base_eval measures instead of a model's."""
 
 import json
 
@@ -11,8 +11,8 @@ from nanodiff.files import reading
 
 
 class Samples:
-    """An .npz of images as scripts/sample.py, ADM and EDM write it; or JPEG, PNG, ... files of one size in a folder, in
-    the order of their names, whose sub-folders, if any, are classes.
+    """An .npz of images as scripts/sample.py and ADM write it; or a folder of JPEG, PNG, ... files of one size, in the
+    order of their names, with sub-folders as classes.
 
     `protocol`: the file, and its record of how the images were drawn. `data`: the set that their model was trained on.
     """

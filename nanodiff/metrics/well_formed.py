@@ -1,7 +1,7 @@
 """Are samples of the embedded shapes well formed? Measured by rendering, without a network.
 
-A sample is compared with renders of the requested shape: colour is fitted in closed form, size and position by search
-among those of the set, so a disc smaller than any of them is malformed. A distance of 1 is the error of a perfect shape
+A sample is compared with renders of the requested shape. Colour is fitted in closed form; size and position by search
+within the set's range, so a disc smaller than the set's is malformed. A distance of 1 is the error of a perfect shape
 shifted by 1/64 of the image's side.
 """
 
@@ -15,17 +15,17 @@ from nanodiff.metrics.network import share_by_class
 LIMIT = 1.0  # well formed up to here: a quarter of a pixel at 16 px, and 99% of held-out shapes
 BANK = 2000  # renders of a class to start from
 TRIES = 21  # per round of the search: the best pose so far and twenty around it
-STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # step per round; the first is the bank's spacing
+STEPS = 0.75 ** np.arange(14)[:, None] * [0.02, 0.045, 0.045]  # step per round, at first the spacing of the bank
 
 
 def distances(images: np.ndarray, label: int) -> np.ndarray:
-    """Distance (n,) of images (n, 3, H, H) uint8 to the best render of one class."""
+    """Distance (n,) from images (n, 3, H, H) uint8 to the best render of one class."""
     draw = functools.partial(render, label, images.shape[-1])
     coverage, off_colour, _ = fit_colours(images)
-    rng = np.random.default_rng(label)  # the same tries for every image, so that no result depends on the other images
+    rng = np.random.default_rng(label)  # the same tries for every image, so that results do not depend on the others
     poses, error = fit_poses(coverage, draw, rng)
 
-    # The unit is the change when the render moves, averaged over both axes
+    # The unit: the change when the render moves by 1/64, averaged over both axes
     shifts = np.eye(3)[1:] / 64
     moved = draw(poses[:, None] + shifts)  # (n, 2, P)
     change = ((moved - draw(poses)[:, None]) ** 2).sum(2)
@@ -39,9 +39,9 @@ def render(label: int, resolution: int, poses: np.ndarray) -> np.ndarray:
 
 
 def fit_colours(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The colour of the set that fits each of the images (n, 3, H, H) best, by projecting the pixels onto it.
+    """Find the set's colour that fits each of the images (n, 3, H, H) best, by projecting the pixels onto it.
 
-    Returns how much of each pixel it covers (n, P), the residual (n,) and the number of the colour (n,).
+    Returns the coverage of each pixel (n, P), the residual (n,) and the number of the colour (n,).
     """
     pixels = images.reshape(len(images), 3, -1) - GROUND[:, None]  # (n, 3, P)
     light = COLOURS - GROUND  # (6, 3)
@@ -61,7 +61,7 @@ def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray,
     """
     poses = draw_poses(BANK, rng, radii)
     bank = draw(poses)  # (BANK, P)
-    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK); |coverage|^2 is left out, being equal in a row
+    squared = (bank**2).sum(1) - 2 * coverage @ bank.T  # (n, BANK), without |coverage|^2, which is equal in a row
     poses = poses[squared.argmin(1)]  # (n, 3)
     rows = np.arange(len(coverage))
     for step in STEPS:
@@ -76,7 +76,7 @@ def fit_poses(coverage: np.ndarray, draw, rng, radii=RADII) -> tuple[np.ndarray,
 
 def measure_form(images: np.ndarray, labels: np.ndarray) -> dict:
     """Share of well-formed images and median distance, for images (N, 3, H, H) uint8 that should show the classes
-    (N,) of CLASS_NAMES."""
+    `labels` (N,), numbers in CLASS_NAMES."""
     distance = np.full(len(images), np.inf)  # for an unknown class
     for label in np.intersect1d(labels, range(len(CLASS_NAMES))):
         asked = labels == label

@@ -134,8 +134,8 @@ def param_groups(model: torch.nn.Module, optimizer: str, lr: float, muon_lr: flo
     for the rest. "adamw": AdamW for everything. Weight decay is decoupled, on tensors of 2 or more dimensions.
     """
     matrices = dict(kind="adamw", initial_lr=lr, weight_decay=weight_decay)
-    vectors = dict(kind="adamw", initial_lr=lr, weight_decay=0.0)
-    muon = dict(kind="muon", initial_lr=muon_lr, weight_decay=weight_decay)
+    vectors = matrices | dict(weight_decay=0.0)
+    muon = matrices | dict(kind="muon", initial_lr=muon_lr)
     groups = [matrices, vectors, muon]  # AdamW first: its all-gathers run while Muon computes
     for group in groups:
         group |= dict(lr=group["initial_lr"], params={})

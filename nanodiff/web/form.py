@@ -1,5 +1,5 @@
-"""The fields of a request for samples, with the rules that configurator.py reads: the page's form keeps to them, and
-scripts/sample_web.py refuses what does not."""
+"""The fields of a request for samples. Their comments are rules that configurator.py reads: the page's form keeps them,
+and scripts/sample_web.py refuses other values."""
 
 run = ""  # tag of the run
 checkpoint_step = 0  # >= 0: a step of its checkpoints
@@ -12,4 +12,4 @@ cfg_scale = 1.0  # [0, 100]
 cfg_interval = "0,1"  # where guidance acts
 seed = 0  # [0, 9007199254740991]: JavaScript counts no further
 from_image = ""  # content of an image file, in base64
-strength = 0.6  # [0, 1]: of from_image
+strength = 0.6  # [0, 1]: fraction of the steps to run, from the noised from_image

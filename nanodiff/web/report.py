@@ -22,10 +22,10 @@ from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
-MOST_BYTES = 2**25  # a longer metrics.jsonl is thinned while it is read: every n-th line, and all evaluations
+MOST_BYTES = 2**25  # of a longer metrics.jsonl, only every n-th line is read, and all evaluations
 MOST_GRIDS = 24  # per run; report.html embeds them
 BY_QUARTER = " by quarter of t, from image to noise"
-WORDS = {  # of parts of keys
+WORDS = {  # part of a key -> words
     "train/loss": "training loss",
     "val/loss": "validation loss",
     "_ema": " of the average",
@@ -34,7 +34,7 @@ WORDS = {  # of parts of keys
     "_q2": ", third quarter",
     "_q3": ", last quarter",
 }
-TITLES = {  # metric -> title of its chart. Charts come in this order, those of other metrics last
+TITLES = {  # metric -> title of its chart, in the order of the charts; other metrics come last
     "fid": "FID, lower is better",
     "fd_classifier": "Fréchet distance in a classifier's features, lower is better",
     "fd_simclr": "Fréchet distance in features learned without labels, lower is better",
@@ -77,7 +77,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
         for i, text in enumerate(lines):
             if i % every and b'"val/' not in text:
                 continue
-            with suppress(Exception):  # torn by a kill, or no line of ours
+            with suppress(Exception):  # torn by a kill, or not one of our lines
                 line = json.loads(text)
                 step = int(line["step"])
                 for key, value in line.items():
@@ -93,7 +93,7 @@ def read_run(folder: Path, over_images: bool) -> Run:
 
 
 def chart_of(key: str) -> str:
-    """The chart "loss" shows train/loss, val/loss and val/loss_ema; another one their quarters loss_q0 to loss_q3."""
+    """A key's chart: train/loss, val/loss and val/loss_ema share one, their quarters loss_q0 to loss_q3 another."""
     name = key.split("/")[-1].removesuffix("_ema")
     return re.sub("_q[0-3]$", BY_QUARTER, name)
 
@@ -127,7 +127,7 @@ def in_words(key: str) -> str:
 
 
 def charts(runs: list[Run]) -> str:
-    """A chart for each metric; with several runs, a chart for each key and a curve for each run."""
+    """One chart per metric; with several runs, one chart per key and in it one curve per run."""
     keys = sorted({key for run in runs for key in run.logged if key not in NOT_DRAWN})
     page = ""
     for name in dict.fromkeys([*TITLES, *map(chart_of, keys)]):
@@ -175,7 +175,7 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
 
 
 def strip(run: Run) -> str:
-    """A run's grids, evenly thinned out. A slider shows one, and moves the charts' crosshair too."""
+    """A run's grids, evenly thinned out. A slider chooses the one that is shown, and moves the charts' crosshair."""
     paths = sorted(path for path in run.folder.glob("samples/step_*.png") if path.stem[5:].isdecimal())
     if not paths:
         return ""
@@ -190,7 +190,7 @@ def strip(run: Run) -> str:
     names = ""
     model = run.facts["model"]
     taken = [name for name in FIELDS if model.get(name)]
-    if taken == ["num_classes"] and model["num_classes"] <= 10:  # a row of the grid for each
+    if taken == ["num_classes"] and model["num_classes"] <= 10:  # the grid has one row per class
         names = "".join(f"<li>{escape(name)}</li>" for name in run.facts["data"]["class_names"])
     return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
@@ -218,7 +218,7 @@ def cell(value) -> str:
 
 
 def table(columns: dict[str, dict], min_values: int = 1) -> str:
-    """Columns by their headings, and a row for each key with at least `min_values` different values; absent is one."""
+    """A table of columns by heading, with the rows that have at least `min_values` different values; a gap is one."""
     heads = "".join(f"<th>{escape(name)}</th>" for name in columns)
     rows = f"<tr><th></th>{heads}</tr>"
     keys = {}  # of all columns, in order
@@ -233,7 +233,7 @@ def table(columns: dict[str, dict], min_values: int = 1) -> str:
 
 
 def flat(facts: dict, prefix: str = "") -> dict:
-    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}; what has more than 20 entries stays as it is."""
+    """Nested facts as one level: {"a": {"b": 1}} -> {"a b": 1}; a dict of more than 20 entries stays as it is."""
     pairs = {}
     for key, value in facts.items():
         if isinstance(value, dict) and len(value) <= 20:
@@ -286,7 +286,7 @@ def best(run: Run) -> dict:
 
 
 def versions(run: Run) -> dict[str, dict]:
-    """{heading: config.json as one level}: a column for the run's start and one for each resume that changed it."""
+    """{heading: config.json as one level}: a column for the run's start, and one per resume that changed settings."""
     facts = {key: value for key, value in run.facts.items() if key not in ("config", "changed_from", "changes")}
     facts = flat(run.facts["config"]) | flat(facts)
     columns = {run.name: facts}
@@ -318,7 +318,7 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
             evaluations += evaluation(result, run)
     differing = f"<h2>What differs</h2>{table(columns, min_values=2)}"
     body = f'<div class="charts">{strips}{charts(runs)}</div>{evaluations}'
-    body = body + differing if len(runs) == 1 else differing + body  # what compares comes first
+    body = body + differing if len(runs) == 1 else differing + body  # of several runs, the comparison comes first
     body = f"<h1>{title}</h1>{head}{body}"
     body += f"<details><summary>All settings, sizes, machine</summary>{table(columns)}</details>"
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
@@ -328,7 +328,7 @@ def write_report(run_dirs: list[Path], path: Path) -> None:
 
 def refresh_report(run_dir: Path, due: float = 0.0) -> float:
     """Write run_dir/report.html, but not before `due`; return when the next is due, so that reports take at most 1% of
-    a run's time. Never raises: neither a bug here nor a full disk is a reason to end hours of training."""
+    a run's time. Never raises: neither a bug here nor a full disk should end hours of training."""
     start = time.monotonic()
     if start < due:
         return due

@@ -1,4 +1,4 @@
-"""A web server on 127.0.0.1 alone, which draws for one request at a time."""
+"""A web server on 127.0.0.1 only, which works on one request at a time."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from nanodiff.common import UserError
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers each request in a thread; handlers hold `working` while they draw."""
+    """Answers each request in a thread; a handler holds the lock `working` while it draws."""
 
     def __init__(self, port: int, handler):
         try:
             super().__init__(("127.0.0.1", port), handler)
         except OSError as e:
             raise UserError(f"port={port}: {e.strerror}; accepted: a free one, or 0 for any") from None
-        # Little waits for a client that does not read: it is noticed after a picture or two, not after megabytes
+        # A small buffer: a client that stops reading is noticed after a picture or two, not after megabytes
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         self.working = threading.Lock()
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
@@ -31,7 +31,7 @@ class LocalServer(ThreadingHTTPServer):
 class LocalHandler(BaseHTTPRequestHandler):
     """One request; subclasses add do_GET and do_POST."""
 
-    timeout = 10  # seconds that a client which stops reading can keep others waiting
+    timeout = 10  # seconds for which a client that stops reading can keep others waiting
     log_message = lambda *args: None
 
     def parse_request(self) -> bool:
@@ -39,11 +39,11 @@ class LocalHandler(BaseHTTPRequestHandler):
             return False
         host = self.headers["Host"]
         fault = ()
-        # Any page on the web can lead a name of its own to this machine and read what we answer (DNS rebinding)
+        # Any website can point its own name to this machine and read our answers (DNS rebinding)
         if host not in self.server.hosts:
             fault = 403, f"foreign Host header; accepted: {', '.join(self.server.hosts)}"
         elif self.command == "POST":
-            # Any page may also have a browser POST to us; browsers say for which page
+            # Any page can make a browser POST to us; the browser says which page it was
             if self.headers["Origin"] != f"http://{host}":
                 fault = 403, "foreign Origin header; accepted: that of the page which this server shows"
             elif not re.fullmatch("[0-9]{1,7}", self.headers["Content-Length"] or ""):
@@ -58,7 +58,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.send(error=line)
 
     def reply(self, content: bytes, kind: str, status: int = 200) -> None:
-        """A whole answer, or the start of a stream."""
+        """Send a whole answer, or the start of a stream."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Cache-Control", "no-store")
@@ -67,12 +67,12 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def send(self, **event) -> None:
-        """A line of JSON. Raises ConnectionError once the client has left."""
+        """Send a line of JSON. Raises ConnectionError once the client has left."""
         self.wfile.write(json.dumps(event).encode() + b"\n")
 
     def stream(self, work) -> None:
-        """Answer with the events that work(self.send) sends, or say at once that another request is being worked on."""
-        if not self.server.working.acquire(timeout=1):  # one that was just stopped takes a moment to notice
+        """Answer with the events that work(self.send) sends, or with an error while another request is drawn."""
+        if not self.server.working.acquire(timeout=1):  # a request that was just stopped takes a moment to notice
             self.refuse(503, "busy with another drawing: try again when it is done")
             return
         try:
