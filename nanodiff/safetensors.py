@@ -94,7 +94,7 @@ def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def read_tensors(path: Path) -> tuple[dict, dict]:
-    """(tensors, metadata) of a .safetensors file or, without metadata, of one that torch.save wrote."""
+    """(tensors, metadata) of a .safetensors file, or (tensors, {}) of a file by torch.save."""
     if path.suffix == ".safetensors":
         return load_safetensors(path)
     return load_tensors(path), {}

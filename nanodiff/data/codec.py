@@ -60,7 +60,7 @@ def in_latents(description: dict, downsample: int) -> dict:
 
 
 def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:
-    """A trained model's codec, from the description in its checkpoint; to read a set, it has to `accept` that.
+    """A trained model's codec, from the description in its checkpoint. Before it reads a set, call `accept`.
 
     `autoencoder`: its path if it was moved, or if the model was published without one.
     """

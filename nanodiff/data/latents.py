@@ -25,7 +25,7 @@ class Latents(Pixels):
         self.path = path or self.info["path"]
 
     def accept(self, dataset):
-        """The set has latents of this autoencoder, or images, which are encoded on the fly."""
+        """Accept latents of this autoencoder, or images, which are then encoded on the fly."""
         stored = dataset.meta.get("latents")
         if not stored:
             check_sides(dataset, self.downsample)

@@ -55,7 +55,7 @@ class Pixels:
     """Images: uint8 (N, C, H, W) <-> x0 in [-1, 1]. The base class of Arrays and Latents. `device`: the model's."""
 
     rounding = "round(127.5 (x + 1)), clamped to 0..255"
-    downsample = 1  # pixels of an image per number of x0, along a side
+    downsample = 1  # pixels of the image per pixel of x0, along a side
 
     def __init__(self, description: dict, device="cpu"):
         self.description = description
@@ -75,8 +75,8 @@ class Pixels:
         return self.shapes[np.searchsorted(shares, u, side="right")]
 
     def accept(self, dataset, **others) -> None:
-        """Make ready to read a set. UserError unless it holds what the model was trained on or, in stored form, the
-        `others`."""
+        """Prepare to read a set. UserError unless its description agrees with the model's; `others`: values in which
+        the stored form differs."""
         wanted = self.description | others
         found = dataset.description
         for key in ("kind", "channels", "resolution", "range", *FACTS[1:]):  # classes are matched by name
