@@ -58,7 +58,7 @@ class Setting(NamedTuple):
     rule: str  # "" if the comment begins with no rule
     comment: str
     heading: list[str]  # lines of comment above the setting
-    only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): settings with which alone it is used
+    only: list[tuple[str, str]]  # ("arch", "=unet|dit"), ("rank", " > 0"): it is used only with these settings
 
 
 def satisfies(value, rule: str) -> bool:

@@ -120,7 +120,7 @@ def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, rand
 
 
 class StackedGenerator:
-    """One generator per image, so that an image's noise depends on its seed alone; on the CPU, so on no device."""
+    """One generator per image: an image's noise depends on its seed alone. On the CPU: equal on every device."""
 
     def __init__(self, seeds):
         self.generators = [make_generator(seed) for seed in seeds]
@@ -139,7 +139,7 @@ class StackedGenerator:
 
 
 def at(name: str | Path) -> Path:
-    """Expand ~ in a path; that of an unknown user stays as it is."""
+    """Expand ~ in a path, unless the user in ~user is unknown."""
     return Path(os.path.expanduser(name))
 
 

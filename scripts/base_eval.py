@@ -53,7 +53,7 @@ dtype = "auto"  # auto|bfloat16|float16|float32: dtype of the matrix products
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr
 samples = ""  # images to measure instead of the run's: an .npz as scripts/sample.py writes it, or a folder
 # Only metric=class_accuracy|well_formed|fid|fd_classifier|fd_simclr and Only samples=""
-# Steps, sampler and guidance that are not given are those of the run's own grids
+# Steps, sampler and guidance are by default those of the run's own grids
 sampler = "auto"  # {SAMPLERS}, or several, comma-separated; auto = the run's
 steps = "0"  # steps of the sampler, or several numbers, comma-separated; 0 = the run's, 50 for a published file
 cfg_scale = -1.0  # -1 or [0, 100]: classifier-free guidance; 1 = none; -1 = the run's, 2 for a published file

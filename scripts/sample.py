@@ -54,7 +54,7 @@ from_images = ""  # images to start from, in turn: a file, folder, .npz (arr_0) 
 strength = 0.6  # [0, 1]: fraction of the steps to run from the noised image; 1 = from pure noise, 0 = return the image
 mask = ""  # an image file, or an .npy (H, W): from_images are kept where it is white
 # Sampler
-# Steps, sampler and guidance that are not given are those of the run's own grids
+# Steps, sampler and guidance are by default those of the run's own grids
 sampler = "auto"  # auto|{SAMPLERS}: for a published file, auto = heun for flow matching, ddim for Gaussian diffusion
 steps = 0  # >= 0: steps of the sampler; 0 = the run's, 50 for a published file
 respacing = ""  # "250", "10,15,20" or "ddim50": which timesteps a Gaussian diffusion keeps; "" = steps evenly spaced

@@ -13,8 +13,8 @@ ASPECTS = (9 / 16, 2 / 3, 3 / 4, 1, 4 / 3, 3 / 2, 16 / 9)  # width / height
 def choose_sizes(ratios: np.ndarray, resolution: int, unit: int) -> list[tuple[int, int]]:
     """Buckets (H, W) of about resolution^2 pixels, tall to wide, for images of these ratios (n,), width / height.
 
-    Sides are multiples of `unit`. Each image goes to the bucket nearest in shape, which must get 64 images, or a tenth
-    of all if that is fewer. Of these choices of buckets, and the square alone, the one that crops away least is taken.
+    Sides are multiples of `unit`. Each image goes to the bucket nearest in shape. The choice crops away least among
+    those in which each bucket gets 64 images, or a tenth of all if that is fewer; the square alone is always allowed.
     """
     widths = [unit * round(resolution * ratio**0.5 / unit) for ratio in ASPECTS]
     sizes = list(dict.fromkeys(zip(reversed(widths), widths)))

@@ -1,6 +1,6 @@
 """Choose the codec between a data set, x0 and pixels: Pixels, Arrays or Latents.
 
-Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec that of a trained model.
+Checkpoints keep a codec's `description`. make_codec makes a codec for training, load_codec loads a trained model's.
 """
 
 from nanodiff.common import UserError

@@ -186,7 +186,7 @@ class GaussianDiffusion:
         self.alpha_bar = alpha_bar
         alpha_bar_prev = np.append(1.0, alpha_bar[:-1])
         self.betas = betas = 1 - alpha_bar / alpha_bar_prev
-        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. At t = 0 its variance is 0; for the log, take that of t = 1
+        # q(x_{t-1} | x_t, x_0), Ho et al. eqs. 6 and 7. At t = 0 the variance is 0, so its log is taken from t = 1
         posterior_variance = betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
         first = posterior_variance[1] if len(betas) > 1 else betas[0]
         self.tables = {  # (T,) each, in float64

@@ -327,7 +327,7 @@ def to_published(form: str, loaded, tensors: dict) -> tuple[dict, dict]:
     if not process.startswith("eps") or process == "eps, learned":  # else sampled wrongly
         raise UserError(f"form={form} is read as objective=eps, variance fixed or learned_range, not {process}")
     theirs = write(tensors, model_config)
-    if form == "meta" and not settings["label_drop"]:  # then theirs has no null class
+    if form == "meta" and not settings["label_drop"]:  # then the published table has no null class
         theirs["y_embedder.embedding_table.weight"] = theirs["y_embedder.embedding_table.weight"][:-1]
     told = {name: settings[name] for name in OPTIONS[form]}
     again, _ = FORMS[form](theirs, **told)

@@ -147,7 +147,7 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
 
 @torch.no_grad()
 def continue_from(model, loaded: Loaded, scale: float, new: list[str]) -> None:
-    """Copy the adapters of `loaded` into those of add_lora, which have alpha / rank = `scale`."""
+    """Copy the adapters of `loaded` into the model's, which add_lora made with alpha / rank = `scale`."""
     lora, tensors = loaded.adapters
     own = trained(model)
     for name in sorted(own.keys() ^ tensors.keys()):

@@ -28,7 +28,7 @@ class Network(nn.Module):
 
 
 def share_by_class(is_right: np.ndarray, labels: np.ndarray, class_names: list[str], name: str) -> dict:
-    """{name: share of `is_right` (N,), name_of: {class: its share}}, for classes in `labels` (N,)."""
+    """{name: the share of images that are right, name_of: {class: its share}}, of `is_right` and `labels` (N,)."""
     by_class = {}
     for k, class_name in enumerate(class_names):
         asked = labels == k

@@ -155,7 +155,7 @@ def estimate_flops(model: nn.Module) -> int:
 
 
 def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
-    """Compile the whole model, or in place its blocks, of which those of one shape share a graph."""
+    """Compile the whole model, or its blocks in place; blocks of one shape share a graph."""
     from torch import _dynamo  # here, as it takes seconds
     from torch._inductor import config
 

@@ -138,7 +138,7 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device) -> tuple[tor
 
 
 def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """t (N,) in [0, 1000] -> (N, dim) fp32: cos, then sin, of t times frequencies from 1 to about 1/10000 (DDPM)."""
+    """t (N,), usually in [0, 1000] -> (N, dim) fp32: cos, then sin, of t times frequencies from 1 to 1/10000 (DDPM)."""
     half = dim // 2
     powers = torch.arange(half, dtype=torch.float32, device=t.device)
     freqs = torch.exp(-math.log(10000) / half * powers)

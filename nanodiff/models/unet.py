@@ -241,7 +241,7 @@ class UNet(nn.Module):
                 p.zero_()
 
     def forward(self, x_t, t, y=None, vectors=None, **images):
-        """x_t (N, C, H, W), t (N,) float in [0, 1000], y (N,) int64, vectors (N, D), images for with_images
+        """x_t (N, C, H, W), t (N,) float as the process gives it, y (N,) int64, vectors (N, D), images for with_images
         -> (N, out_channels, H, W).
 
         The null class, if any, is label num_classes. The output is fp32, also under autocast.
