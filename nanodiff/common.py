@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class UserError(ValueError):
@@ -29,7 +30,7 @@ class LostRank(RuntimeError):
 
 # Phrases in the messages of torch's allocators (CUDA, MPS, CPU) and of C++: their error types are too general
 NO_MEMORY = re.compile("out of memory|can't allocate memory|bad_alloc")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EISDIR)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,7 +48,7 @@ def excepthook(kind, error, traceback, otherwise=sys.__excepthook__):
     elif isinstance(error, UserError):
         code = 2
         line = f"error: {error}"
-    elif getattr(error, "errno", 0) in NO_ROOM:
+    elif isinstance(error, OSError) and (error.filename or error.errno in NO_ROOM):
         code = 2
         where = error.filename2 or error.filename or f"a file, most likely in NANODIFF_BASE_DIR={base_dir()}"
         line = f"error: {error.strerror}: {where}; completed files are intact"
@@ -107,7 +108,7 @@ def make_generator(*key: int, device: str | torch.device = "cpu") -> torch.Gener
 BLOCK = 32
 
 
-def draw_rows(key: tuple[int, ...], first: int, device, like: torch.Tensor, random=torch.randn) -> torch.Tensor:
+def draw_rows(key: tuple[int, ...], first: int, device, like: Tensor, random=torch.randn) -> Tensor:
     """Rows first to first + N - 1, like `like` (N, ...), of an endless table of `random` numbers, a function of `key`
     and `device`. Each BLOCK rows have their own generator, so that a rank draws little more than it uses."""
     drawn = []
@@ -125,12 +126,12 @@ class StackedGenerator:
     def __init__(self, seeds):
         self.generators = [make_generator(seed) for seed in seeds]
 
-    def randn(self, shape, device="cpu") -> torch.Tensor:
+    def randn(self, shape, device="cpu") -> Tensor:
         """(N, ...) standard normal in fp32, N = number of seeds."""
         rows = [torch.randn(shape[1:], generator=g) for g in self.generators]
         return torch.stack(rows).to(device)
 
-    def randn_like(self, x: torch.Tensor) -> torch.Tensor:
+    def randn_like(self, x: Tensor) -> Tensor:
         return self.randn(x.shape, x.device).to(x.dtype)
 
 

@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanodiff.common import UserError
 
@@ -71,7 +72,7 @@ def droppable(config: Conditioned) -> list[str]:
     return [name for name in row_shapes(config) if name != "low_res" or config.given_channels]
 
 
-def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torch.Tensor]:
+def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, Tensor]:
     """Zeros (n, ...) for each condition that a model takes, to try it out."""
     cond = {}
     for name, shape in row_shapes(config).items():
@@ -80,7 +81,7 @@ def some_conditions(config: Conditioned, n: int, device="cpu") -> dict[str, torc
     return cond
 
 
-def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, torch.Tensor]:
+def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dict[str, Tensor]:
     """The model's inputs beside x_t and t: the `given` conditions that it takes and those made from x0; null where
     `dropped` (N,) is True."""
     rows = given | made_from(x0, config)
@@ -92,15 +93,17 @@ def conditioning(config: Conditioned, given: dict, x0=None, dropped=None) -> dic
     return cond
 
 
-def made_from(x0, config: Conditioned) -> dict[str, torch.Tensor]:
+def made_from(x0, config: Conditioned) -> dict[str, Tensor]:
     """The conditions that are made from x0 (N, C, H, W)."""
     if not config.low_res:
         return {}
     size = [max(1, round(side * config.low_res / config.image_size)) for side in x0.shape[2:]]
-    return {"low_res": F.interpolate(x0, size=size, mode="area")}
+    # MPS takes averages of whole pixels alone: the CPU takes all
+    small = F.interpolate(x0.cpu() if x0.is_mps else x0, size=size, mode="area")
+    return {"low_res": small.to(x0.device)}
 
 
-def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
+def null_condition(config: Conditioned, cond: dict) -> dict[str, Tensor]:
     """Null values for the conditions in `cond` that can be dropped: the null class for labels, NaN for floats. No row
     holds NaN, so null differs from every given value.
     """
@@ -111,7 +114,7 @@ def null_condition(config: Conditioned, cond: dict) -> dict[str, torch.Tensor]:
     return null
 
 
-def null_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Floats (N, ...) -> the same with 0 instead of NaN, and (N, 1, ..., 1): 1 where a row is null, else 0."""
     is_nan = x.isnan()
     is_null = is_nan.any(tuple(range(1, x.ndim)), keepdim=True)

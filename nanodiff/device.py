@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nanodiff.common import UserError, get_dist
 from nanodiff.dist import join_ranks
@@ -154,13 +155,13 @@ def why_not_compiled(device: torch.device) -> str:
     return ""
 
 
-def to_host(x: torch.Tensor) -> torch.Tensor:
+def to_host(x: Tensor) -> Tensor:
     """A copy in CPU memory. Before reading a copy from a GPU, wait for the GPU, or for an event recorded now."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return copy.copy_(x.detach(), non_blocking=x.is_cuda)
 
 
-def host_copy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def host_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies in CPU memory. GPU tensors go to pinned memory without waits in between: several times as fast."""
     copies = {name: to_host(x) for name, x in tensors.items()}
     if any(x.is_cuda for x in tensors.values()):

@@ -1,7 +1,6 @@
 """Files: atomic writes that survive a kill, locks, downloads, and reads that fail in one line."""
 
 import argparse
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -15,6 +14,7 @@ import shutil
 import tempfile
 import urllib.request
 import warnings
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-@contextlib.contextmanager
+@contextmanager
 def names_file(path: str | Path):
     """Add the file's name to the OSError of a failed write, which torch.save hides in a RuntimeError."""
     try:
@@ -58,13 +58,13 @@ class Hashed:
         return self.file.write(data)
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: Path, manifest: dict | None = None):
     """A temporary binary file, renamed to `path` once all of it is on the disk. `manifest` gets the file's size
     and hash, computed while writing: such a file cannot seek."""
     prefix = f".{path.name}.tmp-"
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):  # of a killed process
-        with contextlib.suppress(OSError), open(leftover) as file:
+        with suppress(OSError), open(leftover) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process writes it
             leftover.unlink()
     try:
@@ -73,7 +73,7 @@ def writing(path: Path, manifest: dict | None = None):
         raise UserError(f"cannot write {path}: its folder is gone; was it moved?") from None
     try:
         with names_file(path), os.fdopen(fd, "wb") as file:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if manifest is None:
                 yield file
@@ -163,7 +163,7 @@ def lock_file(
     return file
 
 
-@contextlib.contextmanager
+@contextmanager
 def reading(path: str | Path, fault: str = "is damaged or truncated"):
     """Turn any exception into a UserError: on a damaged file, libraries raise nearly every kind."""
     try:
@@ -173,7 +173,7 @@ def reading(path: str | Path, fault: str = "is damaged or truncated"):
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with suppress(OSError), open(path, "rb") as file:
             if file.read(30).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path} is only git-lfs's pointer to the file; get it by: git lfs pull") from None
         if isinstance(error, UserError):

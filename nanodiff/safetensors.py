@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanodiff.files import load_tensors, reading, writing
 
@@ -33,13 +34,13 @@ def described(meta: dict) -> dict[str, str]:
     return {"format": "pt"} | {key: json.dumps(meta[key]) for key in DESCRIPTION if key in meta}
 
 
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+def as_bytes(tensor: Tensor) -> np.ndarray:
     flat = tensor.detach().cpu().contiguous().flatten()  # a 0-dim tensor has no view as bytes
     return flat.view(torch.uint8).numpy()
 
 
 def save_safetensors(
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     path: str | Path,
     metadata: dict[str, str] | None = None,
     manifest: dict | None = None,
@@ -70,7 +71,7 @@ def save_safetensors(
             file.write(as_bytes(tensors[name]))
 
 
-def load_safetensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors, metadata). The tensors are CPU views of a private memory map: unused tensors cost nothing."""
     tensors = {}
     with reading(path, "is no intact .safetensors file"), open(path, "rb") as file:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from configurator import configure
 from nanodiff.common import UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, GIVEN
-from nanodiff.data.dataset import Dataset, DatasetWriter, open_dataset, open_npy, verify, write_npy
+from nanodiff.data.dataset import Dataset, DatasetWriter, check_file, open_dataset, verify, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
 from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.data.pixels import from_stored, to_model_range
@@ -69,7 +69,7 @@ def encode(dataset: Dataset, rows: np.ndarray) -> dict:
     note = writer.parts / "notes" / f"{name}.json"
     with contextlib.suppress(UserError):  # there is no note, or it or its shard is damaged
         facts = read_json(note)
-        open_npy(writer.parts / facts["shard"]["file"])
+        check_file(writer.parts, facts["shard"])
         return facts
     encoded = []  # (B, channels, h, w) fp16
     sums = torch.zeros(2, encoder.latent_channels, dtype=torch.float64)  # sums of z and z^2, per channel

@@ -13,7 +13,6 @@ Transparency becomes white. Folders named train, val or test are splits. Unreada
 After a kill the same command resumes, with any number of workers.
 """
 
-import math
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from nanodiff.data.sources import (
     open_source,
     state_of,
 )
+from nanodiff.diffusion.guidance import parse_interval
 from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,6 +62,7 @@ overwrite = False  # replace a set of the same name
 verify = ""  # name or folder of a set: only check it against its checksums
 # Arrays of uint16, floats, ... in .npz or .npy
 range = ""  # LOW,HIGH: the values that become -1 and 1; "" = the least and largest of the data
+latents = ""  # path of an autoencoder: the arrays are its latents (N, C, h, w), times its published scale
 # Only aspect_buckets=True
 side_unit = 0  # >= 0: sides are multiples of this; 0 = resolution / 16: a DiT's patch, or at 256 px two latents
 config = configure(globals())
@@ -78,15 +79,9 @@ if classes and not name:
 unit = side_unit or 16
 if aspect_buckets and (resolution == 0 or resolution % unit):
     raise UserError(f"resolution={resolution}; accepted with aspect_buckets: multiples of {unit}")
-options = Options(**{setting: config[setting] for setting in Options.__annotations__})
+options = Options(**config)
 if range:
-    try:
-        low, high = map(float, range.split(","))
-    except ValueError:
-        low = high = math.nan
-    if not -math.inf < low < high < math.inf:
-        raise UserError(f"range={range!r}; accepted: two numbers LOW,HIGH such as -1000,3000")
-    options.range = low, high
+    options.range = parse_interval(range, "range", -1e300, 1e300)
 cores = os.cpu_count()
 if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container
     cores = len(os.sched_getaffinity(0))

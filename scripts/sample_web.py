@@ -11,7 +11,6 @@ scripts/sample.py draws.
 import base64
 import functools
 import json
-import math
 import os
 import signal
 import time
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
-from nanodiff.data.decode import decode, open_image
+from nanodiff.data.decode import decode
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
@@ -114,16 +113,6 @@ def read_request(body: bytes) -> dict:
     return asked | {"from_image": base64.b64decode(asked["from_image"], validate=True)}
 
 
-def read_picture(data: bytes, side: int) -> np.ndarray:
-    """Decode the content of an image file, from which samples start -> (1, 3, side, side) uint8."""
-    with reading("the picture to start from", "is no image"):
-        size = open_image(data).size
-        if math.prod(size) > 2**25:  # a small file may hold many pixels
-            raise UserError(f"the picture to start from has {size} pixels; accepted: {2**25:,} in all")
-        image, _ = decode(data, [(side, side)])
-        return image[None]
-
-
 def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> None:
     """Draw the samples of a request; send(**event) streams the steps, and up to MOST_FRAMES pictures of them."""
     start = time.perf_counter()
@@ -141,8 +130,9 @@ def draw(asked: dict, runs: dict[str, Path], send, device, compute_dtype) -> Non
     n = asked["num_images"]
     drawn = asked | settings.named | {"from_image": None}
     if asked["from_image"]:
-        picture = read_picture(asked["from_image"], codec.image_size)
-        start_from(samples, picture, "a picture", asked["strength"])
+        with reading("the picture to start from", "is no image"):
+            picture, _ = decode(asked["from_image"], [(codec.image_size, codec.image_size)])
+        start_from(samples, picture[None], "a picture", asked["strength"])
         drawn["from_image"] = samples.given.described["from_images"]
     columns = samples.columns
 
@@ -197,7 +187,7 @@ class Handler(LocalHandler):
             self.send_error(404)
             return
         try:
-            asked = read_request(self.rfile.read(int(self.headers["Content-Length"])))
+            asked = read_request(self.body())
         except (ValueError, AttributeError, RecursionError) as e:
             self.refuse(400, f"request refused: {e}"[:500])
         else:

@@ -3,6 +3,7 @@
 import copy
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanodiff.conditions import conditioning, some_conditions
+from nanodiff.conditions import conditioning, made_from, some_conditions
 from nanodiff.models.build import build_model, compile_model, compiled, estimate_flops, uncompiled
 from nanodiff.models.checked import Checked
 from nanodiff.models.dit import DiTConfig
@@ -157,6 +158,9 @@ def test_a_second_image_is_read_at_any_size(config, name, more):
     small = torch.nn.functional.avg_pool2d(large, 4)
     torch.testing.assert_close(model(x, t, y, **{name: large}), model(x, t, y, **{name: small}), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(model(x, t, y, **{name: low}), model(x, t, y, **{name: -low}))
+    mps = SimpleNamespace(is_mps=True, cpu=lambda: large, shape=large.shape, device="cpu")  # takes but whole pixels
+    small = [made_from(image, replace(model.config, low_res=6))["low_res"] for image in (mps, large)]
+    assert torch.equal(*small)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -49,12 +49,9 @@ def test_arms_take_turns_and_the_first_is_the_measure(run_bench):
         assert row["step_ms"] == 5.5 + i
 
 
-def test_runs_of_base_train_and_the_table(run_bench):
+def test_runs_of_base_train_and_the_table_or_the_first_error(run_bench):
     text = run_bench("--rounds=1", real=True)
     heads = next(line.split() for line in text.splitlines() if line.endswith("  what"))
     assert {"images_per_sec", "ratio", "first_step_s", "step_ms", "memory_gb"} <= {*heads}
     assert text.count("published") == 1 and text.count("--data=tiny") == 2
-
-
-def test_a_run_that_fails_ends_the_bench(run_bench):
     refused("patch_size=3; accepted", run_bench, "--arms=--patch_size=3", real=True)

@@ -170,7 +170,7 @@ def test_a_run_moved_while_it_trains_ends_in_one_line(tmp_path):
     assert not (tmp_path / "run").exists() and steps(tmp_path / "moved") == [1]
 
 
-def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path):
+def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path, monkeypatch):
     """The loss grows from step 30 on; steps 20 and 40 are saved. A resumed run's log ends with its own checkpoint."""
     for step in (20, 40):
         save(tmp_path, step)
@@ -184,5 +184,10 @@ def test_the_way_back_from_nan_is_older_than_the_explosion(tmp_path):
         checkpoint.trim_metrics(log, step)
         assert log.read_text() == "".join(lines[:kept])
     assert "no checkpoint is older" in way_back(21)
+    for place, name in ((checkpoint.tempfile, "mkdtemp"), (checkpoint.shutil, "copy"), (checkpoint.Path, "rename")):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # killed there
+            patch.setattr(place, name, lambda *args, **more: 1 / 0)
+            checkpoint.go_back(tmp_path, 20)
+        assert steps(tmp_path) == [20, 40] and log.read_text() == "".join(lines[:2])
     checkpoint.go_back(tmp_path, 20)
     assert steps(tmp_path) == [20]

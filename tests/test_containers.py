@@ -135,6 +135,8 @@ def test_columns_by_name(tmp_path):
     for setting in ("label_column", "caption_column"):
         refused(f"{setting}='labl': .* has none in a table or beside", prepare, tmp_path, **{setting: "labl"})
     (folder / "metadata.csv").unlink()
+    write(tmp_path / "a.tsv", "file\tlabel\n" + "".join(f"train/{n}.png\tb, {n[2]}\n" for n in NAMES))
+    assert "b, 9 6" in report(tmp_path, labels=tmp_path / "a.tsv")
     refused("captions='x.tsv': .* has none in a table or beside an image", prepare, tmp_path, captions="x.tsv")
 
 

@@ -142,6 +142,9 @@ def test_a_shard_is_checked_when_it_is_first_used(base):
     refused(r"train_images_000\.npy is damaged: its shape is \(39, 3, 4, 4\), meta.json says \(40,", data.images, [0])
     replace(write(overwrite=True) / "meta.json", b'"channels": 3', b'"given_channels": 2, "channels": 3')
     refused(r"damaged: its shape is .* meta.json says \(40, 5, 4, 4\)", open_dataset("toy").images, [0])
+    for key in (b'"channels": 3', b'"file": "val_labels'):
+        replace(write(overwrite=True) / "meta.json", key, key.replace(b": 3", b": 3.5").replace(b"file", b"fill"))
+        refused("meta.json is damaged or truncated: (TypeError|KeyError)", lambda: verify(open_dataset("toy")))
     write(overwrite=True)
     data = open_dataset("toy")
     write(overwrite=True)

@@ -80,6 +80,8 @@ ROW = '{"file": "a.png", "text": "c"}'
 ZEROS = np.zeros((20, 8, 8), np.uint8)
 MISTAKES = {  # what is prepared (a path, or settings), and what the line must say
     "unknown kind of file": (lambda t: write(t / "a.bin", b"abcdefgh"), "cannot tell"),
+    "a shell's pattern": (lambda t: {"path": t / "{0..2}.tar"}, r"as 'web/\*.tar' for web/\{000..123\}.tar"),
+    "latents of a folder": (lambda t: {"path": sized(t, [(8, 8)]), "latents": "a"}, "latents='a' is for arrays"),
     "mixed sizes": (lambda t: sized(t, [(8, 8), (9, 9)]), r"cat/0\.png' is 8x8, 'cat/1\.png' is 9x9"),
     "not square": (lambda t: sized(t, [(8, 9)]), "is 9x8; without prepare_data's --resolution"),
     "images in no class folder": (lambda t: write(sized(t, [(8, 8)]) / "loose.png", b"").parent, "class for 1 of 9"),
@@ -124,9 +126,11 @@ def test_mistakes_are_one_line_and_leave_nothing(what, tmp_path, base):
     assert all(p.suffix == ".lock" or "vectors" in settings for p in base.glob("data/*"))  # or parts, which are kept
 
 
-def test_a_full_disk_is_told_before_the_work(tmp_path, monkeypatch):
+def test_a_full_disk_or_a_missing_pillow_is_told_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1e3))
     refused(r"need 0 MB, .* 0 MB free", prepare, sized(tmp_path, [(8, 8)]), resolution=16)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    refused("pip install", prepare, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["two words", "a;b", "$(c)", "é"])
@@ -135,12 +139,6 @@ def test_an_odd_folder_gets_a_name_that_a_shell_takes(tmp_path, name):
     line = prepare(tmp_path / name, name="")
     (made,) = [p.name for p in (tmp_path / "data").iterdir() if not p.name.startswith(".")]
     assert line.endswith(f" --data={made}") and shlex.quote(made) == made
-
-
-def test_without_pillow_one_line_says_what_to_install(tmp_path, monkeypatch):
-    make_folder(tmp_path / "in")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    refused("pip install", prepare, tmp_path / "in")
 
 
 @pytest.mark.slow
@@ -176,7 +174,7 @@ def test_parts_of_other_images_are_made_again(tmp_path, base, monkeypatch):
     stop_at_the_end()
     assert (base / "data" / ".toy.parts" / "notes" / "00002.json").is_file()
     parts = base / "data" / ".toy.parts"  # damaged ones are made again
-    os.truncate(parts / "train_images_00000_0.npy", 1000)
+    os.pwrite(os.open(parts / "train_images_00000_0.npy", os.O_WRONLY), b"~", 1000)
     (parts / "train_images_00001_0.npy").unlink()
     (parts / "notes" / "00002.json").write_text("{")
     prepare(tmp_path / "in", val_fraction=0)

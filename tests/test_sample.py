@@ -195,9 +195,8 @@ def test_python_has_the_scripts_defaults():
 
 
 def test_importing_nanodiff_imports_no_torch():
-    subprocess.run(
-        [sys.executable, "-c", "import nanodiff, sys; assert 'torch' not in sys.modules"], cwd=ROOT, check=True
-    )
+    code = "import nanodiff, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_latents_are_encoded_and_decoded_by_their_autoencoder(draw, run_script, tmp_path):

@@ -72,6 +72,8 @@ class Dataset:
             self.channels = self.meta["channels"]
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
+            np.empty((0, self._depth, self.resolution, self.resolution))  # they are numbers
+            describe_conditions(self.meta)
             if split not in self.meta["splits"]:
                 raise UserError(
                     f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
@@ -149,7 +151,7 @@ class Dataset:
                 batches += in_batches(part, batch_size)
         return batches
 
-    def rows(self, indices) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def rows(self, indices):
         """Indices (n,) of one bucket, n > 0, in any order -> images (n, C, H, W) uint8 or fp16, and their conditions;
         second images among them, "given" (n, C, H, W)."""
         indices = np.asarray(indices, np.int64)
@@ -264,23 +266,27 @@ def files_of(part: dict) -> list[dict]:
     return part["shards"] + [part[key] for key in FILES.values() if part.get(key)]
 
 
+def check_file(folder: Path, entry: dict) -> None:
+    """Compare a file with its entry, of meta.json or of a note."""
+    path = folder / entry["file"]
+    with reading(path):
+        digest = sha256_of(path)
+    if digest != entry["sha256"]:
+        raise UserError(f"{path} is damaged: its SHA-256 is {digest}, wanted {entry['sha256']}")
+
+
 def verify(dataset: Dataset) -> tuple[int, int]:
     """Compare the files of all splits with their SHA-256 -> number of files, bytes.
 
     The ranks of one machine share the work, as another machine may have its own copy.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    entries = []
-    for part in dataset.meta["splits"].values():
-        entries += files_of(part)
-    entries = entries[get_dist()[1] % ranks_here :: ranks_here]
-    for entry in entries:
-        path = dataset.path / entry["file"]
-        with reading(path):
-            digest = sha256_of(path)
-        if digest != entry["sha256"]:
-            raise UserError(f"{path} is damaged: its SHA-256 is {digest}, meta.json says {entry['sha256']}")
-    return len(entries), sum(entry["bytes"] for entry in entries)
+    with reading(dataset.path / "meta.json"):
+        entries = [entry for part in dataset.meta["splits"].values() for entry in files_of(part)]
+        entries = entries[get_dist()[1] % ranks_here :: ranks_here]
+        for entry in entries:
+            check_file(dataset.path, entry)
+        return len(entries), sum(entry["bytes"] for entry in entries)
 
 
 def start_verifying(dataset: Dataset) -> list[UserError]:

@@ -12,6 +12,7 @@ from nanodiff.common import UserError
 EXIF_ORIENTATION = 0x0112
 SCALINGS = {"nearest": "NEAREST", "area": "BOX"}  # scaling of second images -> Pillow's name
 THINNEST = 32
+MAX_PIXELS = 2**27  # at 8 bytes each: 20 KB of a PNG may hold 1.4 GB
 FORMATS = "JPEG PNG WEBP BMP GIF TIFF PPM".split()  # decoded by Pillow itself; EPS would start Ghostscript
 
 
@@ -45,9 +46,12 @@ def open_image(payload: str | bytes):
     Image = import_pillow()
     file = io.BytesIO(payload) if isinstance(payload, bytes) else payload
     try:
-        return Image.open(file, formats=FORMATS)
+        image = Image.open(file, formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise ValueError(f"no image in a format of {', '.join(FORMATS)}") from None
+    if math.prod(image.size) > MAX_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels; accepted: {MAX_PIXELS:,} in all")
+    return image
 
 
 def orientation(image) -> int:
@@ -120,7 +124,7 @@ def to_rgb(image, ground: str = "white"):
     if image.mode.endswith(("A", "a")) or "transparency" in image.info:
         image = image.convert("RGBA")
         opaque = Image.new("RGB", image.size, ground)
-        opaque.paste(image, mask=image.getchannel("A"))
+        opaque.paste(image, mask=image)
         return opaque
     return image.convert("RGB")
 
@@ -192,7 +196,7 @@ def with_second(item: Item, image: np.ndarray) -> np.ndarray:
 # Many images
 
 
-def decode_items(items: list[Item], sizes: list) -> tuple[list[tuple[Item, int]], list[str]]:
+def decode_items(items: list[Item], sizes: list):
     """-> (item with its image (C, H, W) as payload, shorter side before scaling) for each readable one, and "name:
     reason" for the others."""
     done = []

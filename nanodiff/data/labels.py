@@ -60,14 +60,15 @@ def class_and_caption(row: dict, options) -> tuple[str, str]:
 
 
 def read_table(table: dict, payload: str | bytes, where: str, options, folder: str = "") -> None:
-    """Add the rows of a .csv, .jsonl or .json, given its path or content, to {file: (class, caption)}.
+    """Add the rows of a .csv, .tsv, .jsonl or .json, given its path or content, to {file: (class, caption)}.
 
-    A .csv without a header has rows file,class; else rows are read by column. EDM's dataset.json lists such pairs,
-    kohya's metadata.json maps each file to its row."""
+    A .csv or .tsv without a header has rows file,class; else rows are read by column. EDM's dataset.json lists
+    such pairs, kohya's metadata.json maps each file to its row."""
     text = text_of(payload, where)
-    with reading(where, "is not a table"):
-        if where.endswith(".csv"):
-            lines = list(csv.reader(io.StringIO(text, newline="")))
+    with reading(where, "is not a table of images by file"):
+        if where.endswith((".csv", ".tsv")):
+            dialect = "excel-tab" if where.endswith(".tsv") else "excel"
+            lines = list(csv.reader(io.StringIO(text, newline=""), dialect))
             columns = lines[0] if lines else []
             names = set(columns)
             if names.isdisjoint(FILE_COLUMNS) or len(names) < len(columns):  # no header
@@ -104,8 +105,8 @@ def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
     """The table that options.labels names, or those beside the images: {name: (class, caption)}; None without one."""
     if options.labels not in LABELS:
         file = at(options.labels)
-        if file.suffix not in (".csv", ".jsonl", ".json") or not file.is_file():
-            raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .jsonl or .json file")
+        if file.suffix not in (".csv", ".tsv", ".jsonl", ".json") or not file.is_file():
+            raise UserError(f"labels={options.labels!r}; accepted: {', '.join(LABELS)}, a .csv, .tsv, .jsonl, .json")
         table = {}
         read_table(table, str(file), str(file), options)
         return table

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodiff.common import UserError
-from nanodiff.data.dataset import MAX_SHARD_BYTES, open_npy, write_npy
+from nanodiff.data.dataset import MAX_SHARD_BYTES, check_file, write_npy
 from nanodiff.data.decode import Item, decode_items
 from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, read_json, write_json
@@ -71,7 +71,7 @@ def write_part(number: int, items: list[Item], sizes: list, folder: Path) -> dic
     with contextlib.suppress(UserError):  # there is no note, or it or one of its shards is damaged
         note = read_json(file)
         for group in note["groups"]:
-            open_npy(folder / group["shard"]["file"])
+            check_file(folder, group["shard"])
         return note
     done, skipped = decode_items(items, sizes)
     counts = {"items": len(items), "enlarged": 0, "dark": 0}

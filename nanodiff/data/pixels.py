@@ -2,12 +2,13 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanodiff.common import UserError
 from nanodiff.conditions import FACTS, NUMBERS
 
 
-def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> torch.Tensor:
+def to_model_range(images: Tensor, flip: Tensor | None = None) -> Tensor:
     """uint8 (N, C, H, W), or floats in [-1, 1] -> fp32 in [-1, 1]; mirrored left-right where `flip` (N,) is True."""
     x = images.float()
     if images.dtype == torch.uint8:
@@ -18,7 +19,7 @@ def to_model_range(images: torch.Tensor, flip: torch.Tensor | None = None) -> to
     return torch.where(flip, x.flip(3), x)
 
 
-def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, torch.Tensor]:
+def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[str, Tensor]:
     """Stored rows, arrays or tensors -> what models take.
 
     NUMBERS become fp32 with mean 0 and deviation 1 in each dimension, by the description of the model's data; the
@@ -38,7 +39,7 @@ def from_stored(rows: dict, description: dict, flip=None, device=None) -> dict[s
     return cond
 
 
-def to_uint8(x: torch.Tensor) -> torch.Tensor:
+def to_uint8(x: Tensor) -> Tensor:
     """[-1, 1] -> uint8, rounded and clamped."""
     levels = (x.float() + 1) * 127.5
     return levels.round().clamp(0, 255).to(torch.uint8)
@@ -85,7 +86,7 @@ class Pixels:
             if has != wants:
                 raise UserError(f"data={dataset.name!r} has {key} {has}, the model wants {wants}")
 
-    def to_x0(self, stored, flip=None, randn_like=None) -> torch.Tensor:
+    def to_x0(self, stored, flip=None, randn_like=None) -> Tensor:
         """What the data set stores -> x0, fp32; mirrored where `flip` (N,) is True.
 
         Latents are distributions: `randn_like` (as torch's) draws a sample; None takes the mean.
@@ -98,7 +99,7 @@ class Pixels:
         x0 = self.to_x0(torch.from_numpy(images).to(self.device), None, randn_like)
         return x0, from_stored(rows, self.description, device=self.device)
 
-    def to_pixels(self, x0) -> torch.Tensor:
+    def to_pixels(self, x0) -> Tensor:
         """x0 -> uint8 images (N, 1 or 3, H, W) on the CPU."""
         return to_uint8(visible(x0)).cpu()
 
@@ -110,7 +111,7 @@ class Pixels:
         """An array from to_output -> uint8 (N, 1 or 3, H, W)."""
         return visible(output)
 
-    def preview(self, x0) -> torch.Tensor:
+    def preview(self, x0) -> Tensor:
         """x0 during sampling -> uint8 (N, 1 or 3, H, W) on the CPU, without decoding."""
         return self.to_pixels(x0)
 

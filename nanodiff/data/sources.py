@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from posixpath import basename, dirname, relpath, splitext
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -38,20 +39,20 @@ CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".
 CIFAR10_BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
 
 
-@dataclass
-class Options:
-    """Settings of scripts/prepare_data.py."""
+class Options(SimpleNamespace):
+    """Settings of scripts/prepare_data.py that the sources read; those not given have these defaults."""
 
-    resolution: int = 0
-    labels: str = "auto"
-    label_column: str = ""  # column of tables and of .json beside images; "" = the usual
-    caption_column: str = ""
-    captions: str = ""  # file to write them to
-    val_fraction: float = 0.05
-    seed: int = 0
-    aspect_buckets: bool = False
-    side_unit: int = 0  # sides of buckets are multiples of this; 0 = resolution / 16
-    range: tuple[float, float] | None = None  # values of arrays beyond 8 bits that become -1 and 1; None = the data's
+    resolution = 0
+    labels = "auto"
+    label_column = ""  # column of tables and of .json beside images; "" = the usual
+    caption_column = ""
+    captions = ""  # file to write them to
+    val_fraction = 0.05
+    seed = 0
+    aspect_buckets = False
+    side_unit = 0  # sides of buckets are multiples of this; 0 = resolution / 16
+    range = None  # (LOW, HIGH): values of arrays beyond 8 bits that become -1 and 1; None = the data's
+    latents = ""  # path of the autoencoder whose latents the arrays are
 
 
 @dataclass
@@ -92,8 +93,8 @@ def open_source(source: str, path: str, options: Options) -> Source:
             download(CIFAR10_URL, file, CIFAR10_BYTES, CIFAR10_SHA256, "give --path=... of a copy of it")
     elif source != "shapes" and not (path and (file.exists() or glob.glob(str(file)))):
         raise UserError(
-            f"there is no path={path!r}; accepted: a file, a folder, or a pattern of tars with * or ?; "
-            "only --source=shapes and cifar10 need none"
+            f"there is no path={path!r}; accepted: a file, a folder, or a pattern of tars with * or ?, "
+            "as 'web/*.tar' for web/{000..123}.tar; only --source=shapes and cifar10 need none"
         )
     if source == "auto":
         source = detect(file)
@@ -112,8 +113,10 @@ def open_source(source: str, path: str, options: Options) -> Source:
     found.files.append(at(options.labels))
     if options.labels == "none":
         found.class_names = []
-    if options.range and "range" not in found.meta:
-        raise UserError(f"range={options.range} is for arrays beyond 8 bits, in .npz or .npy")
+    for setting in ("range", "latents"):
+        value = getattr(options, setting)
+        if value and setting not in found.meta:
+            raise UserError(f"{setting}={value!r} is for arrays beyond 8 bits, in .npz or .npy; latents have no range")
     if options.resolution and not found.sizes:
         found.sizes = [(options.resolution, options.resolution)]
     return found
@@ -306,7 +309,7 @@ def load_arrays(path: Path, name: str) -> Mapping[str, np.ndarray]:
     return file
 
 
-def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
+def open_arrays(path: Path, channels_axis: int = -1) -> tuple[np.ndarray, np.ndarray | None, str]:
     """Images (N, H, W) or (N, H, W, C) of any numbers in an .npy, or in `arr_0` of an .npz; class numbers (N,) int64 or
     None; protocol.
 
@@ -315,11 +318,11 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
         file = load_arrays(path, "arr_0")
         if "arr_0" not in file:
             raise UserError(f"{path} has the arrays {', '.join(file)}; accepted: arr_0 and labels")
-        images = file["arr_0"]
+        images = np.moveaxis(file["arr_0"], channels_axis, -1)
         labels = file.get("labels", file.get("arr_1"))
         protocol = str(file.get("protocol", ""))
     is_picture = images.ndim == 3 and images.shape[2] < 5 <= images.shape[1]  # one, (H, W, C)
-    is_channels_first = images.ndim == 4 and images.shape[1] < 5 <= images.shape[3]
+    is_channels_first = images.ndim == 4 and channels_axis < 0 and images.shape[1] < 5 <= images.shape[3]
     is_odd = is_picture or is_channels_first or images.ndim not in (3, 4)
     if is_odd or images.dtype.kind not in "uif" or not len(images):
         raise UserError(
@@ -335,11 +338,11 @@ def open_arrays(path: Path) -> tuple[np.ndarray, np.ndarray | None, str]:
 
 
 def read_arrays(path: Path, options: Options) -> Source:
-    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]."""
-    images, labels, _ = open_arrays(path)
+    """uint8 arrays unchanged; other numbers as fp16, with options.range mapped to [-1, 1]; or options.latents."""
+    images, labels, _ = open_arrays(path, 1 if options.latents else -1)
     is_bytes = images.dtype == np.uint8
     is_picture = is_bytes and (images.ndim == 3 or images.shape[3] in (1, 3))
-    if images.shape[1] != images.shape[2] and not is_picture:
+    if images.shape[1] != images.shape[2] and not (is_picture or options.latents):
         raise UserError(
             f"{path} holds {images.dtype} of shape {images.shape}; "
             "accepted: squares, or uint8 with 1 or 3 channels, which can be scaled"
@@ -351,6 +354,21 @@ def read_arrays(path: Path, options: Options) -> Source:
     most = float(images.max())
     if not np.isfinite([least, most]).all():
         raise UserError(f"{path} holds NaN or infinity")
+    if options.latents:
+        from nanodiff.data.latents import describe_latents, open_autoencoder  # a door
+
+        encoder = open_autoencoder(options.latents)
+        deviation = images[:1000].std(dtype=float)
+        if images.shape[3:] != (encoder.latent_channels,) or not 0.5 < deviation < 2:
+            raise UserError(
+                f"latents: {path} has {images.shape[-1]} channels (N, C, h, w), deviation {deviation:.3g}; accepted: "
+                f"{encoder.latent_channels} of {options.latents}, times its scale {encoder.scale:g}: deviation about 1"
+            )
+        stored = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
+        source = array_source([("", stored, labels)], *facts)
+        info = describe_latents(encoder, options.latents) | {"parts": 1}
+        source.meta = {"kind": "latents", "latents": info}
+        return source
     low, high = options.range or (least, most)
     if low > most or high < least:
         raise UserError(f"{path} holds values from {least:g} to {most:g}; range={low:g},{high:g} has none of them")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanodiff.common import UserError
 
@@ -63,14 +64,14 @@ def space_timesteps(num_timesteps: int, spec: str) -> list[int]:
 # Likelihoods, in nats per element
 
 
-def normal_kl(mean1, log_variance1, mean2, log_variance2) -> torch.Tensor:
+def normal_kl(mean1, log_variance1, mean2, log_variance2) -> Tensor:
     """KL(N(mean1, exp(log_variance1)) || N(mean2, exp(log_variance2)))."""
     # The terms cancel to about 1e-7 in fp32: summed in the published order to reproduce published figures
     gap = -1 + log_variance2 - log_variance1 + torch.exp(log_variance1 - log_variance2)
     return 0.5 * (gap + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
 
-def discretized_gaussian_log_likelihood(x, mean, log_variance) -> torch.Tensor:
+def discretized_gaussian_log_likelihood(x, mean, log_variance) -> Tensor:
     """Log probability under N(mean, exp(log_variance)) of the bin of each 8-bit pixel x = k/127.5 - 1; the end bins
     are open (Ho et al. eq. 13)."""
 
@@ -315,7 +316,7 @@ class GaussianDiffusion:
         nll = -discretized_gaussian_log_likelihood(x0, mean, log_variance)
         return torch.where(t == 0, mean_flat(nll), mean_flat(kl)) / math.log(2)
 
-    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
+    def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, Tensor]:
         """Per-image training losses (N,) in fp32: "loss" and, if it has such parts, "mse" and "vb".
 
         kl: term t of the bound. rescaled_kl: T times kl, whose mean over t is the whole bound. mse: the squared error
@@ -340,7 +341,7 @@ class GaussianDiffusion:
         return {"loss": mse + vb, "mse": mse, "vb": vb}
 
     @torch.no_grad()
-    def bits_per_dim(self, model, x0, cond, generator=torch) -> dict[str, torch.Tensor]:
+    def bits_per_dim(self, model, x0, cond, generator=torch) -> dict[str, Tensor]:
         """The variational bound on -log2 p(x0) per dimension, for 8-bit pixels x0 in [-1, 1]; T evaluations.
 
         total_bpd and prior_bpd are (N,); vb, xstart_mse and mse (the error of eps) are (N, T), t = T-1 first.

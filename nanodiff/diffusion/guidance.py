@@ -8,14 +8,14 @@ from nanodiff.common import UserError, print0
 from nanodiff.conditions import null_condition
 
 
-def parse_interval(text: str, name: str = "cfg_interval") -> tuple[float, float]:
-    """(0.3, 0.8) from "0.3,0.8", a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
+def parse_interval(text: str, name: str = "cfg_interval", least: float = 0.0, most: float = 1.0):
+    """(0.3, 0.8) from "0.3,0.8", such as a range of t from 0 (image) to 1 (noise); `name`: of the setting."""
     try:
         low, high = (float(x) for x in text.split(","))
     except ValueError:
-        low = high = -1.0
-    if not 0 <= low < high <= 1:
-        raise UserError(f"{name}={text!r}; accepted: two numbers from 0 to 1, such as 0.3,0.8")
+        low = high = math.nan
+    if not least <= low < high <= most:
+        raise UserError(f"{name}={text!r}; accepted: two numbers LOW,HIGH from {least:g} to {most:g}, such as 0.3,0.8")
     return low, high
 
 
@@ -36,7 +36,7 @@ def why_unguided(config: dict, has_condition: bool, step: float = math.inf) -> s
     return ""
 
 
-def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given) -> tuple[float, tuple[float, float]]:
+def choose_guidance(cfg_scale: float, cfg_interval: str, fault: str, given):
     """The scale of the guidance that samples get, and its interval of t.
 
     `fault`: why the model cannot be guided, or "". If it cannot, both settings are ignored; a line names those in

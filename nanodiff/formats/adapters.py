@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanodiff.common import UserError, base_dir
 from nanodiff.safetensors import as_bytes, described, save_safetensors
@@ -20,7 +21,7 @@ B = ".lora_B.weight"
 ROWS = ".token_adapter.trainable_tokens_delta"
 
 
-def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+def fingerprint(tensors: dict[str, Tensor]) -> str:
     """SHA-256 of names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name, x in sorted(tensors.items()):
@@ -61,7 +62,7 @@ def check_base(base: dict, tensors: dict, adapters: dict, added: dict) -> None:
         )
 
 
-def class_rows(table: torch.Tensor, known: list[str], class_names: list[str], num_rows: int) -> torch.Tensor:
+def class_rows(table: Tensor, known: list[str], class_names: list[str], num_rows: int) -> Tensor:
     """A class table (num_rows, C) for `class_names`, with rows taken from the `table` of the classes `known`.
 
     New classes, and the null class in the last row, start as the table's null class; without one, as its mean.

@@ -181,7 +181,7 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
             raise ValueError("its data and model_config differ in shape")
         "".join([meta["ema"], data["name"]] + data["class_names"])
         sum([meta["step"]])
-    return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
+        return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 
 def read(path: Path, told: dict, lora: str | Path = "", lora_scale: float = 1.0) -> tuple[dict, dict]:

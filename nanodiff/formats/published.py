@@ -76,7 +76,8 @@ def from_meta(state_dict: dict, heads: int = 0, label_drop: float = 0.1, **other
         ours["y_embed.weight"] = torch.cat([classes, classes.mean(0, keepdim=True)])
     pos_embed = ours.pop("pos_embed")[0]  # (tokens, C)
     config, ours = from_classic(ours, math.isqrt(len(pos_embed)), heads)
-    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=1e-2):  # it may have been stored in bf16
+    # It may have been stored in bf16 before
+    if not torch.allclose(pos_embed.float(), sincos_table(config), atol=max(1e-2, torch.finfo(pos_embed.dtype).eps)):
         raise ValueError("pos_embed is not the fixed sin-cos table of the published DiT, the only one accepted")
     return config, ours
 
@@ -296,14 +297,14 @@ def read_published(path: Path, saved: dict, told: dict) -> tuple[dict, dict]:
         "config": config,
         "model_config": fields,
         "note": note,
-    }
-    meta["data"] = {
-        "name": "",
-        "kind": "images" if channels <= 3 else "latents",
-        "channels": channels,
-        "resolution": model_config.image_size,
-        "num_classes": num_classes,
-        "class_names": [str(i) for i in range(num_classes)],
+        "data": {
+            "name": "",
+            "kind": "images" if channels <= 3 else "latents",
+            "channels": channels,
+            "resolution": model_config.image_size,
+            "num_classes": num_classes,
+            "class_names": [*map(str, range(num_classes))],
+        },
     }
     return meta, tensors
 

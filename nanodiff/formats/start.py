@@ -9,8 +9,9 @@ from nanodiff.common import UserError, print0
 from nanodiff.conditions import row_shapes
 from nanodiff.data.dataset import match_labels, same_order
 from nanodiff.diffusion.guidance import learns_guidance
+from nanodiff.files import reading
 from nanodiff.formats.adapters import ROWS, B, check_base, class_rows, identity, save_adapters  # noqa: F401 (base_train)
-from nanodiff.formats.load import Loaded, build, find, newest_meta, read, read_file, split_options
+from nanodiff.formats.load import OTHER_VERSION, Loaded, build, find, newest_meta, read, read_file, split_options
 from nanodiff.models.build import load_weights, model_settings, stored_config
 from nanodiff.models.lora import add_lora, class_table, trained
 from nanodiff.training.checkpoint import run_folder
@@ -57,7 +58,7 @@ def inherited(config) -> dict:
     return {"model_tag": model_tag} | {name: theirs[name] for name in names if name in theirs}
 
 
-def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict | None]:
+def open_source(config: dict, meta: dict, device):
     """Load the model that init_from names; also return the description for Dataset.seen_by.
 
     A resumed run (`meta` is its checkpoint's) needs its source only as a teacher (flow maps) or as the base of its
@@ -71,7 +72,7 @@ def open_source(config: dict, meta: dict, device) -> tuple[Loaded | None, dict |
         adapters = meta
     elif is_map or not meta:
         found = find(config["init_from"])
-        if config["lora_rank"] and "sha256" in read_file(*found)[0]:
+        if config["lora_rank"] and {"sha256", "lora"} <= read_file(*found)[0].keys():
             adapters, tensors = read_file(*found)
         else:
             source = build(*read(*found), device if is_map else "cpu")
@@ -115,6 +116,9 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
+    theirs = loaded.config["objective"]
+    if config["objective"].replace("_map", "") != theirs.replace("_map", ""):
+        note += f"; trained with objective={theirs}, it must learn anew what it predicts"
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
 
 
@@ -140,7 +144,8 @@ def with_adapters(model, loaded: Loaded, config: dict, class_names: list[str]) -
     new = class_names[len(known) :]
     add_lora(model, rank, alpha, targets, range(len(known), len(class_names)), config["seed"])
     if loaded.adapters:
-        continue_from(model, loaded, alpha / rank, new)
+        with reading(config["init_from"], OTHER_VERSION):
+            continue_from(model, loaded, alpha / rank, new)
     print0(f"adapters: rank {rank}; new classes: {', '.join(new) or 'none'}")
     return identity(loaded) | dict(rank=rank, alpha=alpha, targets=targets, classes=new)
 

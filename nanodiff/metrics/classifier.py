@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanodiff.common import Progress, UserError, get_dist, make_generator, print0
 from nanodiff.data.dataset import SHAPES
@@ -60,14 +60,14 @@ class Classifier(Network):
             return f"{self.name}, trained without labels"
         return f"{self.name}, {self.accuracy:.2%} right on held-out images"
 
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if self.channels == 1:  # grey images may come as RGB
             images = images.float().mean(1, keepdim=True)
         images = shrink(images, self.resolution).expand(-1, self.channels, -1, -1)  # or as one channel for an RGB judge
         features = self.pooled(images.float() / 127.5 - 1)
         return features, self.head(features)
 
-    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+    def pooled(self, x: Tensor) -> Tensor:
         """x (N, C, r, r) in [-1, 1] -> features (N, F)."""
         h = self.trunk(x.contiguous(memory_format=torch.channels_last))  # (N, 4w, 4, 4)
         return torch.cat([h.mean((2, 3)), h.amax((2, 3))], 1)
@@ -87,14 +87,14 @@ def conv_bn_relu(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(conv, nn.BatchNorm2d(n_out), nn.ReLU(inplace=True))
 
 
-def shrink(images: torch.Tensor, resolution: int) -> torch.Tensor:
+def shrink(images: Tensor, resolution: int) -> Tensor:
     """Average uint8 images down to resolution x resolution pixels; smaller squares stay as they are."""
     if images.shape[-2] == images.shape[-1] <= resolution:
         return images
     return F.adaptive_avg_pool2d(images.float(), resolution).round().to(torch.uint8)
 
 
-def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def shift(images: Tensor, generator: torch.Generator) -> Tensor:
     """Move each image by up to 1/8 of its size, repeating the edges."""
     n, _, h, w = images.shape
     most = h // 8
@@ -102,13 +102,6 @@ def shift(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     windows = padded.unfold(2, h, 1).unfold(3, w, 1)  # (N, C, 2 most + 1, 2 most + 1, H, W), a view
     rows, cols = torch.randint(2 * most + 1, (2, n), generator=generator)
     return windows[torch.arange(n), :, rows, cols].to(images.dtype)
-
-
-def plan_training(num_images: int, epochs: int) -> tuple[int, int]:
-    """(number of steps, images per step): `epochs` of a large set, MIN_TRAINED images of a small one."""
-    total_images = max(epochs * num_images, MIN_TRAINED)
-    batch_size = min(num_images, 250, max(num_images // 80, 16))
-    return math.ceil(total_images / batch_size), batch_size
 
 
 def train_classifier(train, val, device) -> Classifier:
@@ -120,8 +113,10 @@ def train_classifier(train, val, device) -> Classifier:
     classifier.to(device, memory_format=torch.channels_last)
 
     images, labels = (x.to(device) for x in load_images(train, classifier.resolution))
-    num_steps, batch_size = plan_training(len(images), epochs=1 if train.name in SHAPES else 3)
+    epochs = 1 if train.name in SHAPES else 3
+    batch_size = min(len(images), 250, max(len(images) // 80, 16))
     steps_per_epoch = len(images) // batch_size
+    num_steps = math.ceil(max(epochs * len(images), MIN_TRAINED) / batch_size)
     optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, num_steps, pct_start=0.2)
     bf16 = choose_dtype("auto", device) == torch.bfloat16
@@ -165,7 +160,7 @@ def load_images(dataset, resolution: int, seed: int = 0):
     return torch.cat(parts), torch.as_tensor(dataset.labels(chosen))
 
 
-def with_weights(tensors: dict[str, torch.Tensor], resolution: int, device) -> Classifier:
+def with_weights(tensors: dict[str, Tensor], resolution: int, device) -> Classifier:
     """A classifier with the weights of a state dict, for images of `resolution`."""
     num_classes = len(tensors.get("head.bias", ()))
     channels = tensors["trunk.0.0.weight"].shape[1]

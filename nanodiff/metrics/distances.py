@@ -4,17 +4,18 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanodiff.common import make_generator
 
 
-def outer_sums(features: torch.Tensor) -> torch.Tensor:
+def outer_sums(features: Tensor) -> Tensor:
     """Sum of x x^T over vectors (N, F), each with a 1 appended: (F + 1, F + 1) float64. Batches add up."""
     x = F.pad(features.double(), (0, 1), value=1.0)
     return x.T @ x
 
 
-def mean_and_covariance(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_and_covariance(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Mean (F,) and unbiased covariance (F, F) of the vectors in outer_sums."""
     count = sums[-1, -1]
     mu = sums[-1, :-1] / count
@@ -43,7 +44,7 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     return max(float(distance), 0.0)
 
 
-def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, subset_size: int = 1000):
+def kernel_distance(x: Tensor, y: Tensor, num_subsets: int = 100, subset_size: int = 1000):
     """KID (Binkowski et al. 2018) of features (N, F) and (M, F): mean and deviation over random subsets.
 
     It is an unbiased squared MMD with kernel (x . y / F + 1)^3: between sets of one distribution it averages 0.
@@ -66,7 +67,7 @@ def kernel_distance(x: torch.Tensor, y: torch.Tensor, num_subsets: int = 100, su
     return float(values.mean()), float(values.std(correction=0))
 
 
-def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, float]:
+def inception_score(logits: Tensor, splits: int = 10) -> tuple[float, float]:
     """exp(mean KL(p(y|x) || p(y))) of logits (N, K) (Salimans et al. 2016): mean and deviation over `splits` parts.
 
     Logits are shuffled first, since samples often come sorted by class.
@@ -83,8 +84,8 @@ def inception_score(logits: torch.Tensor, splits: int = 10) -> tuple[float, floa
 
 
 def precision_recall(
-    real: torch.Tensor,
-    fake: torch.Tensor,
+    real: Tensor,
+    fake: Tensor,
     k: int = 3,
     batch_size: int = 1000,
 ) -> tuple[float, float]:

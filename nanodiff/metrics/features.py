@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanodiff.common import UserError, at, get_dist, in_batches, make_generator, print0
 from nanodiff.data.dataset import Dataset, open_dataset
@@ -37,19 +38,19 @@ VERSION = 1  # bump when an image's features change: cached ones are then recomp
 class Features:
     """Statistics of N feature vectors."""
 
-    mu: torch.Tensor  # (F,) float64
-    sigma: torch.Tensor  # (F, F) float64
-    some: torch.Tensor | None = None  # (n, F): up to KEPT of the vectors, chosen at random and in random order
-    logits: torch.Tensor | None = None  # (N, K) in the order of the images
+    mu: Tensor  # (F,) float64
+    sigma: Tensor  # (F, F) float64
+    some: Tensor | None = None  # (n, F): up to KEPT of the vectors, chosen at random and in random order
+    logits: Tensor | None = None  # (N, K) in the order of the images
 
 
 def image_set(name: str, split: str) -> Dataset:
     """An image set by name; for a set of latents, the images they were made from."""
     dataset = open_dataset(name, split)
     kind = dataset.meta["kind"]
-    if kind == "latents":
-        return open_dataset(dataset.meta["latents"]["source"], split)
-    if kind == "arrays" or dataset.channels not in (1, 3):
+    if source := dataset.meta.get("latents", {}).get("source"):  # unlike those that others have made
+        return open_dataset(source, split)
+    if kind != "images" or dataset.channels not in (1, 3):
         raise UserError(
             f"data={name!r} holds {kind} of {dataset.channels} channels; "
             "metrics of features accept uint8 images of 1 or 3 channels"

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanodiff.common import UserError, base_dir, get_dist
 from nanodiff.dist import wait_for_first_rank
@@ -29,7 +29,7 @@ class Inception(Network):
     title = "Inception-v3 of 2015, pytorch-fid's weights"
     num_features = 2048
 
-    def __init__(self, weights: dict[str, torch.Tensor]):
+    def __init__(self, weights: dict[str, Tensor]):
         """`weights`: from the published file; their names and shapes give each block's layers."""
         super().__init__()
         # In the order of the forward pass
@@ -48,7 +48,7 @@ class Inception(Network):
         self.Mixed_7c.pool = nn.MaxPool2d(3, stride=1, padding=1)  # a slip of 2015, now part of the FID's definition
         self.fc = nn.Linear(2048, 1008)
 
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         x = images.float().expand(-1, 3, -1, -1)  # (N, 3, H, W): gray images as three equal channels
         x = (resize(x, 299) - 128) / 128  # (N, 3, 299, 299)
         *layers, fc = self.children()
@@ -58,7 +58,7 @@ class Inception(Network):
         return pool3, pool3 @ fc.weight.T  # the Inception score is defined without the bias
 
 
-def resize(x: torch.Tensor, size: int) -> torch.Tensor:
+def resize(x: Tensor, size: int) -> Tensor:
     """(N, C, H, W) -> (N, C, size, size), as TensorFlow 1's resize_bilinear.
 
     Output pixel i is read at i * H / size (torch would align pixel centres). Nothing is smoothed before shrinking.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanodiff.device import full_float32
 
@@ -17,7 +17,7 @@ class Network(nn.Module):
     num_classes = 0  # above 0 if the logits are for the data set's classes
 
     @torch.no_grad()
-    def features(self, images) -> tuple[torch.Tensor, torch.Tensor]:
+    def features(self, images) -> tuple[Tensor, Tensor]:
         """`forward` in batches, for any tensor or array of images; returns float32 on the CPU."""
         device = next(self.parameters()).device
         with full_float32(device):  # the caller may be sampling under autocast

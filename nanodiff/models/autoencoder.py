@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanodiff.common import UserError
 from nanodiff.files import reading, sha256_of
@@ -31,7 +31,7 @@ class Autoencoder(nn.Module):
     name = sha256 = ""  # of the weight file
 
     @torch.no_grad()
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Images (N, 3, H, W) in [-1, 1], sides multiples of `downsample` -> mean and std of the latents, each
         (N, C, H/downsample, W/downsample) in fp32."""
         x = x.contiguous(memory_format=torch.channels_last)
@@ -42,13 +42,13 @@ class Autoencoder(nn.Module):
         return mean, torch.exp(0.5 * logvar.clamp(-30, 20))
 
     @torch.no_grad()
-    def decode(self, z: torch.Tensor) -> torch.Tensor:
+    def decode(self, z: Tensor) -> Tensor:
         """The inverse of encode, to fp32 images of about [-1, 1], not clamped."""
         pixels = z[0, 0].numel() * self.downsample**2
         return in_slices(self.decoder, z, pixels)
 
 
-def in_slices(network: nn.Module, x: torch.Tensor, pixels: int) -> torch.Tensor:
+def in_slices(network: nn.Module, x: Tensor, pixels: int) -> Tensor:
     """network(x) in fp32, MAX_PIXELS at a time; a row of x stands for an image of `pixels`."""
     batch = max(1, MAX_PIXELS[x.device.type] // pixels)
     return torch.cat([network(part).float() for part in x.split(batch)])
@@ -301,7 +301,7 @@ def find_weights(path: Path) -> dict[str, Path]:
     raise UserError(f"{path}: expected one weight file or one pair of encoder and decoder, found {names}")
 
 
-def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy weights of any published layout, in fp32, under the names above; drop other networks' weights."""
     levels_up = {name.split("decoder.up.")[1][0] for name in weights if "decoder.up." in name}
     finest = len(levels_up) - 1
@@ -318,7 +318,7 @@ def rename(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
-def build(weights: dict[str, torch.Tensor], groups: int) -> Autoencoder:
+def build(weights: dict[str, Tensor], groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
         latent_channels = weights["decoder.0.weight"].shape[1]

@@ -1,13 +1,14 @@
 """Compare compiled code with eager code before its results count."""
 
 import torch
+from torch import Tensor
 from torch._inductor import config
 
 from nanodiff.common import make_generator, print0
 from nanodiff.dist import over_ranks
 
 
-def results(out: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def results(out: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The outputs and, if gradients are enabled, the gradients of the sum of their squares."""
     if not out.requires_grad:
         return [out]

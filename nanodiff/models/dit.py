@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanodiff.common import UserError
@@ -111,7 +111,7 @@ def token_angles(
     return places[:, :, None] * freqs
 
 
-def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> torch.Tensor:
+def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> Tensor:
     """Sin-cos position embeddings (T, C) fp32 in the published order: first half the column's waves, second half the
     row's, each sines before cosines."""
     angles = token_angles(config, rows, cols, 10000.0, config.width // 4, device)
@@ -119,12 +119,12 @@ def position_table(config: DiTConfig, rows: int, cols: int, device="cpu") -> tor
     return waves.flip(1).flatten(1).float()
 
 
-def sincos_table(config: DiTConfig) -> torch.Tensor:
+def sincos_table(config: DiTConfig) -> Tensor:
     """position_table of a square image."""
     return position_table(config, config.grid, config.grid)
 
 
-def rotation_table(config: DiTConfig, rows: int, cols: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_table(config: DiTConfig, rows: int, cols: int, device) -> tuple[Tensor, Tensor]:
     """RoPE's sin and cos, (L + T, 1, 1, head_dim/2) fp32: the row turns the first half of the pairs, the column the
     rest. The L = vector_len tokens before the image's have no position, so their angle is 0.
 
@@ -137,7 +137,7 @@ def rotation_table(config: DiTConfig, rows: int, cols: int, device) -> tuple[tor
     return angles.sin().float(), angles.cos().float()
 
 
-def timestep_embedding(t: torch.Tensor, dim: int) -> torch.Tensor:
+def timestep_embedding(t: Tensor, dim: int) -> Tensor:
     """t (N,), usually in [0, 1000] -> (N, dim) fp32: cos, then sin, of t times frequencies from 1 to 1/10000 (DDPM)."""
     half = dim // 2
     powers = torch.arange(half, dtype=torch.float32, device=t.device)

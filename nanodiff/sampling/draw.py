@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanodiff.common import StackedGenerator, UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, IMAGES, conditioning, row_shapes, some_conditions
@@ -49,9 +50,9 @@ class Known:
     the image at the same noise level (RePaint, Lugmayr et al. 2022, arXiv:2201.09865, without resampling).
     """
 
-    x0: torch.Tensor  # (N, C, H, W), one per sample; in ModelSamples all images, as a data set stores them
+    x0: Tensor  # (N, C, H, W), one per sample; in ModelSamples all images, as a data set stores them
     strength: float
-    mask: torch.Tensor  # (1, 1, H, W) bool, of x0
+    mask: Tensor  # (1, 1, H, W) bool, of x0
     described: dict = field(default_factory=dict)  # for protocols
 
 
@@ -77,7 +78,7 @@ class Inputs:
         bucket = self.buckets[nearest]
         return bucket.start + np.asarray(ids) % len(bucket)
 
-    def __call__(self, ids, shape) -> torch.Tensor:
+    def __call__(self, ids, shape) -> Tensor:
         return self.read(self.rows(ids, shape), shape)
 
 
@@ -232,13 +233,13 @@ class ModelSamples:
             batch_size = math.gcd(8, batch_size)
         return in_batches(ids, batch_size)
 
-    def sample(self, noise, cond: dict, **more) -> torch.Tensor:
+    def sample(self, noise, cond: dict, **more) -> Tensor:
         """x0 (N, C, H, W) from noise; `more`: generator, progress and known for process.sample."""
         how = self.settings
         denoiser = make_denoiser(self.model, cond, how)
         return self.process.sample(denoiser, noise, how.steps, how.sampler, eta=how.eta, **more)
 
-    def draw(self, ids, on_step=None) -> torch.Tensor:
+    def draw(self, ids, on_step=None) -> Tensor:
         """x0 (n, C, H, W) of samples `ids` of one shape, in [-1, 1], or latents.
 
         Step i calls on_step(i, steps, prediction of x0).
@@ -262,11 +263,11 @@ class ModelSamples:
         self.not_finite += int((~is_finite).sum())
         return x0
 
-    def images(self, ids, on_step=None) -> torch.Tensor:
+    def images(self, ids, on_step=None) -> Tensor:
         """(n,) ids of one shape -> (n, C, H, W) uint8 on the CPU."""
         return self.codec.to_pixels(self.draw(ids, on_step))
 
-    def shown(self, ids) -> list[torch.Tensor]:
+    def shown(self, ids) -> list[Tensor]:
         """The second images of samples `ids`, or []: (C, H, W) uint8 on the CPU, enlarged to the samples' size."""
         pictures = []
         for name in self.inputs.keys() & IMAGES:

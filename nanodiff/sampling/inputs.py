@@ -129,7 +129,7 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     return source
 
 
-def labelled_items(setting: str, where: str, known: list[str]) -> tuple[list[Item], np.ndarray | None]:
+def labelled_items(setting: str, where: str, known: list[str]):
     """Images, and their classes (n,) by the model's numbers, or None. `known`: the model's class names."""
     source = open_images(setting, where)
     items = list(source.items)

@@ -115,7 +115,7 @@ class Saver:
         wait_for_first_rank()
 
 
-def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*") -> list[tuple[int, Path]]:
+def list_checkpoints(run_dir: Path, pattern: str = "checkpoints/step_*"):
     """(step, folder) of every checkpoint, oldest first, not verified. Another `pattern` may also find grids."""
     found = []
     for path in run_dir.glob(pattern):
@@ -172,7 +172,7 @@ def lock_run(run_dir: Path):
     return lock_file(run_dir / ".lock", busy, hint="model_tag and NANODIFF_BASE_DIR", leftovers=leftovers.split())
 
 
-def resume_point(run_dir: Path, resume: str) -> tuple[Path | None, dict]:
+def resume_point(run_dir: Path, resume: str):
     """A collective: the checkpoint that a run resumes from and its meta.json, or (None, {}) for a new run.
 
     `resume`: auto, never, changed, or a step. The first rank finds and verifies the checkpoint for all.

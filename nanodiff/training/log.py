@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
@@ -20,7 +21,7 @@ from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, prune, trim_metrics
 
 
-def quartile_sums(t, values, weight, process) -> torch.Tensor:
+def quartile_sums(t, values, weight, process) -> Tensor:
     """(2, 4) fp32: the sums of weight * values (N,) and of weight (N,) in each quarter of the range of t (N,)."""
     quarter = (unit(t, process) * 4).long().clamp(max=3)
     weighted = torch.stack([weight * values.detach().float(), weight.float()])  # (2, N)
@@ -66,7 +67,7 @@ class Meter:
         self.step_start = time.perf_counter()
         self.step_data_seconds = 0.0
 
-    def add(self, t, weight, terms: dict[str, torch.Tensor], data_seconds: float) -> None:
+    def add(self, t, weight, terms: dict[str, Tensor], data_seconds: float) -> None:
         """Add a micro-batch: its t (unless the terms have their own), weights and loss terms, (B,) each, and how long
         it waited for the loader."""
         t = terms.pop("t", t)
@@ -76,7 +77,7 @@ class Meter:
         self.parts.append((t, terms["loss"].detach()))
         self.step_data_seconds += data_seconds
 
-    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self) -> tuple[Tensor, Tensor]:
         """(t, unweighted losses) of this rank's images of the step, for the timestep sampler."""
         t, losses = (torch.cat(part) for part in zip(*self.parts))
         self.parts = []

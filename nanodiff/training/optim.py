@@ -3,6 +3,7 @@
 import re
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from nanodiff.common import UserError
@@ -25,13 +26,13 @@ MOMENTUM = 0.95  # Muon's, which starts at 0.85 (modded-nanogpt)
 MOMENTUM_WARMUP = 300  # steps
 
 
-def normalised(G: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def normalised(G: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Matrices G (K, m, n) in `dtype`, each divided by its Frobenius norm: spectral norm < 1; zeros stay zero."""
     norm = SAFETY * torch.linalg.matrix_norm(G, keepdim=True)
     return (G / norm.clamp_min(1e-30)).to(dtype)
 
 
-def polar_express(X: torch.Tensor) -> torch.Tensor:
+def polar_express(X: Tensor) -> Tensor:
     """(K, m, n) from `normalised` -> (K, m, n): nearly U V^T of each matrix X = U S V^T.
 
     Singular values above 1e-3 end within [0.98, 1.01]. Two cheaper forms were too inexact in bf16 (runs/LOG.md): two
@@ -164,7 +165,7 @@ class LossScaler:
         self.lg_loss_scale = 20.0
         self.skipped = False  # was the last step?
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         if not self.enabled:
             return loss
         return loss * 2.0**self.lg_loss_scale

@@ -11,6 +11,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nanodiff.common import UserError, get_dist
 from nanodiff.device import host_copy, to_host
@@ -111,7 +112,7 @@ class Buffer:
         for p, view in zip(self.params, self.views(self.flat)):
             p.data = view.copy_(p)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of `flat`, a tensor laid out like the weights."""
         return [flat[offset : offset + p.numel()].view(p.shape) for p, offset in zip(self.params, self.offsets)]
 
@@ -134,7 +135,7 @@ class Buffer:
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in 2.13
         self.work = reduce_scatter(self.grad, full, async_op=True)
 
-    def update(self, step: int, finite: torch.Tensor) -> None:
+    def update(self, step: int, finite: Tensor) -> None:
         """Update `own` by `grad` at step 1, 2, ... if `finite`."""
         tensors = self.own, self.grad, *self.state.values()
         for shape, (start, end) in self.batches.items():
@@ -145,14 +146,14 @@ class Buffer:
             self.work.wait()
         self.work = None
 
-    def all_gather(self, flat: torch.Tensor, share: torch.Tensor):
+    def all_gather(self, flat: Tensor, share: Tensor):
         """Start to gather every rank's `share` into `flat`; returns the handle, or None if there is nothing to send."""
         if self.world == 1:
             return None
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
         return all_gather(flat, share, async_op=True)
 
-    def gathered(self, share: torch.Tensor) -> torch.Tensor:
+    def gathered(self, share: Tensor) -> Tensor:
         """A collective: every rank's `share`, in the layout of `flat`."""
         if self.world == 1:
             return share
@@ -160,14 +161,14 @@ class Buffer:
         self.all_gather(full, share).wait()
         return full
 
-    def named(self, share: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+    def named(self, share: Tensor, prefix: str = "") -> dict[str, Tensor]:
         """A collective: {prefix + name: part} of every rank's `share`, copied to the CPU; empty except on rank 0."""
         full = self.gathered(share)
         if self.mine.start > 0:
             return {}
         return host_copy({prefix + name: view for name, view in zip(self.names, self.views(full))})
 
-    def share_of(self, named: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
+    def share_of(self, named: dict[str, Tensor], prefix: str = "") -> Tensor:
         """The inverse of `named`: this rank's share."""
         full = torch.zeros_like(self.flat)
         for name, view in zip(self.names, self.views(full)):
@@ -217,7 +218,7 @@ class Optimizer:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
         model.register_forward_pre_hook(self.wait_weights)  # runs eagerly: several ranks compile by blocks
 
-    def count_grad(self, buffer: Buffer, p: torch.Tensor) -> None:
+    def count_grad(self, buffer: Buffer, p: Tensor) -> None:
         """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
         if self.last_micro_step:
             buffer.missing -= 1
@@ -234,7 +235,7 @@ class Optimizer:
                 layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
 
     @collective("the reduce-scatter of the gradients")
-    def sync_grads(self, stop: bool = False) -> torch.Tensor:
+    def sync_grads(self, stop: bool = False) -> Tensor:
         """A collective, once per step: average gradients over ranks, without waiting for a GPU.
 
         Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
@@ -273,7 +274,7 @@ class Optimizer:
         return norm, num_stopping > 0
 
     @collective("the all-gather of the weights")
-    def step(self, grad_scale: float | torch.Tensor = 1.0) -> None:
+    def step(self, grad_scale: float | Tensor = 1.0) -> None:
         """A collective: one update by the gradients of sync_grads times `grad_scale`. If the norm is not finite no
         weight changes, but Muon's momentum may: the run must end.
 

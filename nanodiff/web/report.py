@@ -20,6 +20,7 @@ import numpy as np
 from nanodiff.common import print0
 from nanodiff.conditions import FIELDS
 from nanodiff.files import read_json, write_atomic
+from nanodiff.training.checkpoint import list_checkpoints
 
 BINS = 300  # long curves are thinned to the minimum and maximum of this many segments
 MOST_BYTES = 2**25  # of a longer metrics.jsonl, only every n-th line is read, and all evaluations
@@ -176,13 +177,12 @@ def chart(title: str, name: str, metrics: list[tuple[Run, str, str]]) -> str:
 
 def strip(run: Run) -> str:
     """A run's grids, evenly thinned out. A slider chooses the one that is shown, and moves the charts' crosshair."""
-    paths = sorted(path for path in run.folder.glob("samples/step_*.png") if path.stem[5:].isdecimal())
-    if not paths:
+    grids = list_checkpoints(run.folder, "samples/step_*.png")
+    if not grids:
         return ""
-    shown = [paths[round(i)] for i in np.linspace(0, len(paths) - 1, min(len(paths), MOST_GRIDS))]
+    shown = [grids[round(i)] for i in np.linspace(0, len(grids) - 1, min(len(grids), MOST_GRIDS))]
     images = ""
-    for path in shown:
-        step = int(path.stem[5:])
+    for step, path in shown:
         png = base64.b64encode(path.read_bytes()).decode()
         images += f'<img alt="samples at step {step}" data-step="{step}" data-x="{step * run.per_step}" '
         images += f'src="data:image/png;base64,{png}" hidden>'
@@ -195,7 +195,7 @@ def strip(run: Run) -> str:
     return f"""<figure class="strip"><figcaption>Samples of {escape(run.name)}<output></output></figcaption>
 <div class="rows"><ol>{names}</ol>{images}</div>
 <input type="range" max="{last}" value="{last}" aria-label="step of the samples">
-<small>{len(shown)} of {len(paths)} grids, all with the same noise and classes</small></figure>"""
+<small>{len(shown)} of {len(grids)} grids, all with the same noise and classes</small></figure>"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
