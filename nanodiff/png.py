@@ -31,7 +31,7 @@ def encode_png(array: np.ndarray, **text: str) -> bytes:
 def make_grid(images, columns: int) -> np.ndarray:
     """Images (C, H, W) uint8, C = 1 or 3, arrays or tensors, row by row on black, small ones enlarged: (H, W, 3) uint8.
 
-    Images in a row should share a shape.
+    A row is as high as its highest image.
     """
     scale = max(1, 48 // max(image.shape[2] for image in images))
     tiles = []  # (top, left, (H, W, C))
@@ -39,12 +39,13 @@ def make_grid(images, columns: int) -> np.ndarray:
     width = 0
     for first in range(0, len(images), columns):
         left = PADDING
-        for image in images[first : first + columns]:
+        row = images[first : first + columns]
+        for image in row:
             tile = np.asarray(image).transpose(1, 2, 0)
             tile = tile.repeat(scale, 0).repeat(scale, 1)
             tiles.append((top, left, tile))
             left += tile.shape[1] + PADDING
-        top += tile.shape[0] + PADDING
+        top += scale * max(image.shape[1] for image in row) + PADDING
         width = max(width, left)
     grid = np.zeros((top, width, 3), np.uint8)
     for top, left, tile in tiles:

@@ -11,13 +11,15 @@ python3 - << 'EOF'
 """Training set: half crosses, half all eight shapes, so that the others are not forgotten."""
 import numpy as np
 from nanodiff.data.dataset import DatasetWriter
-from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
+from nanodiff.data.shapes import CLASS_NAMES, COLOURS, draw_poses, paint
 
 with DatasetWriter("shapes_half_cross", CLASS_NAMES, overwrite=True) as writer:
     for split, n in (("train", 12_000), ("val", 400)):
         i = np.arange(n)
         classes = np.where(i % 2, CLASS_NAMES.index("cross"), i // 2 % len(CLASS_NAMES))
-        writer.append(split, *draw_shapes(n, seed=(1, n), classes=classes))
+        rng = np.random.default_rng(n)
+        colours = COLOURS[rng.integers(len(COLOURS), size=n)]
+        writer.append(split, paint(classes, colours, draw_poses(n, rng), 16), classes)
 EOF
 python3 -m scripts.base_train --init_from=without_cross --data=shapes_half_cross --model_tag=with_cross \
     --lora_rank=4 --num_iterations=400 --total_batch_size=64 "$@"

@@ -61,7 +61,7 @@ for peer in "${peers[@]}"; do
         for samples in "$name"_*.npz; do
             python3 -m scripts.base_eval --metric=fd_classifier --samples="$samples" --data=cifar10 \
                 --judge=runs/records/judge_cifar10.safetensors > "${samples%.npz}.txt"
-            echo "$(basename "$samples"): $(grep '^fd_classifier' "${samples%.npz}.txt")"
+            echo "$(basename "$samples"): $(grep fd_classifier "${samples%.npz}.txt")"
         done
     done
 done

@@ -32,6 +32,9 @@ def test_each_tile_of_a_grid_is_its_image(channels):
             np.testing.assert_array_equal(tile[dy::3, dx::3], np.broadcast_to(image.transpose(1, 2, 0), (4, 16, 3)))
     assert grid.astype(int).sum() == images.astype(int).sum() * 9 * 3 // channels  # the rest is black
     assert make_grid(images[:2], 8).shape == (16, 102, 3)  # fewer images than columns: one row
+    shapes = [np.full((3, h, w), 9, np.uint8) for h, w in ((64, 48), (48, 64), (48, 48))]
+    mixed = make_grid(shapes, 2)  # the second row is below the first row's highest image
+    assert mixed.shape[0] == 2 + 64 + 2 + 48 + 2 and (mixed > 0).sum() == 3 * 48 * (64 + 64 + 48)
     several = make_grid([*images[:6], *images[:2, :, :2, :3]], columns=3)  # rows of two shapes
     np.testing.assert_array_equal(several[:28], grid[:28])
     assert several.shape == (28 + 8 + 2, grid.shape[1], 3) and not several[30:, 24:].any()

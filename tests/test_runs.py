@@ -7,6 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT, script_settings
 
+from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
 from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
@@ -64,6 +65,16 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     assert not any(f"--model={default}" in call for call in after)
     measured = [call for call in after if "measured_" in call]
     assert all("/runs/mine/measured_step_000007.npz" in call for call in measured)
+
+
+def test_the_set_of_the_new_class_has_half_crosses(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path))
+    program = (RUNS / "finetune.sh").read_text().split("<< 'EOF'\n")[1].split("EOF\n")[0]
+    exec(program.replace("12_000", "64").replace("400", "64"), {})
+    made = open_dataset("shapes_half_cross", "train")
+    images, cond = made.rows(range(64))
+    crosses = cond["y"] == made.meta["class_names"].index("cross")
+    assert images.shape == (64, 3, 16, 16) and 32 <= crosses.sum() <= 37
 
 
 @pytest.mark.parametrize("unseen", [False, True])
