@@ -20,12 +20,12 @@ from nanodiff.common import UserError, get_dist, in_batches, print0
 from nanodiff.conditions import FILES, GIVEN
 from nanodiff.data.dataset import Dataset, DatasetWriter, check_file, open_dataset, verify, write_npy
 from nanodiff.data.latents import check_sides, describe_latents
-from nanodiff.data.parts import images_per_part, write_note
 from nanodiff.data.pixels import from_stored, to_model_range
 from nanodiff.device import init_device
 from nanodiff.dist import collective, gather_batches, leave_together, wait_for_first_rank
 from nanodiff.files import read_json, sha256_of
 from nanodiff.models.autoencoder import open_autoencoder
+from nanodiff.prepare.parts import images_per_part, write_note
 
 data = ""  # name of an image set, or the path of its folder
 autoencoder = ""  # weights of the autoencoder: a file, one of an encoder/decoder pair, or a folder

@@ -24,9 +24,11 @@ from configurator import configure
 from nanodiff.common import Progress, UserError, print0
 from nanodiff.conditions import NUMBERS
 from nanodiff.data import dataset
-from nanodiff.data.decode import check_size
-from nanodiff.data.parts import make_parts
-from nanodiff.data.sources import (
+from nanodiff.diffusion.guidance import parse_interval
+from nanodiff.files import write_atomic
+from nanodiff.prepare.decode import check_size
+from nanodiff.prepare.parts import make_parts
+from nanodiff.prepare.sources import (
     SOURCES,  # noqa: F401 (a setting names it)
     Options,
     add_numbers,
@@ -34,8 +36,6 @@ from nanodiff.data.sources import (
     open_source,
     state_of,
 )
-from nanodiff.diffusion.guidance import parse_interval
-from nanodiff.files import write_atomic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings

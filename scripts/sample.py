@@ -22,13 +22,13 @@ import torch
 
 from configurator import configure
 from nanodiff.common import Progress, UserError, get_dist, print0
-from nanodiff.data.containers import is_image
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import SAMPLERS  # noqa: F401 (the settings name SAMPLERS)
 from nanodiff.dist import StopSignal, from_first_rank, leave_together, over_ranks
 from nanodiff.files import name_of_settings, sha256_of, write_atomic
 from nanodiff.formats.load import load_run
 from nanodiff.png import encode_png, make_grid
+from nanodiff.prepare.containers import is_image
 from nanodiff.sampling.draw import in_words
 from nanodiff.sampling.loaded import open_samples, settings_for
 from nanodiff.sampling.store import SampleStore

@@ -26,13 +26,13 @@ import torch.nn.functional as F
 
 from configurator import check, configure, read_settings
 from nanodiff.common import UserError, print0
-from nanodiff.data.decode import decode
 from nanodiff.device import autocast_to, choose_dtype, device_name, init_device
 from nanodiff.diffusion.process import make_process
 from nanodiff.files import reading
 from nanodiff.formats.load import Loaded, find_run, known_runs, load_run, read_file, shipped
 from nanodiff.models.build import stored_config
 from nanodiff.png import encode_png, make_grid
+from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import ModelSamples
 from nanodiff.sampling.inputs import start_from
 from nanodiff.sampling.loaded import open_samples, parse_classes, settings_for

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.sources import CIFAR10_BATCHES
 from nanodiff.png import encode_png
+from nanodiff.prepare.sources import CIFAR10_BATCHES
 
 RNG = np.random.default_rng(0)
 

@@ -13,13 +13,13 @@ from test_sample_web import drawn, picture
 from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses
 
 from nanodiff.common import base_dir
-from nanodiff.data.buckets import choose_sizes
 from nanodiff.data.dataset import open_dataset, verify
-from nanodiff.data.decode import kept_area
 from nanodiff.data.pixels import Pixels
 from nanodiff.formats.load import load_run
 from nanodiff.models.build import build_model, compile_model, make_model_config
 from nanodiff.models.dit import DiTConfig, position_table
+from nanodiff.prepare.buckets import choose_sizes
+from nanodiff.prepare.decode import kept_area
 
 
 def test_sizes_have_one_area_and_every_ratio_has_one_near():

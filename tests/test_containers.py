@@ -13,8 +13,8 @@ from conftest import refused
 from image_helpers import archive, noise, prepare, report, write
 
 from nanodiff.data.dataset import open_dataset, verify
-from nanodiff.data.sources import Options, open_source
 from nanodiff.png import encode_png
+from nanodiff.prepare.sources import Options, open_source
 
 pytestmark = pytest.mark.usefixtures("base")
 

@@ -7,10 +7,10 @@ from PIL import Image
 from test_sample import assert_same, draw, runs  # noqa: F401
 
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.decode import decode
 from nanodiff.diffusion.flow import FlowMatching
 from nanodiff.diffusion.gaussian import GaussianDiffusion
 from nanodiff.png import encode_png
+from nanodiff.prepare.decode import decode
 from nanodiff.sampling.draw import Known
 from nanodiff.sampling.inputs import read_mask
 

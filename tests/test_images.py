@@ -14,9 +14,9 @@ from PIL import Image, ImageOps
 from processes import FORK, run_process
 
 from nanodiff.data.dataset import open_dataset
-from nanodiff.data.decode import aspect_ratio, decode
-from nanodiff.data.labels import Place, classify, val_mask
 from nanodiff.png import encode_png
+from nanodiff.prepare.decode import aspect_ratio, decode
+from nanodiff.prepare.labels import Place, classify, val_mask
 
 pytestmark = pytest.mark.usefixtures("base")
 

@@ -10,10 +10,10 @@ from PIL import Image
 from tiny_runs import TIMELESS, TINY, assert_identical, decode_png, losses, make_autoencoder, make_run, weights
 
 from nanodiff.data.dataset import DatasetWriter, open_dataset
-from nanodiff.data.decode import decode_second
 from nanodiff.data.pixels import to_uint8
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.formats.load import load_run
+from nanodiff.prepare.decode import decode_second
 from nanodiff.sampling.loaded import open_samples
 
 TRAIN = (*TINY, "--num_iterations=3", "--label_drop=0.5", "--log_every=1")

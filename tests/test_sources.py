@@ -10,10 +10,10 @@ from conftest import refused
 from image_helpers import RNG, everything, prepare, reference_crop, report, write_cifar, write_mnist
 from PIL import Image
 
-from nanodiff.data import sources
 from nanodiff.data.codec import load_codec, make_codec
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.pixels import from_stored
+from nanodiff.prepare import sources
 
 pytestmark = pytest.mark.usefixtures("base")
 

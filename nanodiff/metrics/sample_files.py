@@ -5,9 +5,9 @@ import json
 import numpy as np
 
 from nanodiff.common import UserError, at, in_batches, print0
-from nanodiff.data.decode import decode
-from nanodiff.data.sources import Options, open_arrays, read_images
 from nanodiff.files import reading
+from nanodiff.prepare.decode import decode
+from nanodiff.prepare.sources import Options, open_arrays, read_images
 
 
 class Samples:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from nanodiff.common import UserError, at, print0
 from nanodiff.conditions import FILES, NUMBERS, made_from, row_shapes
-from nanodiff.data.containers import is_image
 from nanodiff.data.dataset import match_labels, open_dataset
-from nanodiff.data.decode import Item, center_crop, decode_items, decode_second, open_image, to_rgb
 from nanodiff.data.pixels import from_stored, to_model_range
-from nanodiff.data.sources import Options, Source, open_source, read_numbers
 from nanodiff.files import reading
+from nanodiff.prepare.containers import is_image
+from nanodiff.prepare.decode import Item, center_crop, decode_items, decode_second, open_image, to_rgb
+from nanodiff.prepare.sources import Options, Source, open_source, read_numbers
 from nanodiff.sampling.draw import Inputs, Known, inputs_of
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import write_npy
-from nanodiff.data.sources import open_arrays
 from nanodiff.files import fsync_dir, lock_file, reading, writing
+from nanodiff.prepare.sources import open_arrays
 
 
 class SampleStore:

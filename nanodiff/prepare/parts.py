@@ -16,9 +16,9 @@ import numpy as np
 
 from nanodiff.common import UserError
 from nanodiff.data.dataset import MAX_SHARD_BYTES, check_file, write_npy
-from nanodiff.data.decode import Item, decode_items
-from nanodiff.data.sources import Source
 from nanodiff.files import fsync_dir, read_json, write_json
+from nanodiff.prepare.decode import Item, decode_items
+from nanodiff.prepare.sources import Source
 
 
 def images_per_part(num_images: int, image_bytes: int) -> int:

@@ -13,8 +13,8 @@ from posixpath import basename, dirname, join, splitext
 import numpy as np
 
 from nanodiff.common import UserError, at, print0
-from nanodiff.data.containers import SUFFIXES, cleaned, is_image, key_of
 from nanodiff.files import reading
+from nanodiff.prepare.containers import SUFFIXES, cleaned, is_image, key_of
 
 VAL_FOLDERS = ("val", "valid", "validation", "test")  # beside train/, upper or lower case; the first that exists
 LABELS = ("auto", "folder", "file", "none")

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from nanodiff.common import print0
-from nanodiff.data.decode import kept_area
+from nanodiff.prepare.decode import kept_area
 
 ASPECTS = (9 / 16, 2 / 3, 3 / 4, 1, 4 / 3, 3 / 2, 16 / 9)  # width / height
 

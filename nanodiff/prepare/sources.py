@@ -17,8 +17,9 @@ import numpy as np
 
 from nanodiff.common import UserError, at, base_dir, print0
 from nanodiff.data import shapes
-from nanodiff.data.buckets import choose_sizes
-from nanodiff.data.containers import (
+from nanodiff.files import download, reading, writing
+from nanodiff.prepare.buckets import choose_sizes
+from nanodiff.prepare.containers import (
     CONTAINERS,
     SUFFIXES,
     TAR_SUFFIXES,
@@ -28,9 +29,8 @@ from nanodiff.data.containers import (
     open_unzipped,
     read_tar,
 )
-from nanodiff.data.decode import Item, aspect_ratio, decode_second, import_pillow
-from nanodiff.data.labels import Place, classify, find_table, samples, val_mask
-from nanodiff.files import download, reading, writing
+from nanodiff.prepare.decode import Item, aspect_ratio, decode_second, import_pillow
+from nanodiff.prepare.labels import Place, classify, find_table, samples, val_mask
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
