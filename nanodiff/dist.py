@@ -147,6 +147,4 @@ def gather_batches(compute, batches: list[np.ndarray], label: str) -> list:
             own.append(compute(ids))
             bar.update(len(ids))
     of_rank = gather_objects(own)
-    if not of_rank:
-        return []
-    return [of_rank[i % world][i // world] for i in range(len(batches))]
+    return [of_rank[i % world][i // world] for i in range(len(batches)) if of_rank]

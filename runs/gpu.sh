@@ -3,11 +3,14 @@
 # side; the others run alone, the most useful first, each with a time limit. Logs and results.jsonl (a line per stage) go
 # to OUT, by default in $NANODIFF_BASE_DIR; the last lines are a table beside an H100's figures. Needs no network if the
 # data are there. An H100 took 71 s side by side, 13 s for the ceilings, 20 to 40 s per timing: 71 + 13 + 2 * 40 + 300 of
-# training + 70 around it = 534 of 540 s. Other timings run if time is left. Not yet run as a whole on a GPU.
+# training + 70 around it = 534 of 540 s. Other timings run if time is left. Run as a whole on a
+# stand-in that has no values, not yet on a GPU.
 #   bash runs/gpu.sh
 #   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
 #     some stages; images to train on, unless there is a set cifar10; seconds in all; minutes of training; a factor on
 #     each stage's limit
+#   STRETCH=8 TOTAL=4800 MINUTES=1 bash runs/gpu.sh
+#     a rehearsal of everything on a slow host
 see='import sys, torch; sys.exit(not torch.cuda.is_available())'
 if ! python3 -c "$see" 2> /dev/null && [[ $(nvidia-smi -L 2> /dev/null) != GPU* ]]; then
     echo "error: there is no GPU here; runs/gpu.sh checks and measures nanodiff on one" >&2
@@ -68,9 +71,9 @@ kinds() {
 # Save every 20 steps, stop by a signal, resume: figures.py compares the steps after a save with the others
 save() {
     local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto)
-    timeout 30 "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
-    timeout 25 "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
-    grep -q resum "$out/save.log"
+    timeout $((30 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    timeout $((25 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    grep -q "^resumed from" "$out/save.log"
 }
 
 # The set cifar10: already there, from IMAGES, or downloaded

@@ -325,7 +325,7 @@ if fp8:
     use_fp8(raw_model, device, compute_dtype)
 if device_batch_size == 0:
     largest = max(codec.shapes, key=math.prod)
-    device_batch_size = automatic_batch(raw_model, process, largest, autocast, optim, total_batch_size // world)
+    device_batch_size = automatic_batch(raw_model, process, largest, autocast, total_batch_size // world)
 device_batch_size, grad_accum_steps = cut_batch(total_batch_size, device_batch_size, world)
 print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devices x {grad_accum_steps} passes)")
 print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88 MiB an image
@@ -514,10 +514,10 @@ while True:
     step_t, step_losses = meter.losses()  # of this rank's images
 
     # Exchange: each rank gets the average gradient of its share of the parameters; a stop signal travels with the norm
-    norm = optim.sync_grads(bool(stop.received)) * scaler.inv_scale  # global L2 norm, on the device
+    norm = optim.sync_grads(stop.received) * scaler.inv_scale  # global L2 norm, on the device
     overflow = scaler.enabled and not norm.isfinite()  # fp16: the step is skipped, the loss scale halved
 
-    # Update: each rank its share; all-gathers end before the next forward
+    # Update: each rank its share; all-gathers end before the blocks that read them
     lrm = lr_multiplier(step)
     for group in optim.param_groups:
         group["lr"] = group["initial_lr"] * lrm

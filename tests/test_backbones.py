@@ -149,6 +149,22 @@ def test_wrong_compiled_code_is_found_and_replaced(right_for, said, whole, monke
         assert torch.equal(p, q) and torch.allclose(p.grad, q.grad)
 
 
+def test_checking_compiled_code_waits_for_weights_on_their_way(monkeypatch):
+    """Other ranks' arrive when the model begins to compute: zeros until then are no new model's."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    raw, sent = build_model(CONFIGS["modern"], "cpu", 0), filled(CONFIGS["modern"]).state_dict()
+
+    def arrive(*_):
+        raw.load_state_dict(sent)
+        arrival.remove()
+
+    arrival = raw.register_forward_pre_hook(arrive)
+    x, t, y = inputs()
+    Checked(raw, compile_model(raw))(x, t, y=y)
+    for name, p in raw.state_dict().items():
+        assert torch.equal(p, sent[name])
+
+
 @pytest.mark.parametrize("name, more", [("low_res", {"low_res": 4}), ("given", {"given_channels": 3})])
 def test_a_second_image_is_read_at_any_size(config, name, more):
     model, (x, t, y) = build(config, **more), inputs()

@@ -46,7 +46,7 @@ class Memory:
 
 def find(memory, limit):
     sizes = [n for n in range(1, limit + 1) if limit % n == 0]
-    return largest_batch(memory, memory, (1, 2, 2), nullcontext(), memory, sizes)
+    return largest_batch(memory, memory, (1, 2, 2), nullcontext(), sizes)
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)

@@ -168,7 +168,7 @@ def compile_model(model: nn.Module, whole: bool = False) -> nn.Module:
     if whole:
         return torch.compile(model, dynamic=False)
     for part in model.parts():
-        part.compile(dynamic=False)
+        part.forward = torch.compile(part.forward, dynamic=False)  # not its hooks, as part.compile would
     return model
 
 

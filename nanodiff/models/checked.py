@@ -64,16 +64,21 @@ class Checked:
         In a new model adaLN and the last layer are zero, and so most gradients are; here those weights are random.
         """
         weights = [p for p in self.raw.parameters() if p.requires_grad]
+        ends = slice(None, None, max(len(x_t) - 1, 1))
+        few = {name: x[ends] for name, x in cond.items()}
+
+        def eager():
+            with torch.compiler.set_stance("force_eager"):
+                return results(self.raw(x_t[ends], t[ends], **few), weights)
+
+        eager()  # waits for weights that other ranks still send
         zeros = [p for p in weights if not p.any()]
         g = make_generator(0, device=x_t.device)
         for p in zeros:
             p.data.normal_(std=0.1, generator=g)
         torch.clear_autocast_cache()  # copies of the weights
-        ends = slice(None, None, max(len(x_t) - 1, 1))
         found = results(self.model(x_t, t, **cond)[ends], weights)
-        with torch.compiler.set_stance("force_eager"):
-            few = {name: x[ends] for name, x in cond.items()}
-            expected = results(self.raw(x_t[ends], t[ends], **few), weights)
+        expected = eager()
         for p in zeros:
             p.data.zero_()
         torch.clear_autocast_cache()

@@ -40,21 +40,21 @@ def memory_line(model, optim, ema, images: int) -> str:
     return f"memory, estimated: {4 * sum(counts) / 2**30:.1f} GiB: {what}"
 
 
-def automatic_batch(model, process, shape: tuple, autocast, optim, share: int) -> int:
+def automatic_batch(model, process, shape: tuple, autocast, share: int) -> int:
     """Images per forward pass for a rank's `share` of the step: on CUDA as many as fit, elsewhere up to 64."""
     device = next(model.parameters()).device
     sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
     if device.type != "cuda":
         return max(n for n in sizes if n <= 64)
     torch.cuda.set_per_process_memory_fraction(MEMORY_TRIED)
-    found = largest_batch(model, process, shape, autocast, optim, sizes)
+    found = largest_batch(model, process, shape, autocast, sizes)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.reset_peak_memory_stats()  # the run reports its own peak
     return found
 
 
-def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int]) -> int:
+def largest_batch(model, process, shape: tuple, autocast, sizes: list[int]) -> int:
     """A collective: the largest of the ascending `sizes` that fits into memory on every rank.
 
     Tries forward and backward passes of the uncompiled model, once optimizer and averages have their memory: this takes
@@ -80,7 +80,7 @@ def largest_batch(model, process, shape: tuple, autocast, optim, sizes: list[int
             if not is_out_of_memory(error):
                 raise
         # Not in the except block: there the error's frames keep their tensors alive
-        optim.zero_grad()
+        model.zero_grad()
         if fits < n:
             break
     fits = int(over_ranks(fits, dist.ReduceOp.MIN, "the agreement on device_batch_size"))

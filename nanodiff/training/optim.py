@@ -166,15 +166,11 @@ class LossScaler:
         self.skipped = False  # was the last step?
 
     def scale(self, loss: Tensor) -> Tensor:
-        if not self.enabled:
-            return loss
-        return loss * 2.0**self.lg_loss_scale
+        return loss * 2.0**self.lg_loss_scale if self.enabled else loss
 
     @property
     def inv_scale(self) -> float:
-        if not self.enabled:
-            return 1.0
-        return 2.0**-self.lg_loss_scale
+        return 1 / self.scale(1.0)
 
     @property
     def can_skip(self) -> bool:

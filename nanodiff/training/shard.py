@@ -2,7 +2,7 @@
 
 The parameters lie in a few flat fp32 buffers, each cut into one equal share per rank. Each step, for each buffer:
 reduce-scatter the gradients, while backward still computes those of earlier layers; update this rank's share;
-all-gather the weights, until the model next reads them. This is ZeRO stage 1 (Rajbhandari et al. 2020,
+all-gather the weights, until the block that reads them runs next. This is ZeRO stage 1 (Rajbhandari et al. 2020,
 arXiv:1910.02054). A single rank runs the same code and sends nothing.
 """
 
@@ -32,9 +32,9 @@ def plan_buffer(params, kind: str, world: int):
     """
     sizes = [p.numel() for p in params]
     if kind != "muon":
-        ends = list(itertools.accumulate(align(size) for size in sizes))
-        share = align(-(-ends[-1] // world))
-        return [0, *ends[:-1]], share, [{(share,): [0, share]}] * world
+        *starts, end = itertools.accumulate(map(align, sizes), initial=0)
+        share = align(-(-end // world))
+        return starts, share, [{(share,): [0, share]}] * world
 
     load = [0] * world
     owner = {}
@@ -205,18 +205,22 @@ class Optimizer:
             for part in cut_group(group, self.world)
         ]
         # Backward's order, as a buffer is complete at its first parameter. All ranks must exchange in one order
-        order = [name for name, _ in model.named_parameters()]
+        order = list(dict(model.named_parameters()))
         self.exchange_order = sorted(self.buffers, key=lambda buffer: -order.index(buffer.names[0]))
         self.unsent = self.exchange_order.copy()
         self.last_micro_step = False
         self.in_fp32 = []  # (layer that computes with a bf16 copy of its weight, the weight)
         if self.world == 1:
             return
+        reader = {}  # of each parameter: the part that computes with it, else the model
+        for part in (model, *model.parts()):
+            reader |= dict.fromkeys(part.parameters(), part)
+            part.register_forward_pre_hook(self.wait_weights)
         for buffer in self.buffers:
             dist.broadcast(buffer.flat, 0)  # the same start on every rank
+            buffer.readers = {reader[p] for p in buffer.params}
             for p in buffer.params:
                 p.register_post_accumulate_grad_hook(functools.partial(self.count_grad, buffer))
-        model.register_forward_pre_hook(self.wait_weights)  # runs eagerly: several ranks compile by blocks
 
     def count_grad(self, buffer: Buffer, p: Tensor) -> None:
         """Backward hook: the gradient of `p` is there. Starts the exchange of complete buffers."""
@@ -235,11 +239,11 @@ class Optimizer:
                 layer._parameters["weight"] = layer.weight.bfloat16()  # not a leaf, which setattr would refuse
 
     @collective("the reduce-scatter of the gradients")
-    def sync_grads(self, stop: bool = False) -> Tensor:
+    def sync_grads(self, stop: int = 0) -> Tensor:
         """A collective, once per step: average gradients over ranks, without waiting for a GPU.
 
         Returns the global L2 norm, on the device and equal on every rank; not finite if any gradient is not.
-        `stop`: this rank asks to stop.
+        `stop`, if not 0: this rank asks to stop.
         """
         for layer, weight in self.in_fp32:
             layer.weight = weight
@@ -250,7 +254,6 @@ class Optimizer:
             buffer.wait()
             buffer.grad = buffer.grad.float()
             buffer.missing = len(buffer.params)
-        self.last_micro_step = False
         self.unsent = self.exchange_order.copy()
         norms = torch.stack(torch._foreach_norm([buffer.grad for buffer in self.buffers]))
         norm_sq = norms.square().sum()
@@ -258,8 +261,6 @@ class Optimizer:
         shared = torch.stack([norm_sq, torch.full_like(norm_sq, bool(stop))])
         if self.world > 1:
             dist.all_reduce(shared)
-        if shared.device.type != "mps":  # has no float64
-            shared = shared.double()
         shared[0] = norm = shared[0].sqrt() / self.world  # `grad` holds sums over ranks: step() turns them into means
         self.finite = norm.isfinite()
         self.shared = to_host(shared)
@@ -281,32 +282,31 @@ class Optimizer:
         The all-gathers still run when it returns: before reading weights other than by the model, call wait_weights.
         """
         self.steps += 1
-        grad_scale = torch.where(self.finite, grad_scale / self.world, 0.0).float()
+        grad_scale = torch.where(self.finite, grad_scale / self.world, 0.0)
         torch._foreach_mul_([buffer.grad for buffer in self.buffers], grad_scale)
         for buffer in self.buffers:
             buffer.update(self.steps, self.finite)
             buffer.work = buffer.all_gather(buffer.flat, buffer.own)  # while the next buffer and the averages compute
 
     @collective("the all-gather of the weights")
-    def wait_weights(self, *_) -> None:
+    def wait_weights(self, part=None, *_) -> None:
+        """Wait for the weights that the forward of `part` reads; None: for all."""
         for buffer in self.buffers:
-            buffer.wait()
+            if part is None or part in buffer.readers:
+                buffer.wait()
 
     def zero_grad(self) -> None:
         for buffer in self.buffers:
-            buffer.grad = None
-            for p in buffer.params:
-                p.grad = None
+            buffer.grad = None  # those of the parameters went into it
 
     @collective("the gathering of non-finite gradients")
     def not_finite(self) -> str:
         """A collective: the parameter with the largest share of non-finite gradients, summed over ranks, in words."""
-        worst = (0.0, "")
+        shares = {}
         for buffer in self.buffers:
             bad = buffer.gathered(1 - buffer.grad.isfinite().float())
-            for name, part in zip(buffer.names, buffer.views(bad)):
-                worst = max(worst, (float(part.mean()), name))
-        share, name = worst
+            shares |= {float(part.mean()): name for name, part in zip(buffer.names, buffer.views(bad))}
+        share, name = max(shares.items())
         return f"{share:.0%} of {name}" if share else "each number finite, not their norm"
 
     @collective("the all-gather of the optimizer's state")
@@ -324,8 +324,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         """Load this rank's share of a state_dict from any number of ranks."""
-        known = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names}
-        known.add("step")
+        known = {f"{key}/{name}" for buffer in self.buffers for key in buffer.state for name in buffer.names} | {"step"}
         for name in sorted(known ^ state.keys()):
             raise UserError(f"optimizer state: {name!r} is {'unknown here' if name in state else 'missing'}")
         self.steps = int(state["step"])

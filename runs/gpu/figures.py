@@ -28,6 +28,8 @@ OURS = {
     ("d24", "mfu %"): 43,
     ("d24", "GiB"): 62,
     ("d24_fp8", "img/s"): None,
+    ("save", "ms after a save"): None,
+    ("save", "ms else"): None,
     ("exchange", "img/s"): None,
     ("cifar10", "img/s"): 12240,
     ("cifar10", "fd_classifier plain"): 3.36,
