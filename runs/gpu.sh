@@ -29,6 +29,9 @@ gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 reserve=0  # seconds that a stage must leave
 mkdir -p "$out"
 : > "$out/results.jsonl"
+for name in $stages warm warm6 kinds_map kinds_lora cifar10_step; do
+    rm -rf "$base/runs/gpu_$name"  # an earlier call's, whose checkpoints would be refused
+done
 
 # stage NAME SECONDS COMMAND...: run COMMAND with its output in OUT/NAME.log, then note its figures. At the limit it gets
 # SIGTERM, at which a training run saves and leaves, then SIGKILL
