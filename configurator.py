@@ -107,7 +107,7 @@ def check(settings: dict[str, Setting], name: str, value, where: str = ""):
     """Convert a value, perhaps given as text, to the setting's type. Raises ValueError with the line for the user."""
     if name not in settings:
         near = difflib.get_close_matches(name.replace("-", "_"), settings, cutoff=0)
-        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near)}; --help=all lists all")
+        raise ValueError(f"{where}unknown setting {name!r}; nearest: {', '.join(near) or 'none'}; --help=all lists all")
     rule = settings[name].rule
     kind = type(settings[name].default)
     if isinstance(value, str) and kind is not str:

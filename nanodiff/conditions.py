@@ -161,7 +161,8 @@ def describe_conditions(meta: dict) -> dict:
         described[dim] = facts["dim"]
         described[length] = facts["len"]
         if name in meta:
-            described[name] = {"mean": facts["mean"], "std": facts["std"]}
+            mean, std = np.array([facts["mean"], facts["std"]], float).reshape(2, facts["dim"]).tolist()
+            described[name] = {"mean": mean, "std": std}
     return described
 
 

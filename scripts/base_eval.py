@@ -145,7 +145,7 @@ elif metric == "bpd":
     if not loaded.process.is_gaussian:
         raise UserError(f"metric=bpd: {source} was trained with flow matching; accepted: objective eps, x0 or v")
     if loaded.data["kind"] != "images":
-        raise UserError(f"metric=bpd: {source} was trained on latents; accepted: models of pixels")
+        raise UserError(f"metric=bpd: {source} was trained on {loaded.data['kind']}; accepted: models of pixels")
     with autocast:
         result |= bits_per_dim(*measured, num_images, batch_size)
     result["timesteps"] = loaded.process.num_timesteps

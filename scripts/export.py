@@ -65,7 +65,7 @@ try:
         with writing(path) as file:
             torch.save(state, file)
 except OSError as e:
-    raise UserError(f"out={out!r}: cannot write {path}: {e.strerror}") from e
+    raise UserError(f"out={out!r}: cannot write {path}: {e}") from e
 
 num_params = sum(p.numel() for p in loaded.model.parameters())
 print0(f"{num_params:,} parameters of {loaded.source} ({loaded.weights}): {path}")

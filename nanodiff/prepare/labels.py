@@ -101,7 +101,7 @@ def read_table(table: dict, payload: str | bytes, where: str, options, folder: s
             print0(f"{where} gives no class or caption: {rows[:1]}; see --label_column and --caption_column")
 
 
-def find_table(streams: list, options) -> dict[str, tuple[str, str]] | None:
+def find_table(streams: list, options):
     """The table that options.labels names, or those beside the images: {name: (class, caption)}; None without one."""
     if options.labels not in LABELS:
         file = at(options.labels)
