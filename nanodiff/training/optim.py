@@ -76,7 +76,7 @@ class Muon:
         self.compiled = compile and pays_to_compile(device)
         self.look_ahead = look_ahead
         self.descend = descend
-        if self.compiled:  # each becomes one pass over memory
+        if self.compiled:  # each becomes one pass over memory; tests/test_cuda.py compares them with eager code
             self.look_ahead = torch.compile(look_ahead, dynamic=False)
             self.descend = torch.compile(descend, dynamic=False)
 
