@@ -123,6 +123,11 @@ class AdamW:
         )
 
 
+def update_rules(device, beta2, compile) -> dict:
+    """{kind of a group: its rule}."""
+    return {"muon": Muon(device, compile), "adamw": AdamW(beta2)}
+
+
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's
 # Embeddings, the UNet's first convolution, last layers; adaLN, a third of a DiT, needs no Muon
 NOT_MUON = r"\w+_emb(ed)?\.|vector_|input_blocks\.0\.|final\.|out\.|.*\.ada\."
