@@ -36,6 +36,13 @@ class Conditioned:
     vector_dim: int = 0  # length D of the vectors; 0 = none
     vector_len: int = 0  # L vectors per image, such as a caption, become tokens; 0 = one vector, added to t's embedding
 
+    @property
+    def second_channels(self) -> int:
+        """Channels of the second image; 0 = there is none."""
+        if self.low_res and not self.given_channels:
+            return self.in_channels
+        return self.given_channels
+
 
 FIELDS = tuple(Conditioned.__annotations__)
 # Conditions of floats in a file, per image one row (D,) or a sequence (L, D) -> the fields of D and L
@@ -45,19 +52,12 @@ FACTS = ("num_classes", "given_channels", *chain(*NUMBERS.values()))
 IMAGES = ("given", "low_res")  # a model takes at most one
 
 
-def second_channels(config: Conditioned) -> int:
-    """Channels of the second image; 0 = there is none."""
-    if config.low_res and not config.given_channels:
-        return config.in_channels
-    return config.given_channels
-
-
 def row_shapes(config: Conditioned) -> dict[str, tuple]:
     """{name: shape of a row} of the conditions that a model takes."""
     shapes = {}
     if config.num_classes:
         shapes["y"] = ()
-    if channels := second_channels(config):
+    if channels := config.second_channels:
         side = config.low_res or config.image_size
         shapes["low_res" if config.low_res else "given"] = (channels, side, side)
     for name, fields in NUMBERS.items():
@@ -123,7 +123,7 @@ def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def input_channels(config: Conditioned) -> int:
     """The number of channels that with_images returns."""
-    channels = config.in_channels + second_channels(config)
+    channels = config.in_channels + config.second_channels
     if config.given_channels:
         channels += 1
     return channels

@@ -9,7 +9,6 @@ import numpy as np
 
 from configurator import check, read_settings
 from nanodiff.common import UserError, in_batches, print0
-from nanodiff.conditions import second_channels
 from nanodiff.data.codec import load_codec
 from nanodiff.device import autocast_to, choose_dtype
 from nanodiff.diffusion.guidance import choose_guidance
@@ -54,7 +53,7 @@ def parse_size(size: str, config, codec) -> tuple[int, int, int] | None:
         accepted = f"HEIGHTxWIDTH or SIDE in pixels, multiples of {unit} up to {largest:,}"
         raise UserError(f"size={size!r}; accepted: {accepted}")
     shape = (codec.shape[0], sides[0] // pixels, sides[-1] // pixels)
-    if shape not in codec.shapes and second_channels(config):
+    if shape not in codec.shapes and config.second_channels:
         accepted = ", ".join(f"{height * pixels}x{width * pixels}" for _, height, width in codec.shapes)
         raise UserError(f"size={size!r}; accepted with a second image: {accepted}, as the data's")
     return shape
