@@ -40,23 +40,16 @@ def make_codec(
             info["offset"] = info.pop("mean")
             info["scale"] = info.pop("std")
         if not stored:
-            own = in_latents(own, info["downsample"])
+            unit = info["downsample"]
+            own["resolution"] //= unit
+            for size in own.get("sizes", []):  # [height, width, number of images]
+                size[:2] = size[0] // unit, size[1] // unit
         description |= {"kind": "latents", "channels": len(info["offset"]), "latents": info}
     if like:
         own = {key: value for key, value in own.items() if key in (*OWN, *GIVEN)}
     codec = load_codec(own | description, device, autoencoder)
     codec.accept(dataset)
     return codec
-
-
-def in_latents(description: dict, downsample: int) -> dict:
-    """The description of a set of images, with its sizes in latents."""
-    scaled = description | {"resolution": description["resolution"] // downsample}
-    if "sizes" in scaled:
-        scaled["sizes"] = [
-            [height // downsample, width // downsample, number] for height, width, number in scaled["sizes"]
-        ]
-    return scaled
 
 
 def load_codec(description: dict, device, autoencoder: str = "") -> Pixels:

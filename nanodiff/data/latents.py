@@ -37,7 +37,8 @@ class Latents(Pixels):
             wanted = self.info["autoencoder"]
             raise UserError(f"{dataset.name!r} holds latents of {stored['autoencoder']}, the model wants {wanted}'s")
         super().accept(dataset, channels=self.shape[0] * stored["parts"] * stored["copies"])
-        self.info |= {key: stored[key] for key in ("parts", "copies")}
+        self.info["parts"] = stored["parts"]
+        self.info["copies"] = stored["copies"]
         if self.path != self.info["path"]:  # refuse another autoencoder now
             self.decoder()
 

@@ -133,10 +133,6 @@ class ModelSamples:
         return self.model.config.num_classes
 
     @property
-    def class_names(self) -> list[str]:
-        return self.codec.description["class_names"][: self.num_classes]
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of an image."""
         side = self.codec.image_size

@@ -58,7 +58,7 @@ def from_file(read: Callable, where: str, array: np.ndarray, labels: np.ndarray 
 def read_given(where: str, samples) -> Inputs:
     """Second images from a folder (sub-folders are classes), an .npy or an .npz (arr_0; classes in labels or arr_1),
     cropped to the samples' size."""
-    items, labels = labelled_items("given", where, samples.class_names)
+    items, labels = labelled_items("given", where, samples)
     codec = samples.codec
     how = (codec.description["given_scaling"], samples.model.config.given_channels)
     side = codec.image_size
@@ -79,7 +79,7 @@ def read_low_res(where: str, samples) -> Inputs:
     """Small images, from any place that read_given accepts; images of the model's size are downsampled."""
     config, codec = samples.model.config, samples.codec
     side = codec.image_size
-    items, labels = labelled_items("low_res", where, samples.class_names)
+    items, labels = labelled_items("low_res", where, samples)
     images = decoded_items("low_res", where, items, [])
     shapes = [(config.in_channels, side, side) for side in (config.low_res, config.image_size)]
     if images.shape[1:] not in shapes or codec.description["kind"] != "images":
@@ -129,9 +129,10 @@ def open_images(setting: str, where: str, range: tuple | None = None) -> Source:
     return source
 
 
-def labelled_items(setting: str, where: str, known: list[str]):
-    """Images, and their classes (n,) by the model's numbers, or None. `known`: the model's class names."""
+def labelled_items(setting: str, where: str, samples):
+    """Images, and their classes (n,) by the model's numbers, or None."""
     source = open_images(setting, where)
+    known = samples.codec.description["class_names"][: samples.num_classes]
     items = list(source.items)
     names = source.class_names
     if not (known and names):
