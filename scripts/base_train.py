@@ -82,7 +82,7 @@ device_type = ""  # ""|cuda|cpu|mps: "" = the best available
 dtype = "auto"  # auto|bfloat16|float16|float32: of products, DiT's stream (fp32: TF32 on CUDA); weights, optimizer fp32
 compile = True  # by torch.compile, where that works
 deterministic = False  # bitwise reproducible on CUDA, as always on a CPU; slower
-# The horizon, if neither num_iterations nor the ratio says how long
+# The horizon, instead of the ratio or num_iterations
 num_epochs = -1.0  # > 0 or -1: passes over the training images
 target_flops = -1.0  # > 0 or -1: FLOPs of the whole training
 # Model
@@ -139,7 +139,7 @@ dropout = 0.0  # [0, 1): dropout rate
 MODULES = ["models/dit", "models/unet", "models/lora", "diffusion/flow", "diffusion/gaussian"]
 
 # Presets, then the command line override the globals, which this page reads. `config` is a dict of the same for
-# functions and checkpoints, renewed below with derived sizes and rates. config.given: those given
+# functions and checkpoints, renewed below with what is derived by then. config.given: those given
 
 
 def inherited(config):
@@ -230,7 +230,7 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # ---------------------------------------------------------------------------------------------------------------------
 # The size of the run. What is not given is derived:
 #     images = 12 * parameters / tokens           12: target_param_data_ratio; tokens of an image
-#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 was right at 20e6 tokens
+#     batch  = 64 * sqrt(images * tokens / 20e6)  rounded to a power of two, at least 16; 64 suits 20e6 tokens
 #     steps  = images / batch
 #     rates  = 0.02 (Muon), 0.003 (AdamW) times sqrt(batch / 64); AdamW's of a DiT also times 256 / width
 # DiT-B (depth 12) has 129 M parameters and 256 tokens: 6.1 M images, batch 512, 11,852 steps, lr 0.0028, muon_lr 0.057.
@@ -242,7 +242,8 @@ print0(f"{flops_per_image:.3e} FLOPs per image (forward + backward)")
 # 1) The horizon: how long the run is
 tokens = model_config.num_tokens
 total_images = 0  # 0 = not known yet
-horizons = [name for name in ("num_iterations", "num_epochs", "target_flops") if config.given.get(name, -1) > 0]
+horizons = ("num_iterations", "num_epochs", "target_flops", "target_param_data_ratio")
+horizons = [name for name in horizons if config.given.get(name, -1) > 0]
 if len(horizons) > 1:
     raise UserError(f"{' and '.join(horizons)} are given, perhaps by a preset; accepted: one, the others -1")
 if num_iterations >= 0:
@@ -281,7 +282,7 @@ why = "as before" if checkpoint else "by batch and width"
 root = math.sqrt(total_batch_size / 64)
 by_width = 1 if arch == "unet" else 256 / model_config.width
 part = 1
-if init_from and not lora_rank:  # few steps do not mend what high rates disturb
+if init_from and not lora_rank:  # a short run cannot repair what high rates break
     why, part = f"{why}; tuning takes less below 500 steps", min(1, num_iterations / 500)
 lr = lr or before.get("lr") or part * 3e-3 * root * by_width
 muon_lr = muon_lr or before.get("muon_lr") or part * 0.02 * root
@@ -331,7 +332,7 @@ print0(f"batch: {total_batch_size:,} images ({device_batch_size} x {world} devic
 print0(memory_line(raw_model, optim, ema, device_batch_size))  # d12: 2 GiB + 88 MiB an image
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples. A model that learns guidance is sampled unguided, even before it has learned it
+# Samples. With guided_from, which raises the loss, they are never guided, even before it
 
 sample_steps = sample_steps or process.default_steps
 sampler = choose_sampler(process, sampler, sample_steps)
@@ -355,7 +356,6 @@ if checkpoint:
     check_same_data(meta["data"], codec.description, model_tag)
     load_weights(raw_model, load_safetensors(checkpoint / "model.safetensors")[0], checkpoint)
     optim.load_state_dict(load_tensors(checkpoint / "optim.pt", mmap=True))
-    # A new average starts from the weights
     ema.load_state_dict({path.stem: load_safetensors(path)[0] for path in checkpoint.glob("ema_*.safetensors")})
     train_state = load_tensors(checkpoint / "train.pt")
     t_distribution.load_state_dict(train_state["timesteps"])
@@ -431,7 +431,7 @@ faults = start_verifying(train_set)  # hashes the set in a thread
 # Randomness. A few numbers an image (flip, t, dropping) come from (seed, s): each rank draws the whole batch's. Large
 # tensors, of which a rank draws only its rows, come from (seed, s, stream, block of rows). So, at one
 # total_batch_size, ranks and device_batch_size change the model only by rounding (and by dropout's masks), and the same
-# command resumes identically without saving any generator's state
+# command resumes identically (CUDA: if deterministic), without any generator's state
 NOISE, VAE_NOISE, DROPOUT, JUMPS = 1, 2, 3, 4  # streams
 
 while True:
@@ -453,7 +453,7 @@ while True:
                 raw_model.train()
             with ema.applied(raw_model):  # and eval mode
                 if due(eval_every):
-                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # it lags
+                    figures["val/loss_ema"], by_t = validation_loss(raw_model, *on_val)  # averages lag
                     figures |= {f"val/loss_q{i}": q for i, q in enumerate(by_t)}
                 if due(fid_every):
                     measured = measure_samples(raw_model, process, sample_settings, device_batch_size)

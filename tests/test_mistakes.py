@@ -55,6 +55,7 @@ def place(made, tmp_path_factory):
 MISTAKES = [
     # settings
     ((*TRAIN, "--num_iterations=-1", "--target_param_data_ratio=-1"), "no horizon"),
+    ((*TRAIN, "--num_epochs=1", "--target_param_data_ratio=3"), "num_epochs and target_param_data_ratio are given"),
     ((*TRAIN, *EPS, "--sample_steps=21", "--sample_every=0"), "(sample_steps)=21; accepted: 1 to 20"),
     ((*TRAIN, *EPS, "--sampler=heun", "--sample_every=0"), "sampler='heun'"),
     ((*TRAIN, *EPS, "--objective=x_prev", "--sample_steps=10", "--sample_every=0"), "accepted: 20"),
