@@ -71,11 +71,11 @@ kinds() {
     return $failures
 }
 
-# Save every 20 steps, stop by a signal, resume: figures.py compares the steps after a save with the others
+# Save every 20 steps, stop by a signal, which takes one more save, resume: figures.py compares the steps after a save with the others
 save() {
     local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto)
-    timeout $((30 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
     timeout $((25 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    timeout $((20 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
     grep -q "^resumed from" "$out/save.log"
 }
 
