@@ -46,9 +46,11 @@ def write_run(base, tag, model_config=DIT, **config):
 def test_a_damaged_config_is_written_anew(base, run_script, capsys):
     make_data()
     path = run_script("base_train", *TINY, "--num_iterations=1", "--model_tag=a")["run_dir"] / "config.json"
-    path.write_text("")
-    run_script("base_train", *TINY, "--num_iterations=2", "--resume=changed", "--model_tag=a")
-    assert "config.json is damaged" in capsys.readouterr().out and json.loads(path.read_text())["num_iterations"] == 2
+    for steps, text in ((2, ""), (3, '{"changes": 1}')):
+        path.write_text(text)
+        run_script("base_train", *TINY, f"--num_iterations={steps}", "--resume=changed", "--model_tag=a")
+        told = capsys.readouterr().out
+        assert "config.json is damaged" in told and json.loads(path.read_text())["num_iterations"] == steps
 
 
 def test_what_cannot_be_loaded_is_one_line(base, tmp_path):
@@ -77,7 +79,7 @@ def test_a_description_with_a_key_missing_or_odd_is_one_line(base, tmp_path):
     tensors, metadata = load_safetensors(write_run(base, "a") / "model.safetensors")
     told = {key: json.loads(value) for key, value in metadata.items() if key != "format"}
     lora = dict(base="a", sha256="", rank=1, alpha=1.0, classes=["c"])
-    inner = [("data", name) for name in told["data"]] + [("lora", name) for name in lora]
+    inner = [("data", name) for name in told["data"]] + [("lora", name) for name in lora] + [("config", "label_drop")]
     for key, name in [(key, "") for key in told] + inner:
         for odd in (0, "x", [], "missing"):
             changed = told | ({"lora": dict(lora)} if key == "lora" else {})

@@ -73,7 +73,6 @@ class Dataset:
             self.resolution = self.meta["resolution"]
             self._depth = self.channels + self.meta.get("given_channels", 0)
             np.empty((0, self._depth, self.resolution, self.resolution))  # they are numbers
-            describe_conditions(self.meta)
             if split not in self.meta["splits"]:
                 raise UserError(
                     f"data set {path.name!r} has no split {split!r}, only {', '.join(self.meta['splits'])}; "
@@ -103,11 +102,12 @@ class Dataset:
             self._shard = functools.lru_cache(max(1, raise_file_limit() // 4))(self._open_shard)
             self._rows = {"y": np.broadcast_to(np.int64(0), len(self))}  # if it is unlabelled
             for name, key in FILES.items():
-                if part.get(key):
+                if name in self.meta or part.get(key):
                     self._rows[name] = open_npy(path / part[key]["file"], len(self))
             labels = self._rows["y"]
             if not 0 <= labels.min() <= labels.max() < max(1, self.num_classes):
                 raise UserError(f"{path} is damaged: labels beyond 0..{self.num_classes - 1}")
+            dict(self.description)  # all of it is there
 
     @property
     def description(self) -> dict:

@@ -122,7 +122,7 @@ def find_run(run: str) -> Path:
     )
 
 
-def split_options(run: str) -> tuple[str, dict]:
+def split_options(run: str):
     """("FILE", {"heads": 6}) from "FILE,heads=6"."""
     told = {}
     while match := OPTION.search(run):
@@ -140,7 +140,7 @@ def with_options(path: Path, told: dict) -> str:
     return ",".join([str(path), *(f"{name}={told[name]}" for name in sorted(told))])
 
 
-def find(name: str, **asked) -> tuple[Path, dict]:
+def find(name: str, **asked):
     """The file of weights that load_run's arguments name, and the options given for it. `asked`: step, ema."""
     name, told = split_options(name)
     told = {key: value for key, value in asked.items() if value != getattr(options, key)} | told
@@ -157,7 +157,7 @@ def find(name: str, **asked) -> tuple[Path, dict]:
     return find_weights(path, **told), {}
 
 
-def read_file(path: Path, told: dict) -> tuple[dict, dict]:
+def read_file(path: Path, told: dict):
     """Read (meta, tensors in fp32) from a file of weights or adapters. `told`: what a published file lacks."""
     tensors, metadata = read_tensors(path)
     with reading(path, NO_MODEL):
@@ -180,7 +180,8 @@ def read_file(path: Path, told: dict) -> tuple[dict, dict]:
         if Pixels(data).shape[:2] != (model_config.in_channels, model_config.image_size):
             raise ValueError("its data and model_config differ in shape")
         "".join([meta["ema"], data["name"]] + data["class_names"])
-        sum([meta["step"]])
+        range(meta["step"])
+        why_unguided(meta["config"], True)
         return meta, {name.removeprefix(PREFIX): x.float() for name, x in tensors.items()}
 
 

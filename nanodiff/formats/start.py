@@ -77,7 +77,8 @@ def open_source(config: dict, meta: dict, device):
         else:
             source = build(*read(*found), device if is_map else "cpu")
     if adapters:
-        base = read(*find(adapters["lora"]["base"]))
+        with reading(config["init_from"], OTHER_VERSION):
+            base = read(*find(adapters["lora"]["base"]))
         check_base(*base, adapters | {"source": config["init_from"]}, tensors)
         continued = None if meta else (adapters["lora"], tensors)
         source = replace(build(*base, "cpu"), data=adapters["data"], adapters=continued)

@@ -55,7 +55,7 @@ def pick(row: dict, column: str, usual: tuple[str, ...]) -> str:
     return ""
 
 
-def class_and_caption(row: dict, options) -> tuple[str, str]:
+def class_and_caption(row: dict, options):
     return pick(row, options.label_column, LABEL_COLUMNS), pick(row, options.caption_column, CAPTION_COLUMNS)
 
 

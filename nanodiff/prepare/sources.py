@@ -361,8 +361,9 @@ def read_arrays(path: Path, options: Options) -> Source:
         deviation = images[:1000].std(dtype=float)
         if images.shape[3:] != (encoder.latent_channels,) or not 0.5 < deviation < 2:
             raise UserError(
-                f"latents: {path} has {images.shape[-1]} channels (N, C, h, w), deviation {deviation:.3g}; accepted: "
-                f"{encoder.latent_channels} of {options.latents}, times its scale {encoder.scale:g}: deviation about 1"
+                f"latents: {path} has {images.ndim} axes, {images.shape[-1]} channels, deviation {deviation:.3g}; "
+                f"accepted: (N, {encoder.latent_channels}, h, w) of {options.latents}, times its scale "
+                f"{encoder.scale:g}: deviation about 1"
             )
         stored = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
         source = array_source([("", stored, labels)], *facts)

@@ -16,7 +16,7 @@ from nanodiff.common import UserError, get_dist, print0
 from nanodiff.device import environment, host_copy, peak_memory_gb, synchronize
 from nanodiff.diffusion.timesteps import unit
 from nanodiff.dist import gather_objects, leave_together, over_ranks
-from nanodiff.files import names_file, read_json, write_atomic, write_json
+from nanodiff.files import names_file, read_json, reading, write_atomic, write_json
 from nanodiff.png import encode_png
 from nanodiff.training.checkpoint import go_back, prune, trim_metrics
 
@@ -181,7 +181,10 @@ def record(path: Path, described: dict, step: int) -> None:
     past = described | {"changes": []}
     if step and path.exists():
         try:
-            past |= read_json(path)
+            with reading(path):
+                found = past | read_json(path)
+                dict([found, *found["changes"]][-1]["config"])
+                past = found
         except UserError as error:
             print0(f"{error}: written anew")
     now = {key: described[key] for key in ("config", "num_iterations", "environment")} | {"step": step}
