@@ -33,13 +33,16 @@ for name in $stages warm warm6 kinds_map kinds_lora cifar10_step; do
     rm -rf "$base/runs/gpu_$name"  # an earlier call's, whose checkpoints would be refused
 done
 
+# skip NAME SECONDS: note that too few seconds are left
+skip() { python3 runs/gpu/figures.py skip "$out" "$1" "$2"; }
+
 # stage NAME SECONDS COMMAND...: run COMMAND with its output in OUT/NAME.log, then note its figures. At the limit it gets
 # SIGTERM, at which a training run saves and leaves, then SIGKILL
 stage() {
     local name=$1 limit=$(($2 * ${STRETCH:-1})) start=$SECONDS left=$((total - SECONDS - reserve)) code
     shift 2
     [[ " $stages " == *" $name "* ]] || return
-    [ $((2 * left)) -ge "$limit" ] || { echo "$name: skipped, $left s are left"; return; }
+    [ $((2 * left)) -ge "$limit" ] || { skip "$name" $left; return; }
     [ "$left" -ge "$limit" ] || limit=$left
     echo "+ $*" >> "$out/$name.log"
     timeout --kill-after=20 "$limit" "$@" >> "$out/$name.log" 2>&1
@@ -47,11 +50,11 @@ stage() {
     python3 runs/gpu/figures.py note "$out" "$name" $code $((SECONDS - start)) "$base/runs/gpu_$name"
 }
 
-# trial NAME ARGUMENTS...: a stage's training run
+# trial NAME ARGUMENTS...: a stage's training run; `within`, if set, is the command that limits it
 trial() {
     local name=$1
     shift
-    python3 -m scripts.base_train --device_type=cuda --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 \
+    $within python3 -m scripts.base_train --device_type=cuda --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 \
         --resume=never --log_every=5 --model_tag="gpu_$name" "$@"
 }
 d6=(--flip --depth=6 --total_batch_size=512 --device_batch_size=512 --lr=0.00566 --muon_lr=0.0566 --ema_rates=0.9995)
@@ -71,11 +74,14 @@ kinds() {
     return $failures
 }
 
-# Save every 20 steps, stop by a signal, which takes one more save, resume: figures.py compares the steps after a save with the others
+# Save every 20 steps, stop by a signal, which takes one more save, resume: figures.py compares the steps after a save with
+# the others. --foreground: else timeout makes a process group of its own, which outlives the stage's limit
 save() {
-    local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto)
-    timeout $((25 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
-    timeout $((20 * ${STRETCH:-1})) "${shell[@]}" trial save "${run[@]}" || [ $? = 124 ]
+    local run=("${d12[@]}" --save_every=20 --log_every=1 --num_iterations=1000 --resume=auto) seconds within
+    for seconds in 25 20; do
+        within="timeout --foreground $((seconds * ${STRETCH:-1}))"
+        trial save "${run[@]}" || [ $? = 124 ]
+    done
     grep -q "^resumed from" "$out/save.log"
 }
 
@@ -113,7 +119,8 @@ echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), a
 
 # Side by side: stages that are not timed, and compilation for the timings below
 python3 -c 'import xdist' 2> /dev/null && workers=(-n 6) || workers=()
-stage tests 80 python3 -m pytest -m cuda -rs -q "${workers[@]}" tests/test_cuda.py &
+# -vv, against the -q of pyproject.toml: the number that passed, and the names until then if the limit ends them
+stage tests 80 python3 -m pytest -m cuda -rs -vv "${workers[@]}" tests/test_cuda.py &
 stage kinds 80 "${shell[@]}" kinds &
 stage data 80 "${shell[@]}" data &
 if [[ " $stages " == *" d12 "* ]]; then
@@ -135,7 +142,7 @@ stage d24_fp8 80 "${shell[@]}" trial d24_fp8 "${d24[@]}" --num_iterations=25 --f
 stage d12_tuned 90 env TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 "${shell[@]}" trial d12_tuned "${d12[@]}" --num_iterations=60
 stage save 60 "${shell[@]}" save
 if [ "$gpus" = 1 ]; then
-    stage exchange 40 python3 -m pytest -m cuda -rs -q tests/test_cuda.py -k collective
+    stage exchange 40 python3 -m pytest -m cuda -rs -vv tests/test_cuda.py -k collective
 else
     stage exchange 80 python3 -m torch.distributed.run --standalone --nproc_per_node="$gpus" -m scripts.base_train -- \
         --data=shapes32 --eval_every=-1 --sample_every=-1 --save_every=-1 --resume=never --log_every=5 \
@@ -144,7 +151,11 @@ fi
 reserve=0
 seconds=$((total - SECONDS - 70)) # 70: two starts, 60 steps, samples, judge
 [ $seconds -lt $((minutes * 60)) ] || seconds=$((minutes * 60))
-[ $seconds -lt 30 ] || stage cifar10 $((seconds + 140)) "${shell[@]}" cifar10 $seconds
+if [ $seconds -ge 30 ]; then
+    stage cifar10 $((seconds + 140)) "${shell[@]}" cifar10 $seconds
+elif [[ " $stages " == *" cifar10 "* ]]; then
+    skip cifar10 $((seconds + 70))
+fi
 
 echo
 python3 runs/gpu/figures.py table "$out"

@@ -1,8 +1,11 @@
 """What runs/ holds: presets that the scripts know, stories that measure what they trained, captions that are true."""
 
 import ast
+import json
 import os
+import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, script_settings
@@ -10,6 +13,7 @@ from conftest import ROOT, script_settings
 from nanodiff.data.dataset import open_dataset
 from nanodiff.diffusion.process import make_process
 from nanodiff.models.build import empty_model, make_model_config
+from runs.gpu.figures import note
 from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
 
 RUNS = ROOT / "runs"
@@ -22,6 +26,24 @@ FAKE = r"""#!/bin/bash
 echo "$*" >> "$CALLS"
 [[ $* =~ base_train.*--model_tag=([a-z_0-9]+) ]] || exit 0
 mkdir -p "$NANODIFF_BASE_DIR/runs/${BASH_REMATCH[1]}/checkpoints/step_000007"
+"""
+# For the GPU check: a GPU is there, figures.py and pytest are real, and a training neither ends nor heeds SIGTERM
+FAKE_GPU = f"""#!/bin/bash
+case $* in
+    runs/gpu/figures.py*) exec {sys.executable} "$@" ;;
+    *xdist*) exit 1 ;;
+    *"-m pytest"*) exec {sys.executable} "${{@/tests\\/test_cuda.py/$CALLS.py}}" -c pyproject.toml ;;
+    *base_train*) echo "$*" >> "$CALLS"; trap "" TERM; exec sleep 60 ;;
+esac
+"""
+# timeout with a fortieth of the time, but for pytest
+FAST = f"""#!/bin/bash
+[[ $* != *"-m pytest"* ]] || exec {shutil.which("timeout")} "$@"
+for word; do
+    [[ $word =~ ^(--kill-after=)?([0-9]+)$ ]] && word=${{BASH_REMATCH[1]}}$((BASH_REMATCH[2] * 25))e-3
+    words+=("$word")
+done
+exec {shutil.which("timeout")} "${{words[@]}}"
 """
 BEFORE = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}  # arguments before those of base_train
 
@@ -65,6 +87,60 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     assert not any(f"--model={default}" in call for call in after)
     measured = [call for call in after if "measured_" in call]
     assert all("/runs/mine/measured_step_000007.npz" in call for call in measured)
+
+
+@pytest.fixture
+def check_gpu(tmp_path):
+    """Runs the GPU check with these settings; what it prints."""
+    shutil.which("timeout") or pytest.skip("needs GNU's timeout")
+    for name, text in (("python3", FAKE_GPU), ("timeout", FAST)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    command = ["env", f"OUT={tmp_path}", f"NANODIFF_BASE_DIR={tmp_path}", "bash", ROOT / "runs" / "gpu.sh"]
+    return lambda fds=(), **settings: (
+        subprocess.run(command, env=env | settings, stdout=subprocess.PIPE, text=True, pass_fds=fds).stdout
+    )
+
+
+def test_nothing_of_the_gpu_check_outlives_it(check_gpu, tmp_path):
+    end, held = os.pipe()
+    assert "failed: save" in check_gpu([held], STAGES="save", TOTAL="60")
+    assert (tmp_path / "calls").exists()
+    os.close(held)
+    os.set_blocking(end, False)
+    assert os.read(end, 1) == b""  # an error, if any process holds the other end
+
+
+def test_the_gpu_check_counts_its_tests(check_gpu, tmp_path):
+    (tmp_path / "calls.py").write_text("import pytest\n\n\n@pytest.mark.cuda\ndef test_one():\n    pass\n")
+    assert "nothing failed" in check_gpu(STAGES="tests")
+    assert "::test_one PASSED" in (tmp_path / "tests.log").read_text()
+    assert '"passed": 1' in (tmp_path / "results.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "stage, code, text, failed",
+    [
+        ("d12", "0", "compiled code is right", False),
+        ("d12", "0", "compiled code is wrong here\ntraining goes on uncompiled", True),
+        ("d12", "124", "stopped by a signal", False),
+        ("kinds", "124", "stopped by a signal", True),
+    ],
+)
+def test_a_stage_of_the_gpu_check_has_failed(tmp_path, stage, code, text, failed):
+    (tmp_path / f"{stage}.log").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text('{"train/dt_ms": 1, "train/images_per_sec": 2}\n')
+    note(tmp_path, stage, code, "1", tmp_path)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["failed"] == failed
+
+
+def test_the_gpu_check_tells_what_it_skipped(check_gpu, tmp_path):
+    table = check_gpu(STAGES="d24 cifar10", TOTAL="1").split("an H100")[1]
+    for stage in ("d24", "cifar10"):
+        assert f"\nskipped: {stage}, " in table
+        assert f'"{stage}", "skipped": ' in (tmp_path / "results.jsonl").read_text()
+    assert "nothing failed" in table
 
 
 def test_the_set_of_the_new_class_has_half_crosses(tmp_path, monkeypatch):

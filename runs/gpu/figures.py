@@ -1,6 +1,7 @@
-"""Figures of runs/gpu.sh beside those of one H100 80GB HBM3 (torch 2.11, at 0028b2a, which had no fp8).
+"""Figures of runs/gpu.sh beside those of one H100 80GB HBM3 (torch 2.11, at 0028b2a: no fp8, a test more).
 
-note OUT STAGE CODE SECONDS RUN: a stage's, as a line of OUT/results.jsonl; steps RUN SECONDS: how many fit; table OUT.
+note OUT STAGE CODE SECONDS RUN: a stage's, as a line of OUT/results.jsonl; skip OUT STAGE SECONDS: so many were left;
+steps RUN SECONDS: how many fit; table OUT.
 """
 
 import itertools
@@ -73,17 +74,27 @@ def figures(text, run):
     return found
 
 
+def add(out, line):
+    with open(Path(out, "results.jsonl"), "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def note(out, stage, code, seconds, run):
     text = Path(out, f"{stage}.log").read_text(errors="replace")
     found = figures(text, run)
-    # At its limit a training run saves and leaves: its figures count
-    failed = (code != "0" and not (code == "124" and found)) or " failed" in text or "FAILED" in text
-    line = {"stage": stage, "code": int(code), "seconds": int(seconds), "failed": failed} | found
-    with open(Path(out, "results.jsonl"), "a") as file:
-        file.write(json.dumps(line) + "\n")
-    end = "failed, see the log" if failed else "stopped at its limit" if code == "124" else "done"
+    # At its limit a training run saves and leaves: its figures count, unless other runs were to follow
+    stopped = code == "124" and "img/s" in found and stage != "kinds"
+    failed = code != "0" and not stopped
+    failed |= any(sign in text for sign in (" failed", "FAILED", "training goes on uncompiled"))
+    add(out, {"stage": stage, "code": int(code), "seconds": int(seconds), "failed": failed} | found)
+    end = "failed, see the log" if failed else "stopped at its limit" if stopped else "done"
     shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
     print(f"{stage:10s} {seconds:>4s} s  {end}: {shown}", flush=True)
+
+
+def skip(out, stage, left):
+    add(out, {"stage": stage, "skipped": f"{left} s were left", "failed": False})
+    print(f"{stage:10s} skipped: {left} s are left", flush=True)
 
 
 def table(out):
@@ -97,11 +108,16 @@ def table(out):
         if line is None:
             continue
         yours = line.get(name)
-        if ours and yours is None:
+        if ours and yours is None and "skipped" not in line:
             line["failed"] = True
-        shown = "failed" if line["failed"] else "none" if yours is None else f"{yours:.4g}"
+        shown = "none" if yours is None else f"{yours:.4g}"
+        for why in ("failed", "skipped"):
+            shown = why if line.get(why) else shown
         ratio = f"{yours / ours:.2f}" if ours and yours and not line["failed"] else ""
         print(f"{stage:10s} {name:28s} {ours or 'none yet':>9} {shown:>9s} {ratio:>6s}")
+    for stage, line in results.items():
+        if "skipped" in line:
+            print(f"skipped: {stage}, {line['skipped']}")
     bad = [stage for stage, line in results.items() if line["failed"]]
     print(f"failed: {', '.join(bad)}" if bad else "nothing failed")
     sys.exit(bool(bad))
@@ -115,4 +131,4 @@ if __name__ == "__main__":
         ms = statistics.median(line["train/dt_ms"] for line in lines) if lines else 1000.0
         print(max(10, int(1000 * float(seconds) / ms)))
     else:
-        {"note": note, "table": table}[what](*rest)
+        {"note": note, "skip": skip, "table": table}[what](*rest)
