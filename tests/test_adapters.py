@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import refused
-from tiny_runs import assert_identical, assert_ranks_agree, assert_resumes, make_data, make_run
+from tiny_runs import PLAIN, assert_identical, assert_ranks_agree, assert_resumes, make_data, make_run
 
 from nanodiff.data.shapes import CLASS_NAMES
 from nanodiff.formats.load import build, find, load_run, read
@@ -14,17 +14,14 @@ from nanodiff.safetensors import load_safetensors
 from nanodiff.training.checkpoint import load_meta, save_checkpoint
 
 # Small, and all that could go wrong in a resume: accumulation, flips, an epoch that ends within the run, a new class
-TINY = (
-    "--init_from=flow --data=tuned --lora_rank=2 --total_batch_size=16 --num_iterations=6 --log_every=1 "
-    "--sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip --eval_every=3 --eval_images=8"
-).split()  # fmt: skip
-NEW = ["star", "bar"]  # the first is unknown to the base
+TINY = "--init_from=flow --data=tuned --lora_rank=2 --total_batch_size=16 --num_iterations=6 --log_every=1 --flip"
+TINY = [*TINY.split(), "--eval_every=3", "--eval_images=8", *PLAIN]
 
 
 @pytest.fixture
 def old(run_dir):
     """A base of random weights, and a set of 40 images of a class that it lacks and one that it knows."""
-    make_data("tuned", class_names=NEW, train=40, val=8)
+    make_data("tuned", class_names=["star", "bar"], train=40, val=8)
     return run_dir
 
 

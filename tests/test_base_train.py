@@ -24,10 +24,8 @@ from nanodiff.training.checkpoint import list_checkpoints
 from nanodiff.training.log import Meter
 
 # Small, and all that could go wrong in a resume: accumulation, an average, flips, an epoch that ends within the run
-TINY = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
-    "--eval_images=20 --sample_every=-1 --compile=False --dtype=float32 --device_type=cpu --flip"
-).split()  # fmt: skip
+TINY = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --flip"
+TINY = [*TINY.split(), "--eval_every=3", "--eval_images=20", *tiny_runs.PLAIN]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from conftest import refused, script_settings
 from PIL import Image
 from test_sample_web import drawn, picture
-from tiny_runs import assert_ranks_agree, assert_resumes, decode_png, losses
+from tiny_runs import PLAIN, assert_ranks_agree, assert_resumes, decode_png, losses
 
 from nanodiff.common import base_dir
 from nanodiff.data.dataset import open_dataset, verify
@@ -90,10 +90,8 @@ def test_shapes_of_as_many_tokens_share_their_graphs(monkeypatch):
     assert counts == [counts[0], 2 * counts[0], 2 * counts[0], 2 * counts[0]] and counts[0] > 0
 
 
-RUN = (
-    "--data=photos --depth=1 --patch_size=4 --total_batch_size=4 --num_iterations=6 --save_every=0 --sample_every=-1 "
-    "--log_every=1 --compile=False --dtype=float32 --device_type=cpu"
-).split()  # fmt: skip
+RUN = "--data=photos --depth=1 --patch_size=4 --total_batch_size=4 --num_iterations=6 --save_every=0 --log_every=1"
+RUN = [*RUN.split(), *PLAIN]
 
 
 @pytest.fixture
@@ -160,7 +158,7 @@ def test_a_model_of_rectangles_is_sampled_evaluated_tuned_and_exported(photos, r
     loaded = load_run(str(folder / "model.safetensors"), "cpu")
     assert loaded.data["sizes"] == photos.description["sizes"]
     tune = ("--init_from=run", "--lora_rank=2", "--data=photos", "--num_iterations=2", "--total_batch_size=4")
-    run_script("base_train", *RUN[-3:], *tune, "--eval_every=-1", "--sample_every=-1")
+    run_script("base_train", *PLAIN, *tune, "--eval_every=-1")
 
 
 def test_vectors_go_with_their_images_through_the_buckets(photos, run_script, draw, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, script_settings
 from image_helpers import archive, make_folder
 from PIL import Image
-from tiny_runs import make_autoencoder, make_data, randomise
+from tiny_runs import PLAIN, TIMELESS, make_autoencoder, make_data, randomise
 
 from nanodiff.data import shapes
 from nanodiff.formats.published import to_meta
@@ -45,15 +45,12 @@ def test_the_commands_that_we_tell_users_are_accepted(path):
         assert (ROOT / story).is_file()
 
 
-TRAIN = (
-    "--num_iterations=1 --total_batch_size=4 --eval_every=0 --eval_images=4 --sample_every=-1 --sample_steps=1 "
-    "--compile=False --dtype=float32 --device_type=cpu"
-).split()  # fmt: skip
+TRAIN = ["--num_iterations=1", "--total_batch_size=4", "--eval_every=0", "--eval_images=4", "--sample_steps=1", *PLAIN]
 SMALLER = {  # what is appended to a command
     "prepare_data": ["--workers=1", "--overwrite"],
     "cache_latents": ["--device_type=cpu", "--overwrite"],
-    "sample": ["--num_images=4", "--device_type=cpu", "--dtype=float32"],
-    "base_eval": ["--num_images=12", "--device_type=cpu", "--dtype=float32"],
+    "sample": ["--num_images=4", *TIMELESS],
+    "base_eval": ["--num_images=12", *TIMELESS],
 }
 STAND_INS = {
     "RUN": "mine_dit_d6", "RUN_A": "mine_dit_d6", "RUN_B": "shapes_cpu", "RUN_OR_FILE": "mine_dit_d12",

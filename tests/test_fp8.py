@@ -4,13 +4,12 @@ import pytest
 import torch
 from conftest import refused
 from processes import run_process
-from tiny_runs import TIMELESS, assert_resumes, losses, make_data
+from tiny_runs import TINY, assert_resumes, losses, make_data
 
 from nanodiff.models import fp8
 from nanodiff.models.fp8 import E4M3, E5M2, product, scale_for, to_fp8
 
-TINY = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --eval_every=3 --sample_every=-1"
-TINY = [*TINY.split(), "--log_every=1", "--compile=False", *TIMELESS[1:], "--dtype=bfloat16"]
+TINY = [*TINY, "--total_batch_size=16", "--num_iterations=6", "--eval_every=3", "--log_every=1", "--dtype=bfloat16"]
 
 
 @pytest.mark.parametrize("dtype, tolerance, headroom", [(E4M3, 0.04, 2), (E5M2, 0.07, 64)])

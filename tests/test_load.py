@@ -26,8 +26,7 @@ CONFIG = dict(objective="eps", noise_schedule="cosine", num_timesteps=10, varian
 CONFIG |= dict(rescale_timesteps=True, label_drop=0.1, low_res_size=0, sample_steps=10)
 DIT = DiTConfig.from_depth(1, 8, in_channels=3, out_channels=3, num_classes=2, width=8, heads=1)
 CLASSIC = dataclasses.replace(DIT, block="classic")
-SHAPE = dict(num_res_blocks=1, attention_resolutions=(4,), channel_mult=(1, 1), num_heads=1)
-UNET = UNetConfig(8, 3, 3, 32, **SHAPE, num_classes=2)
+UNET = UNetConfig(8, 3, 3, 32, (1, 1), 1, num_res_blocks=1, attention_resolutions=(4,), num_classes=2)
 UPSAMPLER = dataclasses.replace(DIT, low_res=4)
 
 
@@ -35,9 +34,7 @@ def write_run(base, tag, model_config=DIT, **config):
     """A checkpoint of that model with random weights, raw and averaged, and of these settings."""
     state = build_model(model_config, "cpu", 0).state_dict()
     tensors = {"model": randomise(state, 0), "ema_0.99": randomise(state, 1)}
-    arch = "unet"
-    if isinstance(model_config, DiTConfig):
-        arch = "dit_classic" if model_config.block == "classic" else "dit"
+    arch = {"modern": "dit", "classic": "dit_classic"}.get(getattr(model_config, "block", None), "unet")
     meta = dict(step=1, arch=arch, config=CONFIG | config, model_config=dataclasses.asdict(model_config), data=DATA)
     (base / "runs" / tag).mkdir(parents=True, exist_ok=True)
     return save_checkpoint(base / "runs" / tag, 1, tensors, meta | dict(ema_rates=[0.99], loop={}))

@@ -21,11 +21,10 @@ from nanodiff.training.checkpoint import load_meta, save_checkpoint
 from nanodiff.training.optim import param_groups
 from nanodiff.training.shard import Optimizer
 
-TINY = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1 --sample_every=-1 "
-    "--compile=False --dtype=float32 --device_type=cpu"
-).split()  # fmt: skip
 TIMELESS = ("--dtype=float32", "--device_type=cpu")
+PLAIN = ("--sample_every=-1", "--compile=False", *TIMELESS)
+TINY = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=8 --num_iterations=0 --eval_every=-1"
+TINY = [*TINY.split(), *PLAIN]
 GAUSSIAN = ("--objective=eps", "--num_timesteps=50")
 RUNS = dict(
     eps=(*GAUSSIAN, "--variance=learned_range"),
