@@ -10,13 +10,11 @@ import torch
 from conftest import golden, refused
 from figures import assert_figures, rule_weights, wave
 
-from nanodiff.models import autoencoder
-from nanodiff.models.autoencoder import AutoencoderKL, TinyAutoencoder, open_autoencoder
+from nanodiff.models.autoencoder import MAX_PIXELS, AutoencoderKL, TinyAutoencoder, open_autoencoder
 from nanodiff.safetensors import save_safetensors
 
 PUBLISHED_TAESD = Path(__file__).parents[2] / "shared" / "data" / "taef2_encoder.pth"
 KL_SHAPE = dict(widths=(8, 16, 16), blocks=1, latent_channels=3, groups=4, quant_conv=True)
-KL_CONFIG = {"_class_name": "AutoencoderKL", "norm_num_groups": 4}
 
 
 @pytest.fixture
@@ -24,21 +22,20 @@ def published_kl():
     return rule_weights(golden("autoencoder_kl.json")["parameters"])
 
 
-def compvis(name):
-    """A diffusers name -> its name in CompVis' latent-diffusion, for 2 levels. Written from CompVis' model.py."""
-    name = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{1 - int(m[1])}", name).replace("down_blocks.", "down.")
-    name = name.replace("mid_block.attentions.0.", "mid.attn_1.").replace("to_out.0", "proj_out")
-    name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
-    name = name.replace(".resnets.", ".block.").replace("downsamplers.0", "downsample")
-    name = name.replace("upsamplers.0", "upsample").replace("conv_shortcut", "nin_shortcut")
-    name = name.replace("conv_norm_out", "norm_out").replace("group_norm", "norm")
-    return re.sub(r"to_([qkv])", r"\1", name)
-
-
 def to_compvis(weights):
-    """CompVis' attention is 1x1 convolutions, diffusers' is linear layers."""
-    linear = lambda name, w: w[:, :, None, None] if ".attentions." in name and w.ndim == 2 else w
-    return {compvis(name): linear(name, w) for name, w in weights.items()}
+    """diffusers' weights -> CompVis' latent-diffusion, for 2 levels. Written from CompVis' model.py."""
+    theirs = {}
+    for name, w in weights.items():
+        if ".attentions." in name and w.ndim == 2:  # 1x1 convolutions there, linear layers in diffusers
+            w = w[:, :, None, None]
+        name = re.sub(r"up_blocks\.(\d)", lambda m: f"up.{1 - int(m[1])}", name).replace("down_blocks.", "down.")
+        name = name.replace("mid_block.attentions.0.", "mid.attn_1.").replace("to_out.0", "proj_out")
+        name = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
+        name = name.replace(".resnets.", ".block.").replace("downsamplers.0", "downsample")
+        name = name.replace("upsamplers.0", "upsample").replace("conv_shortcut", "nin_shortcut")
+        name = name.replace("conv_norm_out", "norm_out").replace("group_norm", "norm")
+        theirs[re.sub(r"to_([qkv])", r"\1", name)] = w
+    return theirs
 
 
 def old_diffusers(name):
@@ -117,8 +114,8 @@ def test_layouts_give_one_model(published_kl, tmp_path, layout, suffix):
 def test_without_quant_convs_and_in_half_precision(tmp_path):
     ae = AutoencoderKL(**KL_SHAPE | {"quant_conv": False}).bfloat16()
     save_safetensors(ae.state_dict(), tmp_path / "vae.safetensors")
-    config = {**KL_CONFIG, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = {"_class_name": "AutoencoderKL", "norm_num_groups": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_quant_conv": False}))
     opened = open_autoencoder(tmp_path)
     with open(tmp_path / "vae.safetensors", "r+b") as f:  # overwritten in place: the opened model is a copy
         f.write(bytes(100_000))
@@ -166,7 +163,7 @@ def test_shapes_and_slices(ae, monkeypatch):
     mean, std = ae.encode(x)
     assert mean.shape == std.shape == (5, ae.latent_channels, 16 // ae.downsample, 24 // ae.downsample)
     assert (std >= 0).all() and ae.decode(mean).shape == x.shape
-    monkeypatch.setitem(autoencoder.MAX_PIXELS, "cpu", 2 * 16 * 24)  # slices of 2, 2 and 1 images
+    monkeypatch.setitem(MAX_PIXELS, "cpu", 2 * 16 * 24)  # slices of 2, 2 and 1 images
     for got, want in zip((*ae.encode(x), ae.decode(mean)), (mean, std, ae.decode(mean))):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 

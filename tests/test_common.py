@@ -15,8 +15,7 @@ import torch
 from conftest import ROOT
 from processes import FORK, Started
 
-from nanodiff import common
-from nanodiff.common import BLOCK, LostRank, draw_rows, make_generator
+from nanodiff.common import BLOCK, LostRank, UserError, draw_rows, excepthook, make_generator, print0
 from nanodiff.dist import StopSignal, collective
 from nanodiff.files import write_atomic, writing
 
@@ -78,7 +77,7 @@ def test_errors_of_the_machine_are_one_line_with_advice(capsys):
         (no_memory.value, 1, "a smaller --device_batch_size"),
     ):
         with pytest.raises(SystemExit, match=str(code)):
-            common.excepthook(type(error), error, None)
+            excepthook(type(error), error, None)
         assert re.fullmatch(rf"error: .*{advice}.*\n", capsys.readouterr().err)
 
 
@@ -123,16 +122,16 @@ def test_errors_within_a_collective():
 
 
 def test_names_do_not_command_the_terminal(capsys):
-    common.print0("a\x1b[2J\x9b1mé\tb\r\n\udcff.png")
+    print0("a\x1b[2J\x9b1mé\tb\r\n\udcff.png")
     assert capsys.readouterr().out == "a?[2J?1mé\tb?\n?.png\n"
     with pytest.raises(SystemExit):
-        common.excepthook(common.UserError, common.UserError("\x1b]0;title\x07"), None)
+        excepthook(UserError, UserError("\x1b]0;title\x07"), None)
     assert capsys.readouterr().err == "error: ?]0;title?\n"
 
 
 def test_a_reader_that_goes_away_ends_nothing(run_script):
     """It leaves after one line of a fork that prints to it."""
-    count = lambda: [common.print0(i) for i in range(20_000)]
+    count = lambda: [print0(i) for i in range(20_000)]
     for work, first, code in ((count, "0\n", 7), (lambda: run_script("base_train", "--help"), "usage: ", 0)):
         reader, writer = os.pipe()
 

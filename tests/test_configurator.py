@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from image_helpers import write
 
 from configurator import RULE, read_settings, satisfies
 
@@ -66,12 +67,7 @@ def script(tmp_path_factory):
 
 @pytest.fixture
 def preset(tmp_path):
-    def write(text, name="preset.py"):
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return write
+    return lambda text, name="preset.py": write(tmp_path / name, text)
 
 
 def mistake(script, capsys, *argv) -> str:
@@ -116,8 +112,7 @@ def test_preset_path_is_relative_to_here_then_to_the_repository(script, preset, 
     assert script("preset.py")["depth"] == 5
     monkeypatch.setattr("configurator.__file__", str(tmp_path / "repo" / "configurator.py"))
     for place, depth in (("repo/runs", 7), ("runs", 8)):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "d.py").write_text(f"depth = {depth}")
+        preset(f"depth = {depth}", f"{place}/d.py")
         assert script("runs/d.py")["depth"] == depth
 
 
@@ -180,11 +175,10 @@ def test_help_prints_every_setting_with_default_and_comment(script, capsys, monk
 def test_a_module_declares_settings_where_it_uses_them(script, tmp_path, monkeypatch):
     """Fields and parameters under "# Only ..." are settings like the script's; others, and other comments, are not."""
     monkeypatch.setattr("configurator.__file__", str(tmp_path / "configurator.py"))
-    (tmp_path / "nanodiff").mkdir()
     fields = "    # Only depth > 12\n    sizes: tuple[int, ...] = (16, 8)  # in pixels\n    #     of a map\n"
     rate = "        # Only depth > 12\n        rate: float = 0.5,  # [0, 1): a rate\n"  # of a method
     fields = f"class A:\n    wide: int = 1  # no setting\n{fields}{rate}"
-    (tmp_path / "nanodiff" / "part.py").write_text(fields)
+    write(tmp_path / "nanodiff" / "part.py", fields)
     settings = read_settings(script(), ["part"])
     assert [*settings][-2:] == ["sizes", "rate"] and len(settings) == len(DEFAULTS) + 2
     assert settings["sizes"] == ("16,8", "", "in pixels of a map", ["Only depth > 12"], [("depth", " > 12")])

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import FORK, on_ranks, run_process
 
-from nanodiff import files
 from nanodiff.data import dataset, shapes
 from nanodiff.data.dataset import DatasetWriter, match_labels, open_dataset, verify
 
@@ -180,7 +179,7 @@ def test_shapes_are_drawn_once_though_several_ask_at_once(base):
 
 
 def test_a_file_system_without_locks_is_no_hindrance(base, monkeypatch):
-    monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
+    monkeypatch.setattr("nanodiff.files.fcntl.flock", Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
     with DatasetWriter("toy", "abcde", wait=True) as slow:
         slow.append("train", IMAGES, LABELS)
         write()  # another process is faster

@@ -196,12 +196,11 @@ GUIDED = ("--guided_from=0.5", "--cfg_scale=3", "--cfg_interval=0.2,0.8", "--lab
 MAP = ("--objective=flow_map", "--init_from=source", "--cfg_scale=3", "--cfg_interval=0.2,0.8")
 
 
-@pytest.fixture(params=["guided", "map"])
+@pytest.fixture(params=[GUIDED, MAP], ids=["guided", "map"])
 def more(request, tiny, run_script):  # noqa: F811
-    if request.param == "guided":
-        return GUIDED
-    run_script("base_train", *TINY, "--model_tag=source")
-    return MAP
+    if request.param == MAP:
+        run_script("base_train", *TINY, "--model_tag=source")
+    return request.param
 
 
 def test_a_resumed_run_is_bit_identical(tiny, run_script, more):  # noqa: F811

@@ -20,17 +20,21 @@ VOID = {"meta", "img", "input", "line", "path", "br"}
 
 
 class Page(HTMLParser):
-    """Tags with their attributes and texts by tag; asserts that all that was opened is closed in order."""
+    """Tags with their attributes and texts by tag; all that was opened is closed in order, and nothing is loaded."""
 
     def __init__(self, path):
         super().__init__()
         self.tags = []
         self.texts = []
         self.stack = [""]
-        self.source = path.read_text(encoding="utf-8")
+        self.uri, self.source = path.as_uri(), path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
         assert self.stack == [""]
+        assert "://" not in self.source and "@import" not in self.source and "url(" not in self.source
+        for tag, attrs in self.tags:
+            assert tag not in ("link", "iframe", "object", "embed", "base", "a", "form")
+            assert all(v.startswith("data:image/png;base64,") for k, v in attrs.items() if k in ("src", "href"))
         self.images = [attrs for tag, attrs in self.tags if tag == "img"]
         data = [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith("{")]
         self.charts = {chart["title"]: chart for chart in data}
@@ -84,20 +88,8 @@ def report(*folders):
     return Page(folders[0] / "report.html")
 
 
-def show(browser, *folders):
-    report(*folders)
-    browser.open((folders[0] / "report.html").as_uri())
-
-
 def log(folder, lines):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def is_offline(page):
-    assert "://" not in page.source and "@import" not in page.source and "url(" not in page.source
-    for tag, attrs in page.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "base", "a", "form")
-        assert all(v.startswith("data:image/png;base64,") for k, v in attrs.items() if k in ("src", "href"))
 
 
 @pytest.mark.parametrize("word", ["<script>alert(1)</script>\"'><img src=x onerror=y>", "</title>&lt;$body${x}"])
@@ -105,7 +97,6 @@ def test_no_text_becomes_markup_and_nothing_is_loaded(base, word):
     """Whatever the words are, a page has the same tags, and they are read back as they were."""
     odd = report(fake_run(base, word.replace("/", ""), word=word))
     plain = report(fake_run(base))
-    is_offline(plain)
     assert [attrs["data-step"] for attrs in plain.images] == ["0", "100", "200"]
     assert [text for tag, text in plain.texts if tag == "li"][:2] == ["plain", "b"]  # beside the grids' rows
     assert [(tag, sorted(attrs)) for tag, attrs in odd.tags] == [(tag, sorted(attrs)) for tag, attrs in plain.tags]
@@ -157,7 +148,7 @@ def browser(tmp_path):
 def test_curves_are_where_the_data_are(base, browser):
     """Paths are in a picture of 1000 x 1000, axes in percent of it: invert the axes, and read the data off the path."""
     folder = fake_run(base)
-    show(browser, folder)
+    browser.open(report(folder).uri)
     chart = "[...document.querySelectorAll('.chart')].find(f => f.textContent.startsWith('Gradient'))"
     ticks = f"return [...{chart}.querySelectorAll('.ytick')]"
     labels = browser.run(ticks + ".map(tick => +tick.textContent)")
@@ -172,7 +163,7 @@ def test_curves_are_where_the_data_are(base, browser):
 
 def test_sliders_of_overlaid_runs_move_together(base, browser):
     """A slider shows of every run the grid that is nearest in images seen."""
-    show(browser, fake_run(base, "a"), fake_run(base, "b", batch=16))
+    browser.open(report(fake_run(base, "a"), fake_run(base, "b", batch=16)).uri)
     shown = "return [...document.querySelectorAll('.strip img:not([hidden])')].map(i => +i.dataset.step)"
     assert browser.run(shown) == [200, 200]  # the newest
     for strip, position, steps in ((0, 1, [100, 100]), (1, 1, [200, 100]), (0, 0, [0, 0])):
@@ -226,7 +217,6 @@ def test_the_script_overlays_runs_and_writes_where_it_is_told(base, run_script):
     path = run_script("report", "a", b)["path"]
     assert path == base / "runs" / "compare_a_b.html"
     page = Page(path)
-    is_offline(page)
     differing = page.source.split("What differs")[1].split("<figure")[0]
     assert "total_batch_size" in differing and "resolution" not in differing
     head, *rows = re.findall("<tr>(.*?)</tr>", differing)

@@ -17,9 +17,7 @@ from runs.gpu.figures import note
 from runs.words.captions import WORDS, caption, draw_captioned, one_hot_words, recognise
 
 RUNS = ROOT / "runs"
-PRESETS = sorted(path.name for path in RUNS.glob("*.py"))
 IMAGES = dict(kind="images", channels=3, resolution=32, num_classes=10)
-IMAGENET64 = IMAGES | dict(resolution=64, num_classes=1000)
 LATENTS = dict(kind="latents", channels=4, resolution=32, num_classes=1000)
 # In place of Python: writes down how it was called, and leaves a checkpoint where one was trained
 FAKE = r"""#!/bin/bash
@@ -45,10 +43,9 @@ for word; do
 done
 exec {shutil.which("timeout")} "${{words[@]}}"
 """
-BEFORE = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}  # arguments before those of base_train
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", sorted(path.name for path in RUNS.glob("*.py")))
 def test_a_preset_is_accepted_and_says_what_it_is(preset):
     config = script_settings("base_train", str(RUNS / preset))
     assert config["model_tag"] == preset.removesuffix(".py")  # so that the run folder is where the docs say
@@ -60,7 +57,7 @@ def test_a_preset_is_accepted_and_says_what_it_is(preset):
     [
         ("dit_imagenet256.py", LATENTS, 675_129_632 - 256 * 1152),  # theirs counts the fixed table of positions
         ("iddpm_cifar10.py", IMAGES, 52_546_438),  # Nichol & Dhariwal 2021: 52.5 M
-        ("iddpm_imagenet64.py", IMAGENET64, 121_063_942),  # 120 M
+        ("iddpm_imagenet64.py", IMAGES | dict(resolution=64, num_classes=1000), 121_063_942),  # 120 M
     ],
 )
 def test_published_sizes(preset, data, parameters):
@@ -76,7 +73,8 @@ def test_a_story_measures_the_run_that_it_trained(tmp_path, story):
     (tmp_path / "python3").chmod(0o755)
     env = os.environ | {"CALLS": str(tmp_path / "calls"), "NANODIFF_BASE_DIR": str(tmp_path)}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEPTHS": "2"}
-    before, given = BEFORE.get(story, []), "--model_tag=mine"
+    before = {"record": ["cpu", "1"], "speedrun": ["images", "vae"]}.get(story, [])  # those of base_train come last
+    given = "--model_tag=mine"
     done = subprocess.run(["bash", ROOT / "runs" / f"{story}.sh", *before, given], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()

@@ -8,7 +8,7 @@ import torch
 from conftest import refused
 from figures import CONFIGS, filled, inputs
 from test_base_train import TINY
-from tiny_runs import assert_identical, make_data, make_run, weights
+from tiny_runs import TIMELESS, assert_identical, make_data, make_run, weights
 
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
 from nanodiff.diffusion.guidance import make_denoiser
@@ -63,9 +63,6 @@ def here(base, run_script):
     return base
 
 
-SAMPLE = ("sample", "--model=a", "--device_type=cpu", "--steps=2", "--npz", "--num_images=24", "--dtype=float32")
-
-
 def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, draw, run_script, tmp_path):
     raw, some = one_hot(draw_shapes(24, seed=24)[1]), ("--model=a", "--num_images=24")
     offered = describe_run(here / "runs" / "a")  # on the page they are guided, too
@@ -79,15 +76,15 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     )
     assert (by_default == by_file).all() and (by_npz == by_file).all() and (other != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
-    again = (*SAMPLE, "--steps=3", f"--vectors={tmp_path / 'rows.npy'}", f"--out={tmp_path / 'drawn'}")
-    refused("another protocol", run_script, *again)
+    again = (*some, *TIMELESS, "--npz", "--steps=3", f"--vectors={tmp_path}/rows.npy", f"--out={tmp_path}/drawn")
+    refused("another protocol", run_script, "sample", *again)
     for array, said in (
         (np.zeros((3, 7), np.float32), r"accepted: \('n', 8\)"),
         (np.full((3, 8), np.nan, np.float32), "NaN"),
         (np.array(["a"]), "accepted: floats"),
     ):
         np.save(tmp_path / "bad.npy", array)
-        refused(said, run_script, *SAMPLE, f"--vectors={tmp_path / 'bad.npy'}", f"--out={tmp_path / 'x'}")
+        refused(said, draw, *some, f"--vectors={tmp_path / 'bad.npy'}")
 
 
 def test_fine_tuning_and_export_keep_the_vectors(here, run_script, tmp_path):

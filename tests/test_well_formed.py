@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from nanodiff.data.shapes import CLASS_NAMES, COLOURS, GROUND, draw_shapes, paint
-from nanodiff.metrics import well_formed
-from nanodiff.metrics.well_formed import distances, measure_form
+from nanodiff.metrics.well_formed import LIMIT, distances, measure_form
 
 
 def test_the_embedded_images_stay_as_they_are():
@@ -19,7 +18,7 @@ def test_the_embedded_images_stay_as_they_are():
 def test_fresh_shapes_are_well_formed():
     images, labels = draw_shapes(100, seed=11)
     figures = measure_form(images, labels)
-    assert figures["well_formed"] >= 0.95 and figures["median_distance"] < well_formed.LIMIT
+    assert figures["well_formed"] >= 0.95 and figures["median_distance"] < LIMIT
     assert list(figures["well_formed_of"]) == CLASS_NAMES
 
 
@@ -46,7 +45,7 @@ def test_damaged_shapes_are_not():
     distance = np.empty(len(images))
     for label in range(8):  # all damages at once, since the renders to compare with take most of the time
         distance[all_labels == label] = distances(images[all_labels == label], label)
-    shares = (distance.reshape(7, 60) <= well_formed.LIMIT).mean(1)
+    shares = (distance.reshape(7, 60) <= LIMIT).mean(1)
     assert dict(zip(damaged, shares.round(2))) == dict.fromkeys(damaged, pytest.approx(0, abs=0.05))
 
 
