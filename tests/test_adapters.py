@@ -112,12 +112,10 @@ def test_every_kind_of_base_can_be_tuned_and_loaded(base, run_script, tmp_path):
         config = DiTConfig(16, channels, 2 * channels, 4, 64, 1, 1, num_classes=5, block="classic")
         (model := DiT(config)).init_weights()
         torch.save(to_meta(model.state_dict(), config), tmp_path / f"{name}.pt")
-    run_script(
-        "base_train", *end, f"--init_from={tmp_path / 'pixels.pt'},heads=1", "--data=tiny", "--model_tag=pixels_lora"
-    )
+    published = lambda name: ("base_train", *end, f"--init_from={tmp_path / name}.pt,heads=1", "--data=tiny")
+    run_script(*published("pixels"), "--model_tag=pixels_lora")
     assert load_run("pixels_lora", "cpu").data["class_names"] == [*"01234", *CLASS_NAMES]
-    latents = (*end, f"--init_from={tmp_path / 'latents.pt'},heads=1", "--data=tiny")
-    refused("which autoencoder made these latents", run_script, "base_train", *latents)
+    refused("which autoencoder made these latents", run_script, *published("latents"))
 
 
 def test_what_makes_the_adapters_cannot_change_within_a_run(base, old, run_script):

@@ -4,14 +4,11 @@ import sys
 
 import pytest
 from conftest import refused
-from tiny_runs import make_data
+from tiny_runs import TIMELESS, make_data
 
 from scripts import bench
 
-SMALL = (
-    "--shared=--data=tiny --patch_size=8 --total_batch_size=2 --depth=1 --compile=False --dtype=float32 "
-    "--device_type=cpu"
-)  # fmt: skip
+SMALL = " ".join(["--shared=--data=tiny --patch_size=8 --total_batch_size=2 --depth=1 --compile=False", *TIMELESS])
 
 
 def fake_turn(arm):

@@ -96,8 +96,10 @@ def test_values_on_the_command_line_and_in_a_preset(script, preset, given, name,
     assert repr({**names["config"]}) == repr(DEFAULTS | {name: value}) and names[name] == value  # also of this type
 
 
-def test_later_wins(script, preset):
+def test_later_wins_and_what_is_given_twice_is_said(script, preset, capsys):
     """In the order given, between presets, within one, and between presets and keys."""
+    assert script("--tag=a", "--tag=b", "--lr=2")["tag"] == "b"  # as a shell makes of --path=shard-{0..2}.tar
+    assert capsys.readouterr().out == "--tag is given 2 times: the last one counts\n"
     one = preset("depth = 1\ndepth = 2\nwidth = 10\n", "one.py")
     two = preset("depth = 3\n", "two.py")
     both = script(one, two)
@@ -190,12 +192,6 @@ def test_every_rule_of_a_script_is_read():
     text = "".join(path.read_text() for folder in ("scripts", "nanodiff") for path in (ROOT / folder).rglob("*.py"))
     rules = re.findall(r"^ *\w+(?:: \w+)? = .*[^)]  # ([<>\[].*)", text, re.M)
     assert len(rules) > 50 and all(map(RULE.match, rules))
-
-
-def test_what_is_given_twice_is_said(script, capsys):
-    """As a shell makes of an unquoted --path=shard-{0..2}.tar."""
-    assert script("--tag=a", "--tag=b", "--lr=2")["tag"] == "b"
-    assert capsys.readouterr().out == "--tag is given 2 times: the last one counts\n"
 
 
 @pytest.mark.parametrize(

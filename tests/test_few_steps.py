@@ -114,9 +114,8 @@ def test_the_teacher_is_asked_for_its_own_classes():
     x, t = torch.randn(2, 2, 1, 1), torch.full((2,), 0.5)
     asked = process.teacher_velocity({"y": torch.tensor([0, 1])}, x, t.view(-1, 1, 1, 1))
     torch.testing.assert_close(asked, Perfect(3.0)(x, 1000 * t, torch.tensor([1, NULL])))
-    refused(
-        "'c' of the 2 classes here is not among the 2", teach, process, teacher, Conditioned(num_classes=2), ["b", "c"]
-    )
+    asked = (teach, process, teacher, Conditioned(num_classes=2), ["b", "c"])
+    refused("'c' of the 2 classes here is not among the 2", *asked)
     refused(r"takes {.y.: .*; the conditions here are {}", teach, process, teacher, Conditioned(), [])
 
 

@@ -167,9 +167,8 @@ WRONG_CSV = {
 
 def test_labels_from_a_table(tmp_path):
     three, file = tmp_path / "in", tmp_path / "a.csv"
-    (three / "x").mkdir(parents=True)
     for i, name in enumerate(("0.png", "2.png", "x/1.png")):  # sorted by name
-        (three / name).write_bytes(encode_png(noise(8, 8, i)))
+        write(three / name, encode_png(noise(8, 8, i)))
     for what, text in CSV.items():
         file.write_text(text)
         out = report(three, labels=str(file), val_fraction=0)

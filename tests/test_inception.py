@@ -3,31 +3,30 @@
 import hashlib
 from unittest.mock import Mock
 
-import conftest
 import pytest
 import torch
-from conftest import refused
+from conftest import golden, refused
 from figures import assert_figures, rule_weights, wave
 
 from nanodiff.metrics import inception
 from nanodiff.metrics.inception import Inception, load_inception, resize
 
-golden = conftest.golden("inception.json")
+PUBLISHED = golden("inception.json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64])
 def test_layers_equal_torch_fidelity(size):
-    weights = rule_weights(golden["parameters"], 1.5, golden["salt"])
+    weights = rule_weights(PUBLISHED["parameters"], 1.5, PUBLISHED["salt"])
     model = Inception(weights).eval()
     model.load_state_dict(weights)
-    x = (127.5 + wave((2, 3, size, size), 0, 127.5, golden["salt"])).round().clamp(0, 255).byte().numpy()
+    x = (127.5 + wave((2, 3, size, size), 0, 127.5, PUBLISHED["salt"])).round().clamp(0, 255).byte().numpy()
     layers = {}
     for name, module in {"64": model.Conv2d_3b_1x1, "192": model.Mixed_5b, "768": model.Mixed_7a}.items():
         module.register_forward_pre_hook(lambda module, x, name=name: layers.update({name: x[0].mean((2, 3))}))
     torch.testing.assert_close(model.features(x[:, :1]), model.features(x[:, :1].repeat(3, 1)))  # gray: equal channels
     layers["2048"], layers["logits"] = model.features(x)
-    for name, figures in golden["features"][f"{size} px"].items():
+    for name, figures in PUBLISHED["features"][f"{size} px"].items():
         assert_figures(layers[name.removesuffix("_unbiased")], figures)
 
 

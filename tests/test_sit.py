@@ -2,11 +2,10 @@
 
 from argparse import Namespace
 
-import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import golden, refused
 from figures import assert_figures, rule_weights, wave
 from tiny_runs import TINY, make_autoencoder, make_data, randomise
 
@@ -14,14 +13,14 @@ from nanodiff.formats.load import load_run
 from nanodiff.formats.published import to_meta
 from nanodiff.models.dit import DiT, DiTConfig, sincos_table
 
-golden = conftest.golden("sit.json")
+PUBLISHED = golden("sit.json")
 
 
 def published(path, kind):
     """The golden weights, as these repositories save them; returns the path."""
-    parameters = golden[kind]["parameters"]
+    parameters = PUBLISHED[kind]["parameters"]
     if isinstance(parameters, str):
-        parameters = conftest.golden("dit.json")["parameters"]
+        parameters = golden("dit.json")["parameters"]
     weights = rule_weights(parameters)
     for name in ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight"):
         weights[name] *= 16
@@ -36,12 +35,12 @@ def test_the_velocity_is_the_published_one(tmp_path, capsys, kind, time_input):
     file = published(tmp_path / "last.pt", kind)
     loaded = load_run(f"{file},objective=flow,heads=4", "cpu")
     assert f"time_input={time_input}: taken as published" in capsys.readouterr().out
-    t, y = (torch.tensor(golden["inputs"][name]) for name in "ty")
+    t, y = (torch.tensor(PUBLISHED["inputs"][name]) for name in "ty")
     sign = 1
     if kind == "sit":
         t, sign = 1 - t, -1
     v = loaded.process.velocity(loaded.model, wave((3, 4, 8, 8)), t, y=y)
-    assert_figures(sign * v, golden[kind]["forward"], tolerance=1e-5)
+    assert_figures(sign * v, PUBLISHED[kind]["forward"], tolerance=1e-5)
 
 
 def test_sit_and_dit_are_not_taken_for_each_other(tmp_path):
