@@ -1,7 +1,5 @@
 """The perfect model for Gaussian data: everything about diffusing N(mean, cov) is known in closed form."""
 
-import math
-
 import torch
 
 
@@ -23,29 +21,3 @@ class GaussianOracle:
         scale = [torch.sqrt(alpha**2 * values + sigma**2) for alpha, sigma in (start, end)]
         x = (x.flatten(1).double() - start[0] * self.mean) @ vectors
         return (end[0] * self.mean + (x * scale[1] / scale[0]) @ vectors.T)[:, :, None, None]
-
-    def denoiser(self, process):
-        """For an unrespaced Gaussian process that predicts x0."""
-
-        def predict(x_t, model_t, at=None):
-            alpha_bar = float(process.alpha_bar[int(model_t[0])])
-            return self.x0(x_t, math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar)).float()
-
-        return predict
-
-
-def exact_reverse(process, variance):
-    """Model with "learned" log-variance that is the exact p(x_{t-1} | x_t) of data N(0, variance I)."""
-
-    tables = process.tables
-
-    def model(x_t, t):
-        t = int(t[0])
-        alpha_bar = process.alpha_bar[t]
-        marginal = alpha_bar * variance + 1 - alpha_bar
-        x0 = math.sqrt(alpha_bar) * variance / marginal * x_t
-        x0_variance = variance * (1 - alpha_bar) / marginal  # of x0 given x_t
-        reverse_variance = tables["posterior_variance"][t] + tables["posterior_mean_coef1"][t] ** 2 * x0_variance
-        return torch.cat([x0, torch.full_like(x0, math.log(max(reverse_variance, 1e-20)))], dim=1)
-
-    return model

@@ -10,7 +10,6 @@ from PIL import Image
 from processes import on_ranks
 from tiny_runs import TIMELESS, TINY, logged, make_data, make_run
 
-from nanodiff.data import dataset
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.pixels import to_model_range
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
@@ -49,13 +48,9 @@ def test_what_a_validation_loss_is_of(run_dir, run_script):
 
 
 def test_validation_loss_does_not_depend_on_the_training_law_of_t(base, run_script):
-    """The same weights have one validation loss, so that the curves of a sweep can be compared."""
     make_data()
-    laws = {
-        "flow": ["--timestep_std=0.5", "--timestep_shift=3", "--timesteps=uniform"],
-        "eps": ["--timesteps=loss-second-moment"],
-    }
-    for objective, settings in laws.items():
+    of_flow = ["--timestep_std=0.5", "--timestep_shift=3", "--timesteps=uniform"]
+    for objective, settings in ("flow", of_flow), ("eps", ["--timesteps=loss-second-moment"]):
         figures = []
         for i, setting in enumerate(["--timesteps=auto", *settings]):
             run_dir = make_run(run_script, f"{objective}{i}", f"--objective={objective}", setting)
@@ -73,7 +68,7 @@ def test_bits_per_dim(run_dir, run_script):
 
 def test_well_formed_end_to_end(run_dir, run_script, monkeypatch, tmp_path):
     """A run's samples are not well formed, a file of real shapes with classes in another order is."""
-    monkeypatch.setattr(dataset, "SHAPES", {"tiny": 16})
+    monkeypatch.setattr("nanodiff.data.dataset.SHAPES", {"tiny": 16})
     assert evaluate(run_script, "well_formed", "--num_images=8", "--steps=1")["well_formed"] == 0
     images, labels = draw_shapes(16, seed=3)
     protocol = json.dumps({"class_names": CLASS_NAMES[::-1]})

@@ -34,7 +34,6 @@ def test_sizes_have_one_area_and_every_ratio_has_one_near():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_other_buckets_with_enough_images_crop_less(seed):
-    """Least cropped of all sets of buckets that keep the minimum; never worse than a square."""
     crop_of = lambda ratios, sizes: 1 - kept_area(ratios, sizes).max(1).mean()
     rng = np.random.default_rng(seed)
     ratios = np.exp(rng.normal(size=rng.integers(20, 300)) * rng.uniform(0.05, 0.6))

@@ -8,13 +8,12 @@ from tiny_runs import assert_identical, make_data
 from nanodiff.data.dataset import open_dataset
 from nanodiff.data.shapes import draw_shapes
 from nanodiff.device import init_device
-from nanodiff.metrics import classifier as module
 from nanodiff.metrics.classifier import Classifier, get_classifier, shrink, train_classifier
 
 
 @pytest.fixture
 def tiny(base, monkeypatch):
-    monkeypatch.setattr(module, "MIN_TRAINED", 100)
+    monkeypatch.setattr("nanodiff.metrics.classifier.MIN_TRAINED", 100)
     make_data()
     return open_dataset("tiny"), open_dataset("tiny", "val")
 
@@ -58,7 +57,8 @@ def test_the_first_rank_trains_for_all(tiny, monkeypatch):
         torch.manual_seed(rank)
         return get_classifier(*tiny, "cpu").state_dict()
 
-    monkeypatch.setattr(module, "train_classifier", lambda *args: Classifier(3, 16, 8))  # of other weights on each rank
+    other_on_each_rank = lambda *args: Classifier(3, 16, 8)
+    monkeypatch.setattr("nanodiff.metrics.classifier.train_classifier", other_on_each_rank)
     assert_identical(*on_ranks(work))
 
 

@@ -21,15 +21,12 @@ from nanodiff.models.build import build_model
 from nanodiff.models.dit import DiTConfig
 from nanodiff.safetensors import load_safetensors
 from nanodiff.training import batch, checkpoint
-from nanodiff.training.batch import automatic_batch
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
-TINY = (
-    "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3 "
-    "--eval_images=20 --sample_every=3 --sample_steps=2"
-).split()  # fmt: skip
+TINY = "--data=tiny --depth=1 --patch_size=4 --total_batch_size=16 --num_iterations=6 --log_every=1 --eval_every=3"
+TINY = [*TINY.split(), "--eval_images=20", "--sample_every=3", "--sample_steps=2"]
 
 
 @pytest.fixture(params=["cpu", CUDA])
@@ -202,7 +199,7 @@ def test_the_largest_batch_that_fits(device, monkeypatch):
     if device.type == "cuda":
         limit = 2**20
         monkeypatch.setattr(batch, "MEMORY_TRIED", 2**31 / torch.cuda.get_device_properties(device).total_memory)
-    found = automatic_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), limit)
+    found = batch.automatic_batch(model, FlowMatching(), (3, 16, 16), autocast_to(device, torch.bfloat16), limit)
     if device.type == "cuda":
         assert 8 <= found < limit and limit % found == 0 and torch.cuda.memory_allocated() < 2**28
         torch.empty(2**32, dtype=torch.uint8, device=device)  # training has all of the memory

@@ -98,17 +98,13 @@ def test_a_class_table_without_a_null_class_keeps_its_last_class(export, tmp_pat
 
 
 @pytest.mark.slow  # to import it takes seconds
-@pytest.mark.parametrize(
-    "sizes", [{}, dict(in_channels=3, out_channels=3, patch_size=4, num_attention_heads=4, num_layers=1)]
-)
+@pytest.mark.parametrize("sizes", [{}, dict(in_channels=3, out_channels=3, patch_size=4, num_attention_heads=4)])
 def test_diffusers_own_folder_loads_and_predicts_the_same(tmp_path, capsys, sizes):
     """From the model's folder and from its pipeline's. diffusers embeds t with other frequencies, which is said."""
     diffusers = pytest.importorskip("diffusers", reason="the library that owns the format")
     sizes = dict(in_channels=4, out_channels=8, patch_size=2, num_attention_heads=2, num_layers=2) | sizes
-    theirs = diffusers.DiTTransformer2DModel(
-        **sizes, attention_head_dim=128 // sizes["num_attention_heads"], sample_size=8, num_embeds_ada_norm=5,
-        norm_eps=1e-6,
-    ).eval()  # fmt: skip
+    sizes |= dict(sample_size=8, num_embeds_ada_norm=5, attention_head_dim=128 // sizes["num_attention_heads"])
+    theirs = diffusers.DiTTransformer2DModel(**sizes, norm_eps=1e-6).eval()
     state = randomise(theirs.state_dict())
     for name in state:  # each block holds a copy of the embeddings
         if ".emb." in name:

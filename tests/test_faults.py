@@ -136,20 +136,17 @@ def test_nobody_gives_up_waiting_for_a_save(base):
 
 def other_eyes(what):
     """Before a script: another rank does not see the newest checkpoint, or cannot open it once rank 0 has."""
-    if os.environ["RANK"] == "0":
-        return
-    if what == "stale":
-        honest_list = checkpoint.list_checkpoints
-        checkpoint.list_checkpoints = lambda run_dir: honest_list(run_dir)[:-1]
-        return
-    honest = checkpoint.from_first_rank
+    honest_list, honest = checkpoint.list_checkpoints, checkpoint.from_first_rank
 
     def from_first_rank(value, what):
         path = honest(value, what)
         (path / "optim.pt").unlink()
         return path
 
-    checkpoint.from_first_rank = from_first_rank
+    if os.environ["RANK"] != "0" and what == "stale":
+        checkpoint.list_checkpoints = lambda run_dir: honest_list(run_dir)[:-1]
+    elif os.environ["RANK"] != "0":
+        checkpoint.from_first_rank = from_first_rank
 
 
 @pytest.mark.slow
@@ -202,7 +199,6 @@ def test_torchrun_restarts_after_the_death_of_a_worker_and_stops_at_a_signal(bas
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_one_two_and_four_ranks(base, run_script):
-    """The same images in the same order and the same noise: the same losses."""
     args = [*TRAIN, "--total_batch_size=16", "--warmup_ratio=0", "--warmdown_ratio=0", "--flip"]
     run_script("base_train", *args, "--num_iterations=8", "--model_tag=one")
     for steps, ranks, size in ((2, 1, 16), (4, 2, 4), (6, 4, 2), (8, 1, 8)):

@@ -14,18 +14,15 @@ from tiny_runs import make_data
 from nanodiff.common import in_batches
 from nanodiff.data.dataset import DatasetWriter, open_dataset
 from nanodiff.data.shapes import CLASS_NAMES, draw_shapes
-from nanodiff.metrics import cache, classifier
-from nanodiff.metrics import features as features_module
-from nanodiff.metrics.classifier import Classifier, get_classifier
+from nanodiff.metrics import cache, classifier, features
 from nanodiff.metrics.distances import frechet_distance
-from nanodiff.metrics.features import collect_features, compare, image_set, load_network, load_stats, reference_features
 from nanodiff.sampling.draw import ModelSamples
 
 
 def make_network(seed=0):
     """An untrained classifier: random features tell images apart too."""
     torch.manual_seed(seed)
-    return Classifier(3, 16, 8, width=4).requires_grad_(False).eval()
+    return classifier.Classifier(3, 16, 8, width=4).requires_grad_(False).eval()
 
 
 def distance(a, b):
@@ -33,13 +30,13 @@ def distance(a, b):
 
 
 def collect(images, network, batch_size=64):
-    return collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
+    return features.collect_features(images.__getitem__, in_batches(np.arange(len(images)), batch_size), network)
 
 
 @pytest.mark.parametrize("metric", ["fd_classifier", "fd_simclr"])
 def test_the_order_of_distances(metric):
     n = 400
-    network = load_network(metric, "", "cpu") if metric == "fd_simclr" else make_network()
+    network = features.load_network(metric, "", "cpu") if metric == "fd_simclr" else make_network()
     images = draw_shapes(n, seed=0)[0]
     whole = collect(images, network)
     halves = [collect(half, network) for half in (images[: n // 2], images[n // 2 :])]
@@ -49,7 +46,7 @@ def test_the_order_of_distances(metric):
     apart = distance(*halves)
     far = [collect(x.numpy(), network) for x in (blurred, noise)]
     assert again < 1e-6 < apart < 0.1 * distance(whole, far[0]) < distance(whole, far[1])
-    near, blurry, noisy = (compare(metric, x, halves[0]) for x in (halves[1], *far))
+    near, blurry, noisy = (features.compare(metric, x, halves[0]) for x in (halves[1], *far))
     assert near[metric] == pytest.approx(apart)
     kernel = metric.replace("fd", "kd")
     assert abs(near[kernel]) < 0.1 * blurry[kernel] < noisy[kernel]
@@ -83,14 +80,14 @@ def test_a_perfect_model_of_an_unbalanced_set_scores_as_real_images_do(base):
     assert samples.classes is None
 
 
-features_of = lambda name: reference_features(open_dataset(name), make_network()).mu
-classifier_of = lambda name: get_classifier(open_dataset(name), open_dataset(name, "val"), "cpu").head.weight
+features_of = lambda name: features.reference_features(open_dataset(name), make_network()).mu
+classifier_of = lambda name: classifier.get_classifier(open_dataset(name), open_dataset(name, "val"), "cpu").head.weight
 
 
 @pytest.mark.parametrize(
     "module, computes, of, file",
     [
-        (features_module, "collect_features", features_of, "stats_classifier_train.npz"),
+        (features, "collect_features", features_of, "stats_classifier_train.npz"),
         (classifier, "train_classifier", classifier_of, "classifier.npz"),
     ],
 )
@@ -114,21 +111,21 @@ def test_what_a_set_gives_is_computed_once_and_again_if_it_changed(base, monkeyp
 def test_features_are_those_of_one_network_in_a_file_of_reference_statistics(base):
     make_data()
     dataset, network = open_dataset("tiny"), make_network()
-    found, other = (reference_features(dataset, n) for n in (network, make_network(seed=1)))
+    found, other = (features.reference_features(dataset, n) for n in (network, make_network(seed=1)))
     assert not torch.equal(found.mu, other.mu)
-    read = load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
+    read = features.load_stats(dataset.path / "stats_classifier_train.npz", network.num_features)
     assert torch.equal(read.mu, other.mu) and torch.equal(read.sigma, other.sigma)
 
 
 def test_a_set_on_a_read_only_disk_can_be_a_reference(base, monkeypatch, capsys):
     make_data()
     monkeypatch.setattr(cache, "writing", Mock(side_effect=OSError(30, "Read-only file system")))
-    assert reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
+    assert features.reference_features(open_dataset("tiny"), make_network()).some.shape == (24, 32)
     assert "cannot be written" in capsys.readouterr().out
 
 
 def test_a_model_of_latents_is_compared_with_the_images_they_are_of(monkeypatch):
     sets = {"sd": {"kind": "latents", "latents": {"source": "photos"}}, "photos": {"kind": "images"}}
     opened = lambda name, split: SimpleNamespace(meta=sets[name], name=name, split=split, channels=3)
-    monkeypatch.setattr(features_module, "open_dataset", opened)
-    assert all(vars(image_set(name, "val")) == vars(opened("photos", "val")) for name in sets)
+    monkeypatch.setattr(features, "open_dataset", opened)
+    assert all(vars(features.image_set(name, "val")) == vars(opened("photos", "val")) for name in sets)

@@ -20,15 +20,6 @@ IMAGES = torch.tensor([[1.0, 0.0], [-1.0, 0.5]])[:, :, None, None]  # a data set
 NULL = 2
 
 
-def expected_x0(x_t, t, y):
-    """E[x0 | x_t, y] of the two images, equally likely where y is NULL; x_t (N, 2, 1, 1), t and y (N,)."""
-    t = t.view(-1, 1)
-    squares = (x_t[:, None] - (1 - t)[:, :, None, None, None] * IMAGES).flatten(2).square().sum(2)  # (N, 2)
-    posterior = torch.softmax(-squares / (2 * t**2), dim=1)
-    weights = torch.where((y == NULL)[:, None], posterior, torch.nn.functional.one_hot(y.clamp(max=1), 2).float())
-    return (weights[:, :, None, None, None] * IMAGES).sum(1)
-
-
 class Perfect:
     """The velocity of that set; that of a class guided by `scale`."""
 
@@ -38,8 +29,13 @@ class Perfect:
         self.scale = scale
 
     def __call__(self, x_t, model_t, y):
-        t = model_t / 1000
-        v, v_null = ((x_t - expected_x0(x_t, t, y)) / t.view(-1, 1, 1, 1) for y in (y, torch.full_like(y, NULL)))
+        t = model_t.view(-1, 1) / 1000
+        squares = (x_t[:, None] - (1 - t)[:, :, None, None, None] * IMAGES).flatten(2).square().sum(2)  # (N, 2)
+        null = torch.softmax(-squares / (2 * t**2), dim=1)  # how likely each image is where y is NULL
+        known = torch.nn.functional.one_hot(y.clamp(max=1), 2).float()
+        x0_of = lambda weights: (weights[:, :, None, None, None] * IMAGES).sum(1)  # E[x0 | x_t, y]
+        x0 = x0_of(torch.where((y == NULL)[:, None], null, known))
+        v, v_null = ((x_t - x) / t[:, :, None, None] for x in (x0, x0_of(null)))
         return v_null + self.scale * (v - v_null)
 
 

@@ -32,7 +32,6 @@ def normal():
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_keeps_the_marginals(sampler):
-    """At every t on the way, and at the end, mean and covariance are those of the path."""
     calls, noise = [], torch.randn(40_000, 2, generator=make_generator(1))
     model = lambda x_t, t, at: calls.append((t[0].item() / 1000, x_t)) or perfect(x_t, t, at)
     x0 = FlowMatching().sample(model, image(noise), 100, sampler, normal())

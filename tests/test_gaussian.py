@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from figures import assert_figures
-from gaussian_oracle import GaussianOracle, exact_reverse
+from gaussian_oracle import GaussianOracle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,9 +55,7 @@ def test_published_respacing():
         T, spec = key.split(":")
         kept = space_timesteps(int(T), spec)
         assert kept == sorted(set(kept))
-        assert (len(kept), kept[:12], kept[-12:], sum(kept)) == (
-            figure["count"], figure["first"], figure["last"], figure["sum"],
-        ), key  # fmt: skip
+        assert {"count": len(kept), "first": kept[:12], "last": kept[-12:], "sum": sum(kept)} == figure, key
 
 
 @pytest.mark.parametrize(
@@ -65,9 +63,8 @@ def test_published_respacing():
 )
 def test_published_losses(row):
     prediction = {"EPSILON": "eps", "START_X": "x0", "PREVIOUS_X": "x_prev"}[row["mean"]]
-    process = GaussianDiffusion(
-        row["schedule"], row["T"], row["rescale_timesteps"], row["var"].lower(), row["loss"].lower(), prediction
-    ).respaced(row["respacing"])
+    kind = (row["var"].lower(), row["loss"].lower(), prediction)
+    process = GaussianDiffusion(row["schedule"], row["T"], row["rescale_timesteps"], *kind).respaced(row["respacing"])
     model = toy_model(process.num_outputs == 2)
     losses = process.losses(model, wave(SHAPE, 0, 0.8), torch.tensor(row["t"]), wave(SHAPE, 1, 1.0), {})
     assert losses.keys() == row["losses"].keys()
@@ -151,9 +148,19 @@ def test_bits_per_dim_of_the_exact_model_is_the_entropy():
     process = GaussianDiffusion("linear", 40, False, "learned", objective="x0", clip_denoised=False)
     g = torch.Generator().manual_seed(0)
     x0 = 0.2 * torch.randn(500, 24, 1, 1, generator=g)
-    std = 0.2
-    bpd = process.bits_per_dim(exact_reverse(process, std**2), x0, {}, StackedGenerator(range(500)))
-    entropy = 0.5 * math.log2(2 * math.pi * math.e * std**2) + math.log2(255 / 2)
+    variance, tables = 0.2**2, process.tables
+
+    def exact_reverse(x_t, t):  # p(x_{t-1} | x_t) with "learned" log-variance
+        t = int(t[0])
+        alpha_bar = process.alpha_bar[t]
+        marginal = alpha_bar * variance + 1 - alpha_bar
+        x0 = math.sqrt(alpha_bar) * variance / marginal * x_t
+        x0_variance = variance * (1 - alpha_bar) / marginal  # of x0 given x_t
+        reverse_variance = tables["posterior_variance"][t] + tables["posterior_mean_coef1"][t] ** 2 * x0_variance
+        return torch.cat([x0, torch.full_like(x0, math.log(max(reverse_variance, 1e-20)))], dim=1)
+
+    bpd = process.bits_per_dim(exact_reverse, x0, {}, StackedGenerator(range(500)))
+    entropy = 0.5 * math.log2(2 * math.pi * math.e * variance) + math.log2(255 / 2)
     assert bpd["total_bpd"].mean().item() == pytest.approx(entropy, abs=0.03)
     last = process.alpha_bar[-1]
     prior = last * (x0**2).mean((1, 2, 3)) - last - math.log(1 - last)
@@ -184,15 +191,16 @@ def test_losses_are_fp32_and_no_float64_reaches_the_device():
 def test_orders_of_convergence(sampler, order, lengths):
     """In the step of log(alpha / sigma), also where steps are uneven: here they are laid out from 2 to -3."""
     noise = torch.randn(20, 3, 1, 1, generator=torch.Generator().manual_seed(0))
-    errors = []
+    errors, process = [], GaussianDiffusion(objective="x0", clip_denoised=False)
+    scales = lambda t: np.sqrt([process.alpha_bar[t], 1 - process.alpha_bar[t]])
+    perfect = lambda x_t, t, at: oracle.x0(x_t, *scales(int(t[0]))).float()
     for n in (40, 80, 160):
         lam = np.append(0, np.cumsum(np.resize(lengths, n)))
         alpha_bar = 1 / (1 + np.exp(-2 * (2 - 5 * lam / lam[-1])))
-        process = GaussianDiffusion(objective="x0", clip_denoised=False)
         process.set_alpha_bar(alpha_bar, np.arange(len(alpha_bar)))
-        start, end = (np.sqrt([alpha_bar[t], 1 - alpha_bar[t]]) for t in (-1, 0))
+        start, end = scales(-1), scales(0)
         exact = oracle.x0(oracle.ode(noise, start, end), *end)  # the last step takes x_t at t = 0 to its E[x0 | x_t]
-        x0 = process.sample(oracle.denoiser(process), noise, sampler=sampler)
+        x0 = process.sample(perfect, noise, sampler=sampler)
         errors.append((x0 - exact).square().mean().sqrt().item())
     np.testing.assert_allclose(-np.diff(np.log2(errors)), order, atol=0.15)
 

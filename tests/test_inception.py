@@ -9,7 +9,6 @@ from conftest import golden, refused
 from figures import assert_figures, rule_weights, wave
 
 from nanodiff.metrics import inception
-from nanodiff.metrics.inception import Inception, load_inception, resize
 
 PUBLISHED = golden("inception.json")
 
@@ -18,7 +17,7 @@ PUBLISHED = golden("inception.json")
 @pytest.mark.parametrize("size", [32, 64])
 def test_layers_equal_torch_fidelity(size):
     weights = rule_weights(PUBLISHED["parameters"], 1.5, PUBLISHED["salt"])
-    model = Inception(weights).eval()
+    model = inception.Inception(weights).eval()
     model.load_state_dict(weights)
     x = (127.5 + wave((2, 3, size, size), 0, 127.5, PUBLISHED["salt"])).round().clamp(0, 255).byte().numpy()
     layers = {}
@@ -34,10 +33,10 @@ def test_resize_follows_tensorflow_1():
     # 2 -> 4 pixels: read at 0, 0.5, 1, 1.5, the last one past the edge: that is TensorFlow's known shift to a side.
     x = torch.tensor([[0.0, 8.0], [16.0, 24.0]])[None, None]
     expected = torch.tensor([[0, 4, 8, 8], [8, 12, 16, 16], [16, 20, 24, 24], [16, 20, 24, 24]]).float()
-    torch.testing.assert_close(resize(x, 4)[0, 0], expected)
+    torch.testing.assert_close(inception.resize(x, 4)[0, 0], expected)
     x = torch.rand(1, 3, 6, 6)
-    torch.testing.assert_close(resize(x, 6), x)  # the same size: nothing to do
-    torch.testing.assert_close(resize(x, 3), x[:, :, ::2, ::2])  # half of it: every other pixel, not smoothed
+    torch.testing.assert_close(inception.resize(x, 6), x)  # the same size: nothing to do
+    torch.testing.assert_close(inception.resize(x, 3), x[:, :, ::2, ::2])  # half of it: every other pixel, not smoothed
 
 
 def test_weights_are_downloaded_once_and_checked_or_it_is_said_where_to_put_them(tmp_path, monkeypatch):
@@ -51,12 +50,12 @@ def test_weights_are_downloaded_once_and_checked_or_it_is_said_where_to_put_them
     monkeypatch.setattr(inception, "SHA256", hashlib.sha256(published.read_bytes()).hexdigest())
     urlopen = Mock(side_effect=lambda url, timeout: open(published, "rb"))
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    for model in (load_inception(path, "cpu") for path in ("", "", published)):
+    for model in (inception.load_inception(path, "cpu") for path in ("", "", published)):
         assert not model.training
         assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
     assert [call.args[0] for call in urlopen.call_args_list] == [inception.URL]
     monkeypatch.setattr(inception, "SHA256", "0" * 64)
-    refused("not the published file", load_inception, published, "cpu")
+    refused("not the published file", inception.load_inception, published, "cpu")
     monkeypatch.setenv("NANODIFF_BASE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: open(tmp_path / "no route"))
-    refused(f"{inception.URL}.*{tmp_path / 'elsewhere' / inception.FILE_NAME}", load_inception, "", "cpu")
+    refused(f"{inception.URL}.*{tmp_path / 'elsewhere' / inception.FILE_NAME}", inception.load_inception, "", "cpu")

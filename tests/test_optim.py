@@ -14,8 +14,7 @@ from figures import build
 from processes import run_process
 from tiny_runs import make_optimizer
 
-from nanodiff.training import optim as optim_module
-from nanodiff.training import shard
+from nanodiff.training import optim, shard
 from nanodiff.training.ema import EMA
 from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, normalised, polar_express
 
@@ -23,7 +22,7 @@ from nanodiff.training.optim import POLAR_EXPRESS, LossScaler, normalised, polar
 @pytest.fixture(autouse=True)
 def fp32_products(monkeypatch):
     """The laws below hold to fp32's precision, whatever this machine would choose for Muon's matrix products."""
-    monkeypatch.setattr(optim_module, "choose_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(optim, "choose_dtype", lambda *_: torch.float32)
 
 
 class Block(nn.Module):
@@ -188,7 +187,7 @@ def test_compiling_changes_nothing_and_happens_once(monkeypatch):
     backend = lambda graph, _: graphs.append(graph) or graph.forward
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
-    monkeypatch.setattr(optim_module, "pays_to_compile", lambda device: True)  # on a CPU, too
+    monkeypatch.setattr(optim, "pays_to_compile", lambda device: True)  # on a CPU, too
     for model in (eager, compiled):
         opt = make_optimizer(model, weight_decay=0.1, compile=model is compiled)
         for step in range(3):
@@ -258,7 +257,7 @@ OPTIONS = {"lr": 1e-2, "muon_lr": 0.02, "weight_decay": 0.1}
 
 def two_ranks(folder):
     """What each of two ranks finds, with its half of every batch and, before the optimizer, weights of its own."""
-    optim_module.choose_dtype, shard.LEAST_PART = lambda *_: torch.float32, 1000
+    optim.choose_dtype, shard.LEAST_PART = lambda *_: torch.float32, 1000
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     rows, found = slice(32 * rank, 32 * rank + 32), {}

@@ -15,14 +15,12 @@ from tiny_runs import make_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import backend_registration
 
-from nanodiff import conditions
-from nanodiff.common import StackedGenerator
+from nanodiff import common, conditions
 from nanodiff.data import latents as codecs
 from nanodiff.diffusion import guidance
 from nanodiff.diffusion import process as processes
 from nanodiff.diffusion.timesteps import make_timesteps
-from nanodiff.models import autoencoder, lora
-from nanodiff.models import build as recipe
+from nanodiff.models import autoencoder, build, lora
 from nanodiff.sampling.draw import SampleSettings
 from nanodiff.training.ema import EMA
 from nanodiff.training.log import quartile_sums
@@ -66,8 +64,8 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
             stored = torch.zeros(2, 2 * vae.parts * 4, *pixels.shape[1:], dtype=torch.float16, device=device)
 
     process = processes.make_process(config, facts)
-    model_config = recipe.make_model_config(config, facts, process.num_outputs * facts["channels"])
-    model = moved((recipe.UNet if config["arch"] == "unet" else recipe.DiT)(model_config))
+    model_config = build.make_model_config(config, facts, process.num_outputs * facts["channels"])
+    model = moved((build.UNet if config["arch"] == "unet" else build.DiT)(model_config))
     model.init_weights(torch.Generator().manual_seed(0))
     num_classes = model_config.num_classes
     if rank:
@@ -98,7 +96,7 @@ def train_and_sample(device, rank=0, latents="", mistake=False, samplers=1, **ch
         for sampler in list(process.samplers)[:samplers]:
             settings = SampleSettings(cfg_scale=2.0 if num_classes else 1.0)
             denoiser = guidance.make_denoiser(model, cond, settings)
-            generator = StackedGenerator(range(2))
+            generator = common.StackedGenerator(range(2))
             start = generator.randn(noise.shape, device)
             assert pixels.to_pixels(process.sample(denoiser, start, 3, sampler, generator)).device.type == "cpu"
 

@@ -10,7 +10,6 @@ from conftest import refused
 from processes import FORK, Started
 
 from nanodiff.common import in_batches
-from nanodiff.sampling import store as module
 from nanodiff.sampling.store import SampleStore
 
 PROTOCOL = {"steps": 50, "guide": None, "cfg_interval": [0.0, 1.0]}
@@ -77,7 +76,7 @@ def test_kill_9(tmp_path, expected, moment):
         store.open()
         draw(store)
         if moment == "file":
-            module.np.savez = kill
+            np.savez = kill
         elif moment == "rename":
             os.replace = kill
         else:

@@ -70,19 +70,14 @@ def test_samples_take_rows_and_those_of_the_validation_images_by_default(here, d
     np.save(tmp_path / "rows.npy", raw)
     np.savez(tmp_path / "rows.npz", vectors=raw)  # as prepare_data takes it
     np.save(tmp_path / "other.npy", np.roll(raw, 1, axis=1))
-    by_default, by_npz, other, by_file = (
-        draw(*some, *more)[0]
-        for more in ((), *((f"--vectors={tmp_path / name}",) for name in ("rows.npz", "other.npy", "rows.npy")))
-    )
+    files = [f"--vectors={tmp_path / name}" for name in ("rows.npz", "other.npy", "rows.npy")]
+    by_default, by_npz, other, by_file = (draw(*some, *more)[0] for more in ([], *zip(files)))
     assert (by_default == by_file).all() and (by_npz == by_file).all() and (other != by_file).any()
     np.save(tmp_path / "rows.npy", raw[::-1])  # new content under a name that was used
     again = (*some, *TIMELESS, "--npz", "--steps=3", f"--vectors={tmp_path}/rows.npy", f"--out={tmp_path}/drawn")
     refused("another protocol", run_script, "sample", *again)
-    for array, said in (
-        (np.zeros((3, 7), np.float32), r"accepted: \('n', 8\)"),
-        (np.full((3, 8), np.nan, np.float32), "NaN"),
-        (np.array(["a"]), "accepted: floats"),
-    ):
+    seven, nan = np.zeros((3, 7), np.float32), np.full((3, 8), np.nan, np.float32)
+    for array, said in (seven, r"accepted: \('n', 8\)"), (nan, "NaN"), (np.array(["a"]), "accepted: floats"):
         np.save(tmp_path / "bad.npy", array)
         refused(said, draw, *some, f"--vectors={tmp_path / 'bad.npy'}")
 

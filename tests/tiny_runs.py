@@ -76,10 +76,8 @@ def make_autoencoder(folder, seed=0, latent_channels=3):
 
 def randomise(tensors, seed=0):
     """The same names and shapes with normal numbers, in place of initial weights of which half are zero."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        k: 0.1 * torch.randn(v.shape, generator=generator) + (v.ndim == 1 and "norm" in k) for k, v in tensors.items()
-    }
+    g = torch.Generator().manual_seed(seed)
+    return {k: 0.1 * torch.randn(v.shape, generator=g) + (v.ndim == 1 and "norm" in k) for k, v in tensors.items()}
 
 
 def assert_identical(a, b, path=""):
