@@ -38,12 +38,6 @@ def to_compvis(weights):
     return theirs
 
 
-def old_diffusers(name):
-    for new, old in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
-        name = name.replace(f"attentions.0.{new}.", f"attentions.0.{old}.")
-    return name
-
-
 def assert_same_model(a, b):
     """The same modules, whose repr tells their sizes and groups, and the same weights."""
     assert str(a) == str(b) and a.state_dict().keys() == b.state_dict().keys()
@@ -84,8 +78,10 @@ def test_published_sizes():
     assert (vae.downsample, vae.latent_channels, vae.scale, vae.shift) == (8, 4, 0.18215, 0.0)
 
 
+OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+old_name = lambda name: re.sub(r"(?<=\.attentions\.0\.)(to_[qkv]|to_out\.0)", lambda m: OLD[m[0]], name)
 LAYOUTS = {
-    "diffusers before 0.18": lambda weights: {old_diffusers(name): w for name, w in weights.items()},
+    "diffusers before 0.18": lambda weights: {old_name(name): w for name, w in weights.items()},
     "CompVis": to_compvis,
     "a whole SD checkpoint": lambda weights: {
         **{f"first_stage_model.{name}": w for name, w in to_compvis(weights).items()},

@@ -105,9 +105,8 @@ def inject(*faults):
 )
 def test_a_rank_that_hangs_or_dies_ends_the_others(base, run_script, action, timeout, words):
     """They name what they waited for, within the timeout or at once; the newest checkpoint goes on with fewer ranks."""
-    before = partial(inject, ("1", 5, action))
-    limit = {"NANODIFF_RANK_TIMEOUT": str(timeout)}
-    running = Started("base_train", *SHORT, "--model_tag=a", ranks=2, before=before, **limit)
+    fault = dict(before=partial(inject, ("1", 5, action)), NANODIFF_RANK_TIMEOUT=str(timeout))
+    running = Started("base_train", *SHORT, "--model_tag=a", ranks=2, **fault)
     running.processes[0].join(150)
     codes = running.codes()
     err = running.kill().stderr
@@ -128,9 +127,8 @@ def slow_save(seconds):
 @pytest.mark.slow
 def test_nobody_gives_up_waiting_for_a_save(base):
     """Two saves longer than the timeout, the second of them at the end."""
-    limit = {"NANODIFF_RANK_TIMEOUT": "4"}
     steps = ("--num_iterations=4", "--save_every=2", "--model_tag=a")
-    run_process("base_train", *SHORT, *steps, ranks=2, before=partial(slow_save, 5), **limit)
+    run_process("base_train", *SHORT, *steps, ranks=2, before=partial(slow_save, 5), NANODIFF_RANK_TIMEOUT="4")
     assert (base / "runs" / "a" / "checkpoints" / "step_000004" / "manifest.json").exists()
 
 

@@ -219,21 +219,16 @@ def test_every_trainable_parameter_is_in_exactly_one_group(make, optimizer):
         assert (name in muon) == (optimizer == "muon" and p.ndim >= 2 and in_block and not others), name
 
 
-def test_what_no_rule_knows_is_refused_by_name():
+def test_a_weight_that_no_rule_knows_or_that_left_the_buffer_is_named():
     """Else Muon would leave a new backbone's matrices to AdamW, without a word."""
     model = Toy()
     model.trunk = nn.Linear(4, 4)
     other = make_optimizer(model, "adamw").state_dict()
     refused(r"muon: trunk\.weight is in neither", make_optimizer, model)
-    opt = make_optimizer(Toy())
+    opt = make_optimizer(model := Toy())
     lacking = {name: value for name, value in opt.state_dict().items() if name != "step"}
     for state, message in ((other, "exp_avg/blocks.* unknown"), (lacking, "'step' is missing")):
         refused(message, opt.load_state_dict, state)
-
-
-def test_a_model_that_left_the_buffer_is_noticed():
-    model = Toy()
-    opt = make_optimizer(model)
     model.final.weight.data = model.final.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"final\.weight"):
         opt.sync_grads()
