@@ -98,7 +98,9 @@ def test_a_class_table_without_a_null_class_keeps_its_last_class(export, tmp_pat
 
 
 @pytest.mark.slow  # to import it takes seconds
-@pytest.mark.parametrize("sizes", [{}, dict(in_channels=3, out_channels=3, patch_size=4, num_attention_heads=4)])
+@pytest.mark.parametrize(
+    "sizes", [{}, dict(in_channels=3, out_channels=3, patch_size=4, num_attention_heads=4, num_layers=1)]
+)
 def test_diffusers_own_folder_loads_and_predicts_the_same(tmp_path, capsys, sizes):
     """From the model's folder and from its pipeline's. diffusers embeds t with other frequencies, which is said."""
     diffusers = pytest.importorskip("diffusers", reason="the library that owns the format")
