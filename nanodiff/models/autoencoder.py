@@ -256,19 +256,16 @@ def open_autoencoder(path: str | Path) -> Autoencoder:
     """
     path = Path(path)
     files = find_weights(path)
-    first = next(iter(files.values()))
+    first, *_ = files.values()
     settings = first.with_name("config.json")
+    found = [read_tensors(file)[0] for file in files.values()]
     weights = {}
     with reading(path, "holds neither an SD VAE nor both halves of a TAESD"):
-        for prefix, file in files.items():
-            tensors, _ = read_tensors(file)
-            tensors = tensors.get("state_dict", tensors)
-            for name, w in tensors.items():
+        for prefix, tensors in zip(files, found):
+            for name, w in tensors.get("state_dict", tensors).items():
                 weights[prefix + name] = w
         weights = rename(weights)
-        config = {}
-        if settings.is_file():
-            config = json.loads(settings.read_text())
+        config = json.loads(settings.read_text()) if settings.is_file() else {}
         with torch.device("meta"):
             ae = build(weights, config.get("norm_num_groups", 32))
         ae.load_state_dict(weights, assign=True)
@@ -322,12 +319,10 @@ def build(weights: dict[str, Tensor], groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
         latent_channels = weights["decoder.0.weight"].shape[1]
-        has_pool = any(".pool." in name for name in weights)
-        return TinyAutoencoder(latent_channels, has_pool)
+        return TinyAutoencoder(latent_channels, mid_pool=any(".pool." in name for name in weights))
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
     pattern = r"encoder\.down_blocks\.\d\.\d\.layer1\.2\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]
     widths = [len(weights[name]) for name in convs if ".0.layer1." in name]
-    blocks = len(convs) // len(widths)
     has_quant_conv = "encoder.quant_conv.weight" in weights
-    return AutoencoderKL(widths, blocks, latent_channels, groups, has_quant_conv)
+    return AutoencoderKL(widths, len(convs) // len(widths), latent_channels, groups, has_quant_conv)
