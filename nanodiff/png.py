@@ -41,8 +41,7 @@ def make_grid(images, columns: int) -> np.ndarray:
         left = PADDING
         row = images[first : first + columns]
         for image in row:
-            tile = np.asarray(image).transpose(1, 2, 0)
-            tile = tile.repeat(scale, 0).repeat(scale, 1)
+            tile = np.asarray(image).transpose(1, 2, 0).repeat(scale, 0).repeat(scale, 1)
             tiles.append((top, left, tile))
             left += tile.shape[1] + PADDING
         top += scale * max(image.shape[1] for image in row) + PADDING

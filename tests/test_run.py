@@ -149,9 +149,9 @@ def test_a_log_begins_where_the_run_resumes(tmp_path):
     recorded = lambda: json.loads((tmp_path / "config.json").read_text())
     log = open_log(lr=2, step=0, num_iterations=3)
     for step in (1, 2, 3):
-        log.metrics({"step": step, "train/loss": 0.0, "train/grad_norm": float("inf")})
+        log.metrics({"step": step, "train/loss": torch.tensor(0.5), "train/grad_norm": float("inf")})
     open_log(lr=2, step=2, num_iterations=3).metrics({"step": 3, "train/loss": 1.0, "val/loss_q0": float("nan")})
-    lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 1.0))]  # JSON has no infinity
+    lines = [{"step": s, "train/loss": x} for s, x in ((1, 0.5), (2, 0.5), (3, 1.0))]  # JSON has no infinity
     assert logged(tmp_path) == lines
     first = recorded()
     assert first["changed_from"] == {"lr": 1}

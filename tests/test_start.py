@@ -50,8 +50,11 @@ def test_a_published_file_brings_shape_and_process(base, run_script, tmp_path, c
     torch.testing.assert_close(done["raw_model"].eval()(x, t, y), published.model(x, t, y))
     start_from(empty_model(DIT), published, config, published.class_names)  # one on another device, as adapters' are
     assert (config["arch"], config["objective"], config["variance"]) == ("dit_classic", "eps", "learned_range")
-    run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", "--objective=x0", "--model_tag=x0")
-    assert "trained with objective=eps, it must learn anew what it predicts" in capsys.readouterr().out
+    others = ("--objective=x0", "--noise_schedule=cosine", "--model_tag=x0")
+    run_script("base_train", *TRAIN, f"--init_from={tmp_path / 'dit.pt'},heads=2", *others)
+    out = capsys.readouterr().out
+    for setting in ("objective=eps", "noise_schedule=linear"):
+        assert f"trained with {setting}, it must learn anew what it predicts" in out
     # Our own export of it holds its heads
     run_script("export", "--model=told", "--form=meta", f"--out={tmp_path / 'again.pt'}", "--ema=raw")
     capsys.readouterr()

@@ -117,9 +117,10 @@ def start_from(model, loaded: Loaded, config: dict, class_names: list[str]) -> N
             weights[name] = class_rows(table, known, class_names, len(own[name]))
             note = f"; it knows {len({*known} & {*class_names})} of {len(class_names)} classes"
     load_weights(model, weights, loaded.source)
-    theirs = loaded.config["objective"]
-    if config["objective"].replace("_map", "") != theirs.replace("_map", ""):
-        note += f"; trained with objective={theirs}, it must learn anew what it predicts"
+    for key in "objective time_input noise_schedule num_timesteps variance rescale_timesteps".split():
+        theirs = f"{loaded.config.get(key, config[key])}".replace("_map", "")  # maps are tuned from flow models
+        if theirs != f"{config[key]}".replace("_map", ""):
+            note += f"; trained with {key}={theirs}, it must learn anew what it predicts"
     print0(f"started from {loaded.source} ({loaded.weights}){note}")
 
 

@@ -318,8 +318,8 @@ def rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def build(weights: dict[str, Tensor], groups: int) -> Autoencoder:
     """An autoencoder whose shape is read off the weights."""
     if "encoder.0.weight" in weights:
-        latent_channels = weights["decoder.0.weight"].shape[1]
-        return TinyAutoencoder(latent_channels, mid_pool=any(".pool." in name for name in weights))
+        has_pool = any(".pool." in name for name in weights)
+        return TinyAutoencoder(weights["decoder.0.weight"].shape[1], has_pool)
     latent_channels = weights["decoder.conv_in.weight"].shape[1]
     pattern = r"encoder\.down_blocks\.\d\.\d\.layer1\.2\.weight"
     convs = [name for name in sorted(weights) if re.fullmatch(pattern, name)]

@@ -367,8 +367,7 @@ def read_arrays(path: Path, options: Options) -> Source:
             )
         stored = ((z / encoder.scale + encoder.shift).astype(np.float16) for z in images)
         source = array_source([("", stored, labels)], *facts)
-        info = describe_latents(encoder, options.latents) | {"parts": 1}
-        source.meta = {"kind": "latents", "latents": info}
+        source.meta = {"kind": "latents", "latents": describe_latents(encoder, options.latents) | {"parts": 1}}
         return source
     low, high = options.range or (least, most)
     if low > most or high < least:

@@ -210,8 +210,8 @@ class RunLog:
         config = described["config"]
         changed = {key: value for key, value in config.defaults.items() if config[key] != value}
         (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-        here = {"changed_from": changed, "environment": environment(device)}
-        record(run_dir / "config.json", described | here, step)
+        described = described | {"changed_from": changed, "environment": environment(device)}
+        record(run_dir / "config.json", described, step)
         if config["resume"].isdigit():
             go_back(run_dir, step)
         trim_metrics(run_dir / "metrics.jsonl", step)
@@ -231,7 +231,7 @@ class RunLog:
         if self.file is None:
             return
         with names_file(self.file.name):
-            self.file.write(json.dumps(finite) + "\n")
+            self.file.write(json.dumps(finite, default=float) + "\n")
             self.file.flush()
         if self.wandb:
             self.wandb.log(finite, step=finite["step"])
@@ -269,8 +269,8 @@ def end(log: RunLog, step: int, stopping: bool, train_time_s: float, device: tor
     if stopping:
         how = "the same command resumes" if saved else "nothing was saved (save_every=-1)"
         print0(f"stopped by a signal after step {step}: {how}")
-    memory_gb = peak_memory_gb(device)
-    print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory_gb:.1f} GiB of memory at the peak")
+    memory = f"{peak_memory_gb(device):.1f} GiB of memory at the peak"
+    print0(f"{step:,} steps in {train_time_s / 60:.1f} minutes of training, {memory}")
     sample = f"; to sample: python -m scripts.sample --model={shlex.quote(log.run_dir.name)}" if saved else ""
     print0(f"everything is in {log.run_dir}{sample}")
     leave_together()
