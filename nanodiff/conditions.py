@@ -123,10 +123,7 @@ def null_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def input_channels(config: Conditioned) -> int:
     """The number of channels that with_images returns."""
-    channels = config.in_channels + config.second_channels
-    if config.given_channels:
-        channels += 1
-    return channels
+    return config.in_channels + config.second_channels + (config.given_channels > 0)
 
 
 def with_images(config: Conditioned, x_t, **images):
@@ -135,9 +132,7 @@ def with_images(config: Conditioned, x_t, **images):
     parts = [x_t]
     for image in images.values():
         image, is_null = null_rows(image)
-        mode = "bilinear"
-        if image.shape[-1] > size[-1]:  # latents are smaller
-            mode = "area"
+        mode = "area" if image.shape[-1] > size[-1] else "bilinear"  # latents are smaller
         parts.append(F.interpolate(image, size, mode=mode))
         if config.given_channels:
             parts.append(is_null.expand(-1, 1, *size))

@@ -59,9 +59,7 @@ try:
         meta.pop("lora", None)  # merged
         save_safetensors(tensors, path, described(meta))
     else:
-        state = {"ema": tensors, "nanodiff": told}
-        if form == "openai":
-            state = tensors
+        state = tensors if form == "openai" else {"ema": tensors, "nanodiff": told}
         with writing(path) as file:
             torch.save(state, file)
 except OSError as e:

@@ -47,9 +47,8 @@ def to_uint8(x: Tensor) -> Tensor:
 
 def visible(x):
     """Images (N, C, H, W), a tensor or an array -> their first three channels as colours, or the first as gray."""
-    if x.shape[1] >= 3:
-        return x[:, :3]
-    return x[:, :1]
+    channels = 3 if x.shape[1] >= 3 else 1
+    return x[:, :channels]
 
 
 class Pixels:

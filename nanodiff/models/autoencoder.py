@@ -85,10 +85,7 @@ class Attention(nn.Module):
     def __init__(self, channels: int, groups: int):
         super().__init__()
         self.norm = nn.GroupNorm(groups, channels, eps=1e-6)
-        self.q = nn.Linear(channels, channels)
-        self.k = nn.Linear(channels, channels)
-        self.v = nn.Linear(channels, channels)
-        self.out = nn.Linear(channels, channels)
+        self.q, self.k, self.v, self.out = (nn.Linear(channels, channels) for _ in range(4))
 
     def forward(self, x):
         h = self.norm(x).flatten(2).mT[:, None]  # (N, 1 head, H*W, C)

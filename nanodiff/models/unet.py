@@ -249,9 +249,7 @@ class UNet(nn.Module):
         c = self.config
         x_t = with_images(c, x_t, **images)
         device = x_t.device.type
-        dtype = x_t.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_t.dtype
         with no_autocast(x_t):  # as published, the embedding and the output layer stay in fp32
             emb = self.time_embed(timestep_embedding(t, c.model_channels))  # (N, 4 * model_channels)
             if c.num_classes:

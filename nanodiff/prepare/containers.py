@@ -94,9 +94,7 @@ def read_tar(suffixes: tuple[str, ...], path: str | Path, below: str = "") -> It
             name = cleaned(posixpath.join(below, member.name))
             if not member.isreg() or member.size > MAX_BYTES:
                 name += NO_FILE
-            content = None
-            if name.lower().endswith(suffixes):
-                content = tar.extractfile(member).read()
+            content = tar.extractfile(member).read() if name.lower().endswith(suffixes) else None
             if not member.isdir():
                 yield name, content
             tar.members.clear()  # else the list of a large archive fills the memory
@@ -131,9 +129,7 @@ def open_zip(path: Path):
             for name, info in sorted(infos.items()):
                 if info.file_size > MAX_BYTES:
                     name += NO_FILE
-                content = None
-                if name.lower().endswith(suffixes):
-                    content = archive.read(info)
+                content = archive.read(info) if name.lower().endswith(suffixes) else None
                 yield name, content
 
     return [str(path)], [stream]

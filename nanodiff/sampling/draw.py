@@ -136,9 +136,8 @@ class ModelSamples:
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of an image."""
         side = self.codec.image_size
-        if "latents" in self.codec.description:
-            return 3, side, side
-        return self.codec.shape[0], side, side
+        channels = 3 if "latents" in self.codec.description else self.codec.shape[0]
+        return channels, side, side
 
     @property
     def is_mixed(self) -> bool:

@@ -74,11 +74,10 @@ class Muon:
     def __init__(self, device: torch.device, compile: bool):
         self.dtype = torch.bfloat16 if choose_dtype("auto", device) == torch.bfloat16 else torch.float32
         self.compiled = compile and pays_to_compile(device)
-        self.look_ahead = look_ahead
-        self.descend = descend
+        halves = look_ahead, descend
         if self.compiled:  # each becomes one pass over memory; tests/test_cuda.py compares them with eager code
-            self.look_ahead = torch.compile(look_ahead, dynamic=False)
-            self.descend = torch.compile(descend, dynamic=False)
+            halves = [torch.compile(half, dynamic=False) for half in halves]
+        self.look_ahead, self.descend = halves
 
     def update(self, group: dict, step: int, finite, P, G, M) -> None:
         """Update matrices P (K, m, n) and their momenta M by gradients G, at step 1, 2, ...
@@ -121,11 +120,6 @@ class AdamW:
             eps=1e-8,
             weight_decay=group["weight_decay"],
         )
-
-
-def update_rules(device, beta2, compile) -> dict:
-    """{kind of a group: its rule}."""
-    return {"muon": Muon(device, compile), "adamw": AdamW(beta2)}
 
 
 BLOCKS = ("blocks.", "input_blocks.", "middle_block.", "output_blocks.")  # DiT's; the UNet's

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanodiff.common import UserError, get_dist
 from nanodiff.device import host_copy, to_host
 from nanodiff.dist import collective
-from nanodiff.training.optim import BLOCKS, update_rules
+from nanodiff.training.optim import BLOCKS, AdamW, Muon
 
 
 def align(n: int) -> int:
@@ -196,7 +196,7 @@ class Optimizer:
         grad_dtype: torch.dtype,
     ):
         rank, _, self.world = get_dist()
-        rules = update_rules(next(model.parameters()).device, beta2, compile)
+        rules = {"muon": Muon(next(model.parameters()).device, compile), "adamw": AdamW(beta2)}
         self.steps = 0
         self.param_groups = groups
         self.buffers = [
