@@ -173,6 +173,12 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def split_qkv(qkv, heads):
+    """(N, T, 3C) -> q and k (N, T, 2, heads, head_dim), v (N, T, 1, heads, head_dim)."""
+    # split, not slices: a slice's backward writes and reads a whole fp32 qkv of zeros
+    return qkv.unflatten(2, (3, heads, -1)).split((2, 1), dim=2)
+
+
 def modulate(norm, x, shift, scale):
     """norm(x) (1 + scale) + shift in fp32: x (N, T, C), scale and shift (N, 1, C), norm F.rms_norm or F.layer_norm."""
     h = norm(x.float(), x.shape[-1:], eps=1e-6)
@@ -198,9 +204,8 @@ class Block(nn.Module):
         self.ada = nn.Linear(C, 6 * C)
 
     def forward(self, x, c, rotation):
-        # x (N, T, C), fp32 or bf16; .float() because 1 + scale in bf16 would round scale to 1/128
-        ada = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)  # (N, 1, C) each
-        shift1, scale1, gate1, shift2, scale2, gate2 = ada
+        # x (N, T, C), fp32 or bf16; the six (N, 1, C), .float() because 1 + scale in bf16 would round scale to 1/128
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(c).float().unsqueeze(1).chunk(6, dim=-1)
         # Gates and sums are computed in fp32, then rounded to x's dtype
         h = modulate(self.norm, x, shift1, scale1)
         x = (x + gate1 * self.attention(h, rotation)).to(x.dtype)
@@ -208,21 +213,20 @@ class Block(nn.Module):
         return (x + gate2 * self.mlp(h)).to(x.dtype)
 
     def attention(self, x, rotation):
-        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))  # (N, T, 3, heads, head_dim)
-        qkv = self.rotate(qkv, rotation) if self.modern else qkv.unbind(2)
-        out = attention(*(part.transpose(1, 2) for part in qkv))  # (N, heads, T, head_dim)
+        qkv = self.qkv(x)
+        qk, v = split_qkv(qkv, self.heads) if isinstance(qkv, Tensor) else qkv  # fp8.py's layer has split it
+        if self.modern:
+            qk = self.rotate(qk, rotation)
+        out = attention(*qk.transpose(1, 3).unbind(2), v.transpose(1, 3).squeeze(2))  # (N, heads, T, head_dim)
         return self.proj(out.transpose(1, 2).flatten(2))
 
-    def rotate(self, qkv, rotation):
+    def rotate(self, qk, rotation):
         """qk-norm, then RoPE, which gives relative offsets. Absolute positions come from the sin-cos table."""
         sin, cos = rotation  # (T, 1, 1, head_dim/2)
-        # split, not slices: a slice's backward writes and reads a whole fp32 qkv of zeros
-        qk, v = qkv.split((2, 1), dim=2)
         normed = F.rms_norm(qk.float(), qk.shape[-1:], eps=1e-6)
         a, b = normed.chunk(2, dim=-1)  # q and k at once: (N, T, 2, heads, head_dim/2)
         turned = (a * cos - b * sin, a * sin + b * cos)
-        qk = torch.cat(turned, dim=-1).to(qkv.dtype)
-        return *qk.unbind(2), v.squeeze(2)
+        return torch.cat(turned, dim=-1).to(qk.dtype)
 
     def mlp(self, x):
         if not self.modern:

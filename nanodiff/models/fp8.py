@@ -3,14 +3,18 @@ e5m2 x e4m3, gradients of weights in bf16 (Micikevicius et al. 2022, arXiv:2209.
 
 Each tensor has one scale. A weight's scale is measured at every step. Those of inputs and gradients are measured by
 `calibrate` alone: only with a scale known beforehand can Inductor cast in the kernels that write these tensors.
+Only attention's output, which no kernel of Inductor writes, and the weights are cast in passes of their own. fc2's
+gradient is computed twice from the block's, once in fp8 and once in bf16: no more traffic than one kernel for both.
 """
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from nanodiff.common import UserError
 from nanodiff.dist import from_first_rank
 from nanodiff.models.build import uncompiled
+from nanodiff.models.dit import split_qkv
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -26,44 +30,55 @@ def to_fp8(x, scale, dtype):
     return x.to(dtype).contiguous()
 
 
-def product(a, a_scale, dtype, b, b_scale):
-    """a (M, K) b (N, K)^T -> (M, N) bf16, with a in the fp8 `dtype` and b in e4m3."""
-    a = to_fp8(a, a_scale, dtype)
+def product(a, a_scale, b, b_scale):
+    """a (..., K) b (N, K)^T -> (..., N) bf16; a comes in fp8, divided by its scale, and b is cast to e4m3 here."""
     b = to_fp8(b, b_scale, E4M3)
-    return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    out = torch._scaled_mm(a.flatten(0, -2), b.T, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return out.unflatten(0, a.shape[:-1])
 
 
 class Product(torch.autograd.Function):
-    """x (M, K), w (N, K), both bf16, and the scales of x and of the result's gradient -> x w^T (M, N)."""
+    """x (B, T, K), w (N, K), both bf16, and the scales of x and of the result's gradient -> x w^T (B, T, N), split by
+    split_qkv if `heads`.
+
+    With a split outside, the gradient would be a cat of q and k's, which a reduction computes, and of v's. Inductor
+    fuses nothing with such a cat: the cast would read all of it again, 302 MB per block at d12 with 256 images.
+    """
 
     @staticmethod
-    def forward(ctx, x, w, x_scale, g_scale):
+    def forward(ctx, x, w, x_scale, g_scale, heads):
         w_scale = scale_for(w, E4M3)
         ctx.save_for_backward(x, w, g_scale, w_scale)
-        return product(x, x_scale, E4M3, w, w_scale)
+        out = product(to_fp8(x, x_scale, E4M3), x_scale, w, w_scale)
+        return split_qkv(out, heads) if heads else out
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, *parts):
         x, w, g_scale, w_scale = ctx.saved_tensors
-        return product(g, g_scale, E5M2, w.T, w_scale), g.T @ x, None, None
+        # In this order: once the parts have a place in g, Inductor casts them in another pass
+        g8 = torch.cat([to_fp8(part, g_scale, E5M2) for part in parts], 2).flatten(2)
+        g = torch.cat(parts, 2).flatten(2)
+        return product(g8, g_scale, w.T, w_scale), g.flatten(0, 1).T @ x.flatten(0, 1), None, None, None
 
 
 class Linear(nn.Linear):
     """A linear layer in fp8; in eval mode nn.Linear, whose backward sets the scales."""
 
+    heads = 0
+
     def forward(self, x):
         if self.training:
-            out = Product.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), self.x_scale, self.g_scale)
-            return out.unflatten(0, x.shape[:-1])
+            return Product.apply(x.bfloat16(), self.weight.bfloat16(), self.x_scale, self.g_scale, self.heads)
         out = super().forward(x)
-        if out.requires_grad:
-            out.register_hook(lambda g: self.measure(x, g))
-        return out
 
-    def measure(self, x, g):
-        # Headroom, as numbers may grow until the next calibration; e5m2 keeps its precision over 30 powers of two
-        self.x_scale.copy_(scale_for(x, E4M3, 2.0))
-        self.g_scale.copy_(scale_for(g, E5M2, 64.0))
+        def measure(g):
+            # Headroom, as numbers may grow until the next calibration; e5m2 keeps its precision over 30 powers of two
+            self.x_scale.copy_(scale_for(x, E4M3, 2.0))
+            self.g_scale.copy_(scale_for(g, E5M2, 64.0))
+
+        if out.requires_grad:
+            out.register_hook(measure)
+        return out
 
 
 def is_fast(device) -> bool:
@@ -78,11 +93,12 @@ def use_fp8(model: nn.Module, device, dtype) -> None:
             "fp8=True; accepted: on Hopper GPUs (H100) and newer, with dtype=bfloat16, where the whole model learns, "
             "at widths that are multiples of 16"
         )
-    layers = [layer for block in model.blocks for layer in (block.qkv, block.proj, block.fc1, block.fc2)]
-    model.scales = torch.ones(len(layers), 2, device=device)
-    for layer, scales in zip(layers, model.scales):
-        layer.__class__ = Linear
-        layer.x_scale, layer.g_scale = scales
+    model.scales = torch.ones(len(model.blocks), 4, 2, device=device)
+    for block, scales in zip(model.blocks, model.scales):
+        for layer, pair in zip((block.qkv, block.proj, block.fc1, block.fc2), scales):
+            layer.__class__ = Linear
+            layer.x_scale, layer.g_scale = pair
+        block.qkv.heads = block.heads
 
 
 def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
@@ -91,11 +107,10 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
 
     `batch`: process.losses' arguments after the model. `share`: images per rank and step, over which the loss averages.
     """
-    *tensors, cond, draw_jumps = batch
-    cond = {name: value[:8] for name, value in cond.items()}
+    batch = tree_map_only(torch.Tensor, lambda x: x[:8], batch)
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, *(x[:8] for x in tensors), cond, draw_jumps)["loss"]
+        losses = process.losses(model, *batch)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
     scales = from_first_rank(model.scales.tolist(), "the scales of fp8")
