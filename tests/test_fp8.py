@@ -7,6 +7,8 @@ from processes import run_process
 from tiny_runs import TINY, assert_resumes, losses, make_data
 
 from nanodiff.models import fp8
+from nanodiff.models.build import build_model
+from nanodiff.models.dit import DiTConfig
 from nanodiff.models.fp8 import E4M3, E5M2, product, scale_for, to_fp8
 
 TINY = [*TINY, "--total_batch_size=16", "--num_iterations=6", "--eval_every=3", "--log_every=1", "--dtype=bfloat16"]
@@ -28,6 +30,15 @@ def emulate():
     """The same numbers, multiplied in fp32: torch's own product on a CPU takes seconds."""
     fp8.is_fast = lambda device: True
     torch._scaled_mm = lambda a, b, scale_a, scale_b, **_: ((a.float() * scale_a) @ (b.float() * scale_b)).bfloat16()
+
+
+def test_scales_lie_where_cublas_takes_them(monkeypatch):
+    monkeypatch.setattr(fp8, "is_fast", lambda device: True)
+    model = build_model(DiTConfig(8, 3, 3, patch_size=4, width=16, depth=2, heads=4), torch.device("cpu"), seed=0)
+    fp8.use_fp8(model, torch.device("cpu"), torch.bfloat16)
+    layers = [layer for layer in model.modules() if isinstance(layer, fp8.Linear)]
+    assert len(layers) == 8
+    assert all(scale.data_ptr() % 16 == 0 for layer in layers for scale in (layer.x_scale, layer.g_scale))
 
 
 @pytest.mark.slow

@@ -68,8 +68,7 @@ def sde(velocity, x, t, t_next, generator):
     if t_next == 0:  # Euler's step, without noise
         return x0, x0
     drift = v + 0.5 * (x + (1 - t) * v)
-    x_next = x - h * drift + (t * h) ** 0.5 * generator.randn_like(x)
-    return x_next, x0
+    return x - h * drift + (t * h) ** 0.5 * generator.randn_like(x), x0
 
 
 SAMPLERS = {"euler": euler, "heun": heun, "ralston": ralston, "sde": sde}
@@ -122,8 +121,7 @@ class FlowMatching:
     def is_guided(self, t):
         """(N, 1, 1, 1) bool: True where t (N,) lies in cfg_interval."""
         low, high = self.cfg_interval
-        inside = (low <= t) & (t <= high)
-        return per_image(inside)
+        return per_image((low <= t) & (t <= high))
 
     def losses(self, model, x0, t, noise, cond, draw=None) -> dict[str, torch.Tensor]:
         """{"loss": (N,)}: the mean squared error of v (Lipman et al., eq. 14); x0, noise (N, C, H, W), t (N,).

@@ -268,8 +268,7 @@ class GaussianDiffusion:
 
     def predict(self, model, x_t, t, **cond):
         """The model's output at x_t in fp32: the objective (N, C, H, W), and C channels of a learned variance or 0."""
-        out = model(x_t, self.at(t).model_t.flatten(), **cond).float()
-        return out.tensor_split([x_t.shape[1]], dim=1)
+        return model(x_t, self.at(t).model_t.flatten(), **cond).float().tensor_split([x_t.shape[1]], dim=1)
 
     def predict_x0(self, prediction, x_t, t):
         """The x0 that a prediction at x_t implies: the inverse of `target`."""

@@ -85,5 +85,4 @@ def make_denoiser(model, cond: dict, settings):
 def with_and_without(predict, x_t, t, cond: dict, null: dict):
     """predict(x_t, t, **cond), and the same with `null` instead, in one pass of twice the batch; both in fp32."""
     both = {name: torch.cat([value, null.get(name, value)]) for name, value in cond.items()}
-    out = predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both)
-    return out.float().chunk(2)
+    return predict(torch.cat([x_t, x_t]), torch.cat([t, t]), **both).float().chunk(2)

@@ -124,8 +124,7 @@ class AutoencoderKL(Autoencoder):
         self.downsample = 2 ** (len(widths) - 1)
 
         def down(c):
-            pad = nn.ZeroPad2d((0, 1, 0, 1))
-            return nn.Sequential(pad, nn.Conv2d(c, c, 3, stride=2))
+            return nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
 
         def up(c):
             return nn.Sequential(nn.Upsample(scale_factor=2), conv3(c, c))

@@ -9,7 +9,6 @@ gradient is computed twice from the block's, once in fp8 and once in bf16: no mo
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from nanodiff.common import UserError
 from nanodiff.dist import from_first_rank
@@ -93,7 +92,8 @@ def use_fp8(model: nn.Module, device, dtype) -> None:
             "fp8=True; accepted: on Hopper GPUs (H100) and newer, with dtype=bfloat16, where the whole model learns, "
             "at widths that are multiples of 16"
         )
-    model.scales = torch.ones(len(model.blocks), 4, 2, device=device)
+    # A step of 16 bytes from scale to scale: else cuBLAS refuses them
+    model.scales = torch.ones(len(model.blocks), 4, 2, 4, device=device)[..., 0]
     for block, scales in zip(model.blocks, model.scales):
         for layer, pair in zip((block.qkv, block.proj, block.fc1, block.fc2), scales):
             layer.__class__ = Linear
@@ -107,10 +107,11 @@ def calibrate(model: nn.Module, process, autocast, batch, share: int) -> None:
 
     `batch`: process.losses' arguments after the model. `share`: images per rank and step, over which the loss averages.
     """
-    batch = tree_map_only(torch.Tensor, lambda x: x[:8], batch)
+    *tensors, cond, draw_jumps = batch
+    cond = {name: value[:8] for name, value in cond.items()}
     model.eval()
     with uncompiled(), autocast:
-        losses = process.losses(model, *batch)["loss"]
+        losses = process.losses(model, *(x[:8] for x in tensors), cond, draw_jumps)["loss"]
         torch.autograd.grad(losses.sum() / share, model.patch_embed.weight)  # through all blocks
     model.train()
     scales = from_first_rank(model.scales.tolist(), "the scales of fp8")

@@ -160,8 +160,7 @@ class AttentionBlock(nn.Module):
             q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (N, nh, T, hs)
             h = F.scaled_dot_product_attention(q, k, v)
             h = h.transpose(1, 2).flatten(2).to(x.dtype)  # (N, T, C)
-        out = self.proj_out(h).mT  # (N, C, T)
-        return x + out.view(x.shape)
+        return x + self.proj_out(h).mT.view(x.shape)  # mT: (N, C, T)
 
 
 class Level(nn.Sequential):

@@ -198,9 +198,8 @@ class ModelSamples:
 
     def labels(self, ids) -> np.ndarray:
         """Classes (n,) int64 of samples; zeros for an unconditional model."""
-        turns = self.turns
-        rows = [turns.rows(i, self.shape_of(i)) for i in ids]
-        return turns.labels[rows]
+        rows = [self.turns.rows(i, self.shape_of(i)) for i in ids]
+        return self.turns.labels[rows]
 
     def in_proportion(self, name: str, split: str, n: int) -> None:
         """Give n samples the classes of the set `name`, in the set's proportions.

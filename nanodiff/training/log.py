@@ -51,8 +51,8 @@ class Meter:
 
     def state_dict(self) -> list[dict]:
         """A collective: each rank's sums for the next line; empty except on rank 0."""
-        sums = host_copy(self.sums)  # add() changes them while a checkpoint is written
-        return gather_objects({"images": self.num_images, "sums": sums})
+        # A copy, as add() changes the sums while a checkpoint is written
+        return gather_objects({"images": self.num_images, "sums": host_copy(self.sums)})
 
     def load_state_dict(self, state: list[dict]) -> None:
         """Share the states out among any number of ranks."""
