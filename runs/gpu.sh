@@ -3,8 +3,8 @@
 # side; the others run alone, the most useful first, each with a time limit. Logs and results.jsonl (a line per stage) go
 # to OUT, by default in $NANODIFF_BASE_DIR; the last lines are a table beside an H100's figures. Needs no network if the
 # data are there. An H100 took 71 s side by side, 13 s for the ceilings, 20 to 40 s per timing: 71 + 13 + 2 * 40 + 300 of
-# training + 70 around it = 534 of 540 s. Other timings run if time is left. Run as a whole on a
-# stand-in that has no values, not yet on a GPU.
+# training + 70 around it = 534 of 540 s. Other timings run if time is left. All stages but d12_tuned, save and exchange
+# have run on a GPU.
 #   bash runs/gpu.sh
 #   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
 #     some stages; images to train on, unless there is a set cifar10; seconds in all; minutes of training; a factor on
@@ -27,6 +27,11 @@ export NANODIFF_BASE_DIR=$base
 out=${OUT:-$base/gpu_$(date +%Y%m%d_%H%M%S)}
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 reserve=0  # seconds that a stage must leave
+fp8=--fp8
+if ! python3 -c 'import sys, torch; sys.exit(torch.cuda.get_device_capability() < (9, 0))'; then
+    echo "no fp8: it needs a Hopper GPU or a newer one"
+    fp8= stages=${stages//d??_fp8/}
+fi
 mkdir -p "$out"
 : > "$out/results.jsonl"
 for name in $stages warm warm6 kinds_map kinds_lora cifar10_step; do
@@ -66,7 +71,7 @@ kinds() {
     local small=(--depth=2 --num_iterations=4 --total_batch_size=32) failures=0
     for kind in "" "--objective=eps --timesteps=loss-second-moment" "--dtype=float16" "--dtype=float32 --guided_from=0" \
         "--arch=unet --depth=1" "--arch=dit_classic --objective=eps --variance=learned_range" "--low_res_size=8 --checkpointing" \
-        "--deterministic" "--device_batch_size=0" "--optimizer=adamw" "--save_every=0"; do
+        "--deterministic" "--device_batch_size=0" "--optimizer=adamw" "--save_every=0" $fp8; do
         trial kinds "${small[@]}" --compile=False $kind || { echo "FAILED: $kind"; failures=1; }
     done
     trial kinds_map "${small[@]}" --compile=False --objective=flow_map --init_from=gpu_kinds || failures=1
@@ -112,7 +117,7 @@ cifar10() {
 # A stage's command may be one of these functions. -e: a function fails at its first error. The trap keeps bash alive after
 # SIGTERM until its command has ended, so that timeout can still kill the command
 shell=(bash -ec 'trap "exit 143" TERM; eval "$(cat "$0")"; "$@"' "$out/functions")
-{ declare -f trial kinds save data cifar10; declare -p base out stages shell d6 d12 d24; } > "$out/functions"
+{ declare -f trial kinds save data cifar10; declare -p base out stages shell fp8 d6 d12 d24; } > "$out/functions"
 
 python3 -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), at most $total s; logs: $out"
@@ -120,8 +125,8 @@ echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown), $gpus GPU(s), a
 # Side by side: stages that are not timed, and compilation for the timings below
 python3 -c 'import xdist' 2> /dev/null && workers=(-n 6) || workers=()
 # -vv, against the -q of pyproject.toml: the number that passed, and the names until then if the limit ends them
-stage tests 80 python3 -m pytest -m cuda -rs -vv "${workers[@]}" tests/test_cuda.py &
-stage kinds 80 "${shell[@]}" kinds &
+stage tests 110 python3 -m pytest -m cuda -rs -vv "${workers[@]}" tests/test_cuda.py &
+stage kinds 110 "${shell[@]}" kinds &
 stage data 80 "${shell[@]}" data &
 if [[ " $stages " == *" d12 "* ]]; then
     stages="$stages warm" stage warm 60 "${shell[@]}" trial warm "${d12[@]}" --num_iterations=3 > /dev/null &
