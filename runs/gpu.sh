@@ -71,7 +71,7 @@ kinds() {
     local small=(--depth=2 --num_iterations=4 --total_batch_size=32) failures=0
     for kind in "" "--objective=eps --timesteps=loss-second-moment" "--dtype=float16" "--dtype=float32 --guided_from=0" \
         "--arch=unet --depth=1" "--arch=dit_classic --objective=eps --variance=learned_range" "--low_res_size=8 --checkpointing" \
-        "--deterministic" "--device_batch_size=0" "--optimizer=adamw" "--save_every=0" $fp8; do
+        "--deterministic" "--device_batch_size=0" "--optimizer=adamw" $fp8 "--save_every=0"; do
         trial kinds "${small[@]}" --compile=False $kind || { echo "FAILED: $kind"; failures=1; }
     done
     trial kinds_map "${small[@]}" --compile=False --objective=flow_map --init_from=gpu_kinds || failures=1
