@@ -3,8 +3,9 @@ e5m2 x e4m3, gradients of weights in bf16 (Micikevicius et al. 2022, arXiv:2209.
 
 Each tensor has one scale. A weight's scale is measured at every step. Those of inputs and gradients are measured by
 `calibrate` alone: only with a scale known beforehand can Inductor cast in the kernels that write these tensors.
-Only attention's output, which no kernel of Inductor writes, and the weights are cast in passes of their own. fc2's
-gradient is computed twice from the block's, once in fp8 and once in bf16: no more traffic than one kernel for both.
+Only attention's output, which no kernel of Inductor writes, and the weights are cast in passes of their own: 1.1 and
+1.2 of 162 ms of kernels at d12 on an H200. fc2's gradient is computed twice from the block's, once in fp8 and once in
+bf16: no more traffic than one kernel for both.
 """
 
 import torch
