@@ -3,8 +3,8 @@
 # side; the others run alone, the most useful first, each with a time limit. Logs and results.jsonl (a line per stage) go
 # to OUT, by default in $NANODIFF_BASE_DIR; the last lines are a table beside an H100's figures. Needs no network if the
 # data are there. An H100 took 71 s side by side, 13 s for the ceilings, 20 to 40 s per timing: 71 + 13 + 2 * 40 + 300 of
-# training + 70 around it = 534 of 540 s. Other timings run if time is left. All stages but d12_tuned, save and exchange
-# have run on a GPU.
+# training + 70 around it = 534 of 540 s. Other timings run if time is left. On a GPU it has run in parts, not
+# yet d24_fp8, d12_tuned, save, exchange and half of the kinds.
 #   bash runs/gpu.sh
 #   STAGES="d12 d12_fp8" IMAGES=cifar10.tar.gz TOTAL=1200 MINUTES=10 STRETCH=2 bash runs/gpu.sh
 #     some stages; images to train on, unless there is a set cifar10; seconds in all; minutes of training; a factor on
