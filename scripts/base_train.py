@@ -98,8 +98,7 @@ lora_rank = 0  # >= 0: train adapters of this rank (LoRA), and new classes; 0 = 
 # What is learned
 objective = "flow"  # flow|flow_x0|flow_map|flow_map_x0|eps|x0|x_prev|v: flow = velocity, flow_x0 = image; flow_map,
 #                     flow_map_x0 = jumps, tuned from a flow run; others = Gaussian diffusion
-timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow (above 0.98: 1 of 20,000),
-#                    else uniform; mixed = logit-normal and a uniform tenth
+timesteps = "auto"  # auto|{TIMESTEPS}: distribution of t; auto = logit-normal for flow, else uniform
 t_range = "0,1"  # train only where t, from 0 (image) to 1 (noise), is in this interval
 label_drop = 0.1  # [0, 1): fraction of images that lose their conditions, for classifier-free guidance
 # Optimisation

@@ -53,18 +53,6 @@ def logit_normal(u, process):
     return t, torch.ones_like(u)
 
 
-def mixed(u, process):
-    """Nine tenths logit-normal, one tenth uniform, shifted. Samples start at t = 1, but logit-normal alone draws
-    t > 0.98 for one image in 20,000."""
-    z = torch.linspace(-12, 12, 4097, dtype=torch.float64)  # logit(t)
-    cdf = 0.9 * torch.special.ndtr(z / process.timestep_std) + 0.1 * torch.sigmoid(z)
-    z, cdf = torch.stack([z, cdf]).float().to(u.device, non_blocking=True)
-    i = torch.searchsorted(cdf, u).clamp(1, len(z) - 1)  # the inverse CDF, linear between the table's z
-    share = (u - cdf[i - 1]) / (cdf[i] - cdf[i - 1])
-    t = process.shift(torch.sigmoid(torch.lerp(z[i - 1], z[i], share.clamp(0, 1))))
-    return t, torch.ones_like(u)
-
-
 class Timesteps(torch.nn.Module):
     """A distribution of t, restricted to t / T in [low, high]. A torch module, so that buffers can hold its state."""
 
@@ -136,10 +124,7 @@ class LossSecondMoment(Timesteps):
 
 
 FOR_BOTH = {"uniform": uniform, "bell": bell}
-FOR_FLOW = {
-    "logit-normal": logit_normal,
-    "mixed": mixed,
-}  # t is continuous; may use process.shift and process.timestep_std
+FOR_FLOW = {"logit-normal": logit_normal}  # t is continuous; may use process.shift and process.timestep_std
 FOR_GAUSSIAN = {"loss-second-moment": LossSecondMoment}  # t is an integer below process.num_timesteps
 TIMESTEPS = FOR_BOTH | FOR_FLOW | FOR_GAUSSIAN
 
