@@ -10,8 +10,8 @@ track=${1:-} seed=${2:-}
 case $track in
     cpu)
         limit=1200 num_images=5000
-        settings=(--depth=3 --patch_size=4 --num_iterations=4000 --total_batch_size=64 --lr=0.004)
-        settings+=(--guided_from=0.4 --cfg_scale=4 --cfg_interval=0.3,0.7)
+        settings=(--depth=3 --patch_size=4 --num_iterations=4000 --total_batch_size=64 --lr=0.004 --muon_lr=0.01)
+        settings+=(--guided_from=0.4 --cfg_scale=3 --cfg_interval=0.3,0.7 --time_input=1000t)
         ;;
     gpu)
         limit=300 num_images=5000
