@@ -88,7 +88,8 @@ class FlowMatching:
     time_input: str = "1000t"  # one of TIMES
     # Only objective=flow|flow_x0
     guided_from: float = 1.0  # [0, 1]: fraction of the run after which the model itself learns cfg_scale's guidance in
-    #                           cfg_interval, so that samples need none and cost half; 1 = never
+    #                           cfg_interval, so that samples need none and cost half; 1 = never.
+    #                           Slow waves of t, time_input=62.5t, blur the interval's ends
     # Only objective=flow|flow_x0|flow_map|flow_map_x0
     timestep_shift: float = 1.0  # > 0: s moves t to s t / (1 + (s - 1) t), towards noise if s > 1; in samples too
     # Only objective=flow|flow_x0|flow_map|flow_map_x0, Only timesteps=auto|logit-normal
